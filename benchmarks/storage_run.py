@@ -36,7 +36,6 @@ from hotcold.jobs.support.options import Bytes
 from hotcold.jobs.support.text_file import read_text_ids
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
-from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.sampling import SamplingParams
 from hotcold.placement.machine.measure_disk import measure_disk
 
@@ -207,7 +206,7 @@ def planned(
 ) -> OffloadPlan:
     """What `hotcold plan` would say, with the disk as it is now, and memory as it was measured."""
     assert system.storage is not None
-    profile = own_profile(path, ModelIdentity.of(path), config)
+    profile = own_profile(path, config)
     disk = measured_disk(Path(system.storage.path), config)
     times_s = memory_ms / 1e3, head_ms / 1e3
     return offload_plan(system, config, system.storage, profile, disk, *times_s)

@@ -89,11 +89,10 @@ def require_memory(
         what += f" besides the {binary_text(kept_bytes)} that Ray's memory monitor keeps so"
     draft = f"{binary_text(need.draft_bytes)} of the draft, " if need.draft_bytes else ""
     raise MemoryBudgetError(
-        f"this model needs {binary_text(need.total_bytes)} of memory ({need.total_bytes} bytes: "
+        f"this model needs {binary_text(need.total_bytes)} of memory ("
         f"{binary_text(weights)} weights, {draft}{binary_text(need.kv_cache_bytes)} KV cache, "
         f"{binary_text(need.process_bytes)} processes, {binary_text(need.arena_bytes)} arena), "
-        f"{binary_text(free)} ({free} bytes) are {what}; "
-        f"use {_what_fits(free, quantized)}"
+        f"{binary_text(free)} are {what}; use {_what_fits(free, quantized)}"
     )
 
 

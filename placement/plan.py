@@ -12,9 +12,10 @@ import numpy as np
 
 from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.errors import ArtifactError
+from hotcold.model.errors import ArtifactError, UsageError
 from hotcold.model.files.artifact import Artifact, ModelIdentity, read_artifact, write_artifact
 from hotcold.model.files.artifact_places import artifact_path
+from hotcold.placement.machine.description import Machine
 
 _KIND = "plan"
 _REMEDY = "make it again with `hotcold plan`"
@@ -35,7 +36,7 @@ class PlanRequest:
     context_length: int
     kv_dtype: str
     num_cpu_actors: int
-    machine_digest: str
+    machine: str  # its `identity`
     profile_digest: str
     predictor_digest: str
     weight_dtype: str = ""
@@ -55,7 +56,7 @@ class PlanRequest:
 class PlacementPlan:
     """The device of each part of a model.
 
-    `report` holds figures for people (`placement/report.py`).
+    `report` holds figures for people (`placement/report.py`), `machine` those that it is made by.
     Shapes:  neuron_device (L, N), N of the largest layer; attention_device (L,)
     Dtypes:  int16 indices into device_names, the GPUs before the CPU devices; -1 is the host,
              for attention and head only, and what a smaller layer lacks. Predictors are always on
@@ -67,6 +68,7 @@ class PlacementPlan:
     neuron_device: np.ndarray
     attention_device: np.ndarray
     head_device: int
+    machine: Machine
     report: dict[str, Any]
 
     @property
@@ -100,6 +102,7 @@ def write_plan(path: Path, identity: ModelIdentity, plan: PlacementPlan) -> None
         "request": asdict(plan.request),
         "device_names": list(plan.device_names),
         "head_device": plan.head_device,
+        "machine": plan.machine.as_json(),
         "report": plan.report,
     }
     write_artifact(path, _KIND, identity, tensors, facts)
@@ -132,10 +135,18 @@ def load_plan(path: Path, identity: ModelIdentity, config: ModelConfig) -> Place
         neuron_device=artifact.tensor("neuron_device", np.int16, neurons.shape(config)),
         attention_device=artifact.tensor("attention_device", np.int16, layers),
         head_device=artifact.fact("head_device", int),
+        machine=_machine(artifact),
         report=artifact.fact("report", dict),
     )
     _check_devices(path, plan, neurons.exists(config))
     return plan
+
+
+def _machine(artifact: Artifact) -> Machine:
+    try:
+        return Machine.from_json(artifact.facts.get("machine"), "its machine")
+    except UsageError as problem:
+        raise ArtifactError(f"{artifact.path}: {problem}") from None
 
 
 def _request(artifact: Artifact) -> PlanRequest:
@@ -169,7 +180,9 @@ def _check_devices(path: Path, plan: PlacementPlan, exists: np.ndarray) -> None:
 def _words(name: str, value: Any) -> str:
     """One entry of a request as a command-line option."""
     match name:
-        case "machine_digest" | "profile_digest" | "predictor_digest":
+        case "machine":
+            return f"the machine {value}"
+        case "profile_digest" | "predictor_digest":
             what = name.removesuffix("_digest")
             return f"{what} {value[:12]}" if value else f"no {what}"
         case "gpu_memory_bytes" | "cpu_memory_bytes":

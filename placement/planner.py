@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from hotcold.placement.profile import ActivationProfile, Rates, rates_of
 from hotcold.placement.report import Expected, assumptions, make_report
 from hotcold.placement.solver.cost import (
     Groups,
+    PartCost,
     PlanDevice,
     PredictorCost,
     RowBytes,
@@ -27,8 +28,8 @@ from hotcold.placement.solver.cost import (
 )
 from hotcold.placement.solver.divide import solve_divided
 from hotcold.placement.solver.plan_devices import make_plan_devices
-from hotcold.placement.solver.problem import ATTENTION, HEAD, Assignment
-from hotcold.placement.solver.solver import solve
+from hotcold.placement.solver.problem import ATTENTION, HEAD, Assignment, Problem
+from hotcold.placement.solver.solver import require_fit, solve
 
 
 def make_plan(
@@ -36,9 +37,9 @@ def make_plan(
     machine: Machine,
     profile: ActivationProfile | None,
     request: PlanRequest,
-    *,
     predictor: PredictorCost | None = None,
     host_reserve_bytes: int = 0,
+    *,
     time_limit_s: float = 10.0,
 ) -> PlacementPlan:
     """Place the model `config` (of the checkpoint's dtype) on `machine` as `request` asks.
@@ -48,6 +49,63 @@ def make_plan(
     and arena on the host.
     Errors:  MemoryBudgetError where it does not fit
     """
+    posed = _posed(config, machine, profile, request, predictor, host_reserve_bytes)
+    devices, groups, problem = posed.devices, posed.groups, posed.problem
+    if config.experts is None:
+        solution = solve(problem, time_limit_s=time_limit_s)
+    else:
+        problem, groups, solution = solve_divided(problem, groups, time_limit_s=time_limit_s)
+    neuron_device = neuron_places(config, groups, solution.assignment)
+    kv = kv_cache_bytes(config, request.context_length, request.kv_dtype)
+    expected = _expected(config, posed, request.mode, neuron_device)
+    part_device = solution.assignment.part_device
+    kinds = np.array(problem.part_kinds)
+    return PlacementPlan(
+        request=request,
+        device_names=tuple(device.name for device in devices),
+        neuron_device=neuron_device,
+        attention_device=part_device[kinds == ATTENTION],
+        head_device=int(part_device[kinds == HEAD][0]),
+        machine=machine,
+        report={
+            **make_report(problem, devices, posed.parts, kv, expected, solution),
+            "assumed": list(assumptions(config, machine, request, profile, predictor)),
+        },
+    )
+
+
+def require_room(
+    config: ModelConfig,
+    machine: Machine,
+    profile: ActivationProfile | None,
+    request: PlanRequest,
+    predictor: PredictorCost | None = None,
+    host_reserve_bytes: int = 0,
+) -> None:
+    """Raise MemoryBudgetError where `make_plan` would for want of memory, whatever the speeds."""
+    require_fit(_posed(config, machine, profile, request, predictor, host_reserve_bytes).problem)
+
+
+@dataclass(frozen=True, eq=False)
+class _Posed:
+    """What is to be solved, and what it is made of."""
+
+    devices: tuple[PlanDevice, ...]
+    rates: Rates
+    groups: Groups
+    parts: PartCost
+    selected_factor: np.ndarray | None
+    problem: Problem
+
+
+def _posed(
+    config: ModelConfig,
+    machine: Machine,
+    profile: ActivationProfile | None,
+    request: PlanRequest,
+    predictor: PredictorCost | None,
+    host_reserve_bytes: int,
+) -> _Posed:
     devices = make_plan_devices(
         machine,
         num_cpu_actors=request.num_cpu_actors,
@@ -62,26 +120,7 @@ def make_plan(
     problem = make_problem(
         config, devices, rates, groups, request.mode, parts, machine.exchange_us, factor
     )
-    if config.experts is None:
-        solution = solve(problem, time_limit_s=time_limit_s)
-    else:
-        problem, groups, solution = solve_divided(problem, groups, time_limit_s=time_limit_s)
-    neuron_device = neuron_places(config, groups, solution.assignment)
-    kv = kv_cache_bytes(config, request.context_length, request.kv_dtype)
-    expected = _expected(config, devices, rates, request.mode, factor, neuron_device)
-    part_device = solution.assignment.part_device
-    kinds = np.array(problem.part_kinds)
-    return PlacementPlan(
-        request=request,
-        device_names=tuple(device.name for device in devices),
-        neuron_device=neuron_device,
-        attention_device=part_device[kinds == ATTENTION],
-        head_device=int(part_device[kinds == HEAD][0]),
-        report={
-            **make_report(problem, devices, parts, kv, expected, solution),
-            "assumed": list(assumptions(config, machine, request, profile, predictor)),
-        },
-    )
+    return _Posed(devices, rates, groups, parts, factor, problem)
 
 
 def neuron_places(config: ModelConfig, groups: Groups, assignment: Assignment) -> np.ndarray:
@@ -93,17 +132,10 @@ def neuron_places(config: ModelConfig, groups: Groups, assignment: Assignment) -
     return places
 
 
-def _expected(
-    config: ModelConfig,
-    devices: Sequence[PlanDevice],
-    rates: Rates,
-    mode: str,
-    selected_factor: np.ndarray | None,
-    neuron_device: np.ndarray,
-) -> Expected:
-    rows = RowBytes.of(config)
+def _expected(config: ModelConfig, posed: _Posed, mode: str, neuron_device: np.ndarray) -> Expected:
+    rows, rates, devices = RowBytes.of(config), posed.rates, posed.devices
     on_gpu = gpu_read_bytes(rows, rates, mode)
-    first, rest = read_bytes(rows, rates, mode, selected_factor)
+    first, rest = read_bytes(rows, rates, mode, posed.selected_factor)
     held = [neuron_device == index for index in range(len(devices))]
     read = [
         (on_gpu if device.is_gpu else first + rest)[mask].sum()

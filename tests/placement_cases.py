@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from hotcold.cuda_kernels.device import Gpu
 from hotcold.model.config.build import build_config
 from hotcold.model.config.layer_spec import RouterSpec
 from hotcold.model.config.model_config import ExpertsConfig, ModelConfig
 from hotcold.placement.machine.description import CpuNode, GpuDevice, Machine
+from hotcold.placement.machine.survey import MachineLayout, NodeLayout
 from hotcold.placement.solver.problem import ATTENTION, HEAD, Problem
 
 
@@ -73,6 +75,19 @@ def make_machine(
         exchange_us=exchange_us,
         date="",
     )
+
+
+def layout_of(machine: Machine) -> MachineLayout:
+    """What a process sees of `machine`, which measures nothing."""
+    nodes = tuple(
+        NodeLayout(node.name, tuple(range(node.num_cores)), node.total_bytes, node.free_bytes, 0)
+        for node in machine.nodes
+    )
+    gpus = tuple(
+        Gpu(number, gpu.model, gpu.total_bytes, gpu.free_bytes, (9, 0))
+        for number, gpu in enumerate(machine.gpus)
+    )
+    return MachineLayout(machine.name, nodes, gpus)
 
 
 def random_problem(

@@ -26,6 +26,7 @@ from hotcold.actors.protocol.ray_memory import kept_bytes
 from hotcold.actors.setup.connection import Connection, SpawnRelay, service_nodes
 from hotcold.actors.setup.memory_needs import system_need
 from hotcold.actors.setup.modes import AUTO_RECALL, threshold_note
+from hotcold.actors.setup.placement_choice import plan_note
 from hotcold.actors.setup.shards import arena_layout, served_config, service_specs
 from hotcold.actors.setup.storage import storage_beside_gpu
 from hotcold.model.config.build import read_config
@@ -78,7 +79,8 @@ class SystemServices:
         by_layer = dict(self.config.mean_row_bytes)
         # For the user: formats that differ from the files, approximations, what could not be had.
         conversion_note = "" if system.weight_dtype else checkpoint.conversion_note(by_layer)
-        notes = conversion_note, threshold_note(system, self.config)
+        planned = plan_note(system, self.config)
+        notes = conversion_note, threshold_note(system, self.config), planned
         self.notes: tuple[str, ...] = tuple(note for note in notes if note)
         self.device_name = "cpu"  # of the attention service
         self.changing = threading.Lock()  # held while services are loaded

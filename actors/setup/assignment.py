@@ -57,7 +57,7 @@ def hot_neurons(
     if num_hot == 0:
         return None
     path = Path(system.model_path)
-    profile = own_profile(path, ModelIdentity.of(path), config)
+    profile = own_profile(path, config)
     hot = hotness(config, rates_of(config, profile))
     ranks = _whole_first(_ranks(config), is_whole)
     return hottest_neurons(hot.shape, num_hot, hot, candidates, ranks)

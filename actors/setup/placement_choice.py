@@ -8,18 +8,21 @@ from pathlib import Path
 import numpy as np
 
 from hotcold.actors.protocol.messages import PREDICTED_MODES, SystemConfig
+from hotcold.model.byte_sizes import binary_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path, artifacts_like
-from hotcold.placement.machine.this_machine import measured_before
-from hotcold.placement.plan import PlanRequest, plan_path, read_plan
+from hotcold.placement.machine.survey import read_layout
+from hotcold.placement.machine.this_machine import read_cached
+from hotcold.placement.plan import PlanRequest, load_plan, plan_path, read_plan
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, read_profile
 from hotcold.placement.solver.cost import PredictorCost
 from hotcold.predictors.predictor_file import Predictors, read_predictors
 
 _HEAD_BYTES = 1 << 20
 _UNMEASURED_FACTOR = 2.0
+_CHANGE = 0.1  # of memory or speed that a plan's user is told of
 _UNMEASURED = f"predictors choose {_UNMEASURED_FACTOR:g} neurons for each that fires"
 
 
@@ -27,10 +30,10 @@ def plan_request(
     system: SystemConfig,
     gpu_memory_bytes: int | None,
     cpu_memory_bytes: int | None,
-    machine_digest: str,
+    machine: str,
     profile: ActivationProfile | None,
 ) -> PlanRequest:
-    """The request that a plan for `system` has to answer."""
+    """The request that a plan for `system` has to answer, on the machine of this identity."""
     return PlanRequest(
         mode=system.mode,
         gpu_memory_bytes=gpu_memory_bytes,
@@ -38,19 +41,17 @@ def plan_request(
         context_length=system.context_length,
         kv_dtype=system.kv_dtype,
         num_cpu_actors=system.num_cpu_actors,
-        machine_digest=machine_digest,
+        machine=machine,
         profile_digest="" if profile is None else profile.digest,
         predictor_digest=_predictor_digest(system),
         weight_dtype=system.weight_dtype,
     )
 
 
-def own_profile(
-    path: Path, identity: ModelIdentity, config: ModelConfig
-) -> ActivationProfile | None:
+def own_profile(path: Path, config: ModelConfig) -> ActivationProfile | None:
     """The profile beside the model, or None. Errors: ArtifactError where it is not this model's."""
     file = artifact_path(path, PROFILE_FILE)
-    return read_profile(file, identity, config) if file.exists() else None
+    return read_profile(file, ModelIdentity.of(path), config) if file.exists() else None
 
 
 def predictor_cost(
@@ -85,8 +86,7 @@ def find_plan(
 ) -> str:
     """The plan for `system`: `file`, else the one made for exactly this request; "" for none.
 
-    Without a plan neurons are assigned to the CPU services round-robin. Nothing is measured here: a
-    plan exists only where the machine has been measured.
+    Without a plan neurons are assigned to the CPU services round-robin. Nothing is measured here.
     Errors:  ArtifactError, UsageError for a `file` that does not fit the system
     """
     if system.hosts:
@@ -95,16 +95,13 @@ def find_plan(
         return ""
     if file is None and not artifacts_like(path, "plan-*"):
         return ""
-    machine = measured_before()
-    if machine is None and file is None:
-        return ""
     identity = ModelIdentity.of(path)
     request = plan_request(
         system,
         gpu_memory_bytes,
         cpu_memory_bytes,
-        "" if machine is None else machine.digest,
-        own_profile(path, identity, config),
+        read_layout().identity,
+        own_profile(path, config),
     )
     found = plan_path(path, request) if file is None else file
     if file is None and not found.exists():
@@ -125,6 +122,32 @@ def find_plan(
         f"{found}: places {num_on_gpus} neurons on a GPU, and this system has none; make a plan "
         "with --gpu-memory 0 and give that option here too"
     )
+
+
+def plan_note(system: SystemConfig, config: ModelConfig) -> str:
+    """How this machine has changed since the system's plan was made; "" where it has not."""
+    if not system.plan_path:
+        return ""
+    identity, layout = ModelIdentity.of(system.model_path), read_layout()
+    then = load_plan(Path(system.plan_path), identity, config).machine
+    now = read_cached(layout)
+    speed = then.read_gb_per_s if now is None else now.read_gb_per_s
+    memory = [sum(node.total_bytes for node in nodes) for nodes in (then.nodes, layout.nodes)]
+    changes = []
+    if _differ(*memory):
+        changes.append(f"had {binary_text(memory[0])} of memory and has {binary_text(memory[1])}")
+    if _differ(then.read_gb_per_s, speed):
+        changes.append(f"read {then.read_gb_per_s:.3g} GB/s and reads {speed:.3g}")
+    if not changes:
+        return ""
+    return (
+        f"loads by {system.plan_path}; since it was made this machine {', '.join(changes)} "
+        "(`hotcold plan` makes another)"
+    )
+
+
+def _differ(then: float, now: float) -> bool:
+    return abs(now - then) > _CHANGE * then
 
 
 def _predictor_digest(system: SystemConfig) -> str:

@@ -10,7 +10,7 @@ from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.protocol.ray_memory import free_bytes, kept_bytes
 from hotcold.actors.setup.choose import choose_system
 from hotcold.actors.setup.memory_needs import expected_gpu, memory_beside_gpu, system_need
-from hotcold.actors.setup.placement_choice import find_plan
+from hotcold.actors.setup.placement_choice import find_plan, own_profile
 from hotcold.actors.setup.shards import can_keep_transposed, served_config
 from hotcold.actors.setup.storage import fit_storage, has_bundles
 from hotcold.model.config.build import read_config
@@ -155,7 +155,8 @@ def _storage(
     share = expected_gpu(system, config)
     need = memory_beside_gpu(share, config)
     need = replace(need, process_bytes=need.process_bytes + extra_bytes)
-    found = fit_storage(path, need, share, config, free)
+    profile = own_profile(path, config)
+    found = fit_storage(profile, need, share, config, free)
     if found is not None and options.plan is not None:
         raise UsageError("--plan places neurons in memory; leave it out, or give more --cpu-memory")
     if found is None:

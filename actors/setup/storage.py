@@ -42,7 +42,11 @@ _GIB = 1 << 30
 
 
 def fit_storage(
-    path: Path, need: MemoryNeed, system: SystemConfig, config: ModelConfig, free_bytes: int
+    profile: ActivationProfile | None,
+    need: MemoryNeed,
+    system: SystemConfig,
+    config: ModelConfig,
+    free_bytes: int,
 ) -> NeuronStorage | None:
     """How much of the FFN to keep in memory where `need` does not fit in `free_bytes`.
 
@@ -54,11 +58,15 @@ def fit_storage(
         return None
     if _least(need, system, config)[1] >= need.total_bytes:
         return None
-    return storage_within(path, need, system, config, free_bytes)
+    return storage_within(profile, need, system, config, free_bytes)
 
 
 def storage_within(
-    path: Path, need: MemoryNeed, system: SystemConfig, config: ModelConfig, free_bytes: int
+    profile: ActivationProfile | None,
+    need: MemoryNeed,
+    system: SystemConfig,
+    config: ModelConfig,
+    free_bytes: int,
 ) -> NeuronStorage:
     """`fit_storage` without its checks. Errors: MemoryBudgetError."""
     least, least_bytes = _least(need, system, config)
@@ -70,7 +78,7 @@ def storage_within(
             f"{binary_text(least_bytes)} ({least_bytes} bytes) with its neurons on storage, and "
             f"{binary_text(free_bytes)} are allowed; use --cpu-memory {_rounded_up(least_bytes)}"
         )
-    return divided(path, system, config, least, num_hosts * (free_bytes - least_bytes))
+    return divided(profile, system, config, least, num_hosts * (free_bytes - least_bytes))
 
 
 def storage_beside_gpu(system: SystemConfig, config: ModelConfig) -> NeuronStorage | None:
@@ -85,7 +93,8 @@ def storage_beside_gpu(system: SystemConfig, config: ModelConfig) -> NeuronStora
     if system.device == "cpu":  # the GPU was tried: its service keeps that memory
         need = replace(need, process_bytes=need.process_bytes + CUDA_BYTES)
     path, free = Path(system.model_path), storage.memory_bytes
-    found = storage_within(path, need, system, config, free)
+    profile = own_profile(path, config)
+    found = storage_within(profile, need, system, config, free)
     return replace(found, memory_bytes=free, without=storage.without)
 
 
@@ -122,7 +131,7 @@ def offloaded_share(spec: ServiceSpec, config: ModelConfig) -> OffloadedShare:
         most = 0
     num_gates, num_up_downs = max(most, storage.num_gates), max(most, storage.num_up_downs)
     path = spec.path
-    profile = own_profile(path, ModelIdentity.of(path), config)
+    profile = own_profile(path, config)
     rates = np.empty(0, np.float32)
     if profile is not None:
         wanted = rates_of(config, profile)
@@ -161,7 +170,7 @@ def pack_model(
 
     With a profile beside the model, neurons that fire often come first.
     """
-    profile = own_profile(path, ModelIdentity.of(path), config)
+    profile = own_profile(path, config)
     order, name = _file_order(config, profile)
     return write_bundles(path, config, order, name, weight_dtype, on_bytes, accept_existing)
 

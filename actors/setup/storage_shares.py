@@ -14,7 +14,6 @@ from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import READ_BYTES, WORD_BYTES, NeuronStorage
 from hotcold.actors.setup.assignment import hot_neurons
 from hotcold.actors.setup.gpu_share import num_cold_neurons
-from hotcold.actors.setup.placement_choice import own_profile
 from hotcold.actors.setup.shards import service_threads
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.model_config import ModelConfig
@@ -51,12 +50,16 @@ _SPARE_FOR_AHEAD = 4  # times the predictors' bytes must be spare to keep them
 
 
 def divided(
-    path: Path, system: SystemConfig, config: ModelConfig, least: NeuronStorage, spare: int
+    profile: ActivationProfile | None,
+    system: SystemConfig,
+    config: ModelConfig,
+    least: NeuronStorage,
+    spare: int,
 ) -> NeuronStorage:
     """The fastest way to use `spare` bytes, of all hosts, beyond `least`. Errors: ArtifactError."""
     if config.experts is not None:  # whole experts
         return next(_divisions(system, config, least, spare))
-    num_words = _words_to_read_ahead(path, system, config)
+    num_words = _words_to_read_ahead(system, config)
     shared = num_words if _shares_bits(system, num_words) else 0
     ahead = replace(least, predictors=system.predictors_path or "", predictor_words=shared)
     num_bytes = _own_predictor_bytes(ahead)
@@ -65,7 +68,7 @@ def divided(
     found = list(_divisions(system, config, least, spare))
     if not system.predictors_path:
         found = [found[0], *found[-1:]]  # every gate is always read: keep all, or none
-    disk, profile = Disk(), own_profile(path, ModelIdentity.of(path), config)
+    disk = Disk()
     return min(found, key=lambda kept: disk.seconds(token_reads(profile, system, config, kept)))
 
 
@@ -87,12 +90,12 @@ def _divisions(
         )
 
 
-def _words_to_read_ahead(path: Path, system: SystemConfig, config: ModelConfig) -> int:
+def _words_to_read_ahead(system: SystemConfig, config: ModelConfig) -> int:
     """Words of predictors that can read neurons ahead; 0 without such."""
     if not system.predictors_path:
         return 0
-    file = Path(system.predictors_path)
-    return words_to_read_ahead(read_predictors(file, ModelIdentity.of(path), config))
+    file, identity = Path(system.predictors_path), ModelIdentity.of(system.model_path)
+    return words_to_read_ahead(read_predictors(file, identity, config))
 
 
 def _shares_bits(system: SystemConfig, num_words: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.setup.gpu_share import num_cold_neurons
 from hotcold.actors.setup.memory_needs import expected_gpu, memory_beside_gpu
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
+from hotcold.actors.setup.storage import fit_storage
 from hotcold.actors.setup.storage_shares import routed_layers, token_reads
 from hotcold.model.bundles.direct_io import PAGE_BYTES
 from hotcold.model.bundles.geometry import BundleGeometry
@@ -20,6 +21,7 @@ from hotcold.placement.machine.measure_disk import measure_bursts, measure_disk
 from hotcold.placement.profile import ActivationProfile
 from hotcold.placement.storage import Disk, token_seconds
 
+Stored = Callable[[int], tuple[SystemConfig, ModelConfig]]  # of so many bytes of memory
 _SIZES = 5  # of memory, from what was asked for to all
 _MAX_SMALL, _LARGE = 16 << 10, 64 << 10  # reads by which the disk is measured
 
@@ -46,23 +48,20 @@ class OffloadPlan:
 
 
 def offload_plans(
-    path: Path,
-    options: SystemOptions,
+    stored: Stored,
+    given: int,
     profile: ActivationProfile | None,
     memory_s: float,
     num_sizes: int = _SIZES,
     head_s: float = 0.0,
 ) -> list[OffloadPlan]:
-    """`num_sizes` plans, from options.cpu_memory_bytes to the model's size; [] where it fits.
+    """`num_sizes` plans, from `given` bytes of memory to the model's size; [] where it fits.
 
-    `memory_s` is what a token takes with everything in memory, `head_s` what the head takes of it.
-    The disk is measured on the file of neurons, if it exists.
+    `stored` makes the system of each. `memory_s` is what a token takes with everything in memory,
+    `head_s` what the head takes of it. The disk is measured on the file of neurons, if it exists.
     Errors:  MemoryBudgetError naming the least that would do
     """
-    given = options.cpu_memory_bytes
-    if given is None:
-        return []
-    system, config = prepare_system(path, options)
+    system, config = stored(given)
     if system.storage is None:
         return []
     all_bytes = memory_beside_gpu(system, config).total_bytes
@@ -70,7 +69,25 @@ def offload_plans(
     disk = measured_disk(file, config) if file.exists() else Disk()
     step = (all_bytes - 1 - given) / (num_sizes - 1)
     sizes = [given + int(step * i) for i in range(num_sizes)]
-    return list(_plans(path, options, profile, sizes, disk, memory_s, head_s))
+    return list(_plans(stored, profile, sizes, disk, memory_s, head_s))
+
+
+def stored_model(path: Path, options: SystemOptions) -> Stored:
+    """Systems of the model at `path`."""
+    return lambda size: prepare_system(path, replace(options, cpu_memory_bytes=size))
+
+
+def stored_config(
+    system: SystemConfig, config: ModelConfig, profile: ActivationProfile | None
+) -> Stored:
+    """Systems of a model that is not here: `system` with its neurons on storage."""
+    share = expected_gpu(system, config)
+    need = memory_beside_gpu(share, config)
+
+    def stored(size: int) -> tuple[SystemConfig, ModelConfig]:
+        return replace(system, storage=fit_storage(profile, need, share, config, size)), config
+
+    return stored
 
 
 def measured_disk(file: Path, config: ModelConfig) -> Disk:
@@ -90,8 +107,7 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 def _plans(
-    path: Path,
-    options: SystemOptions,
+    stored: Stored,
     profile: ActivationProfile | None,
     sizes: list[int],
     disk: Disk,
@@ -99,7 +115,7 @@ def _plans(
     head_s: float,
 ) -> Iterator[OffloadPlan]:
     for size in sizes:
-        system, config = prepare_system(path, replace(options, cpu_memory_bytes=size))
+        system, config = stored(size)
         if system.storage is None:
             return
         plan = offload_plan(system, config, system.storage, profile, disk, memory_s, head_s)

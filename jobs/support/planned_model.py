@@ -84,7 +84,7 @@ def planned_profile(
                 "counts which neurons of this model fire"
             )
         if file is None:
-            return own_profile(model.path, model.identity, model.config)
+            return own_profile(model.path, model.config)
         return read_profile(file, model.identity, model.config)
     if file is not None:
         raise UsageError("--profile is of a model that is here; leave --shape and --config out")

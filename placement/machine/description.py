@@ -14,8 +14,8 @@ required. By hand, for one NUMA node and one GPU (an empty date: not measured):
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from hotcold.model.files.atomic_write import write_atomic
 _MAX_JSON_BYTES = 1 << 20
 _MAX_BYTES = 2**60
 _MAX_NUMBER = 1e9  # GB/s, µs, cores: more is a typing error
+UNNAMED = "unknown"  # a processor whose name the kernel does not say
 _BUSY_SHARE = 0.05  # of all cores: less is an idle desktop
 _HOW_TO_MAKE = "`hotcold doctor --machine-out FILE` writes a description"
 
@@ -73,13 +74,10 @@ class Machine:
         return self.busy_cores > _BUSY_SHARE * sum(node.num_cores for node in self.nodes)
 
     @property
-    def digest(self) -> str:
-        """12 hexadecimal digits over all but the date, busy cores and free memory."""
-        values = self.as_json()
-        del values["date"], values["busy_cores"]
-        for device in values["nodes"] + values["gpus"]:
-            del device["free_bytes"]
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+    def identity(self) -> str:
+        """What the machine is: see `machine_identity`."""
+        nodes = [(node.name, node.num_cores) for node in self.nodes]
+        return machine_identity(self.name, nodes, [(gpu.name, gpu.model) for gpu in self.gpus])
 
     @property
     def read_gb_per_s(self) -> float:
@@ -110,6 +108,18 @@ class Machine:
             date=_text(keys["date"], f"{source}: date", may_be_empty=True),
             busy_cores=_busy_cores(keys.get("busy_cores", 0), f"{source}: busy_cores"),
         )
+
+
+def machine_identity(
+    cpu_name: str, nodes: Iterable[tuple[str, int]], gpus: Iterable[tuple[str, str]]
+) -> str:
+    """A machine in words: its processor, the usable cores of each node, the model of each GPU.
+
+    Neither memory, which a hypervisor adds and takes, nor speeds, which are measured anew.
+    """
+    cores = [f"{name} of {num_cores} cores" for name, num_cores in nodes]
+    cards = [f"{name} {model}" for name, model in gpus]
+    return ", ".join((cpu_name, *cores, *cards))
 
 
 def read_machine(path: Path) -> Machine:

@@ -11,7 +11,7 @@ from time import perf_counter
 
 from hotcold.cuda_kernels.device import Gpu
 from hotcold.cuda_kernels.timing import measure_gpu_bandwidth
-from hotcold.placement.machine.description import CpuNode, GpuDevice, Machine
+from hotcold.placement.machine.description import UNNAMED, CpuNode, GpuDevice, Machine
 from hotcold.placement.machine.measure_exchange import measure_exchange_us
 from hotcold.placement.machine.measure_node import measure_node
 from hotcold.placement.machine.survey import MachineLayout, NodeLayout
@@ -48,7 +48,7 @@ def measure_machine(
         on_stage(f"measuring how fast GPU {gpu.device_id} reads memory")
         gpus.append(_gpu(gpu))
     return Machine(
-        name=layout.cpu_name or "unknown",
+        name=layout.cpu_name or UNNAMED,
         nodes=tuple(nodes),
         gpus=tuple(gpus),
         exchange_us=_rounded(exchange_us),

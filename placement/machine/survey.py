@@ -12,6 +12,7 @@ from hotcold.cuda_kernels.device import Gpu, list_gpus
 from hotcold.model.limits import cpu_quota, num_cpus, parse_core_list
 from hotcold.model.weights.memory import available_bytes, memory_limit
 from hotcold.placement.machine.core_kinds import core_kinds
+from hotcold.placement.machine.description import UNNAMED, machine_identity
 from hotcold.placement.machine.sysfs import (
     NumaNode,
     read_cpu,
@@ -125,6 +126,13 @@ class MachineLayout:
         gpus = [(gpu.device_id, gpu.name, gpu.total_bytes) for gpu in self.gpus]
         text = json.dumps([self.cpu_name, nodes, gpus])
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def identity(self) -> str:
+        """That of the machine's description, which is made by measuring."""
+        nodes = [(node.name, len(node.cores)) for node in self.nodes]
+        gpus = [(f"gpu{gpu.device_id}", gpu.name) for gpu in self.gpus]
+        return machine_identity(self.cpu_name or UNNAMED, nodes, gpus)
 
 
 def read_layout(root: Path = Path("/")) -> MachineLayout:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from hotcold.model.errors import HotcoldError, MemoryBudgetError
+from hotcold.model.errors import HotcoldError
 from hotcold.model.files.atomic_write import write_atomic
 from hotcold.numba_kernels.own_cache import own_folder
-from hotcold.placement.machine.description import Machine
+from hotcold.placement.machine.description import UNNAMED, CpuNode, GpuDevice, Machine
 from hotcold.placement.machine.measure import measure_machine
 from hotcold.placement.machine.survey import MachineLayout, read_layout
 
@@ -25,26 +25,39 @@ def this_machine(
     """This machine, measured now or, unless `fresh`, by an earlier process.
 
     A measurement is cached for this processor, its cores, nodes and GPUs; free memory is always
-    read anew. One beside other programs is made again by the next process, and stays only until
-    there is a better one, or no memory to make it again. `on_stage` receives what is being
-    measured; proc and sys are read below `root`.
+    read anew. One beside other programs stays until a `fresh` one is better. `on_stage` receives
+    what is being measured; proc and sys are read below `root`.
     Units:   about five seconds a NUMA node
     Errors:  MemoryBudgetError where there is no memory to measure with
     """
     layout = read_layout(root)
     kept = read_cached(layout)
-    if kept is not None and not fresh and not kept.was_busy:
+    if kept is not None and not fresh:
         return kept
-    try:
-        machine = measure_machine(layout, on_stage, root)
-    except MemoryBudgetError:
-        if kept is None or fresh:
-            raise
-        return kept
+    machine = measure_machine(layout, on_stage, root)
     if kept is None or not machine.was_busy or _worth(machine) > _worth(kept):
         write_cached(layout, machine)
-        return machine
-    return machine if fresh else kept
+    return machine
+
+
+def unmeasured_machine(root: Path = Path("/")) -> Machine:
+    """This machine with the memory that is free now, and speeds that say nothing."""
+    layout = read_layout(root)
+    return Machine(
+        name=layout.cpu_name or UNNAMED,
+        nodes=tuple(
+            CpuNode(node.name, len(node.cores), node.total_bytes, node.free_bytes, 1.0, 1.0, 1.0)
+            for node in layout.nodes
+        ),
+        gpus=tuple(
+            GpuDevice(
+                f"gpu{gpu.device_id}", gpu.name, gpu.total_bytes, gpu.free_bytes, 1.0, 1.0, False
+            )
+            for gpu in layout.gpus
+        ),
+        exchange_us=1.0,
+        date="",
+    )
 
 
 def measured_before(root: Path = Path("/")) -> Machine | None:

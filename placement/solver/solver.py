@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hotcold.model.byte_sizes import binary_text
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.placement.solver.greedy import assign_cold, hottest_first
 from hotcold.placement.solver.problem import (
@@ -88,9 +89,9 @@ def require_fit(problem: Problem) -> None:
     for what, num_bytes in _needs(problem):
         if num_bytes > left:
             raise MemoryBudgetError(
-                f"the {what} do not fit: they need {num_bytes} bytes, {left} are left "
-                f"of the {total} bytes that reserves leave on all devices, {num_bytes - left} "
-                f"bytes are missing; {_REMEDY}"
+                f"the {what} do not fit: they need {binary_text(num_bytes)}, {binary_text(left)} "
+                f"are left of the {binary_text(total)} that reserves leave on all devices, "
+                f"{binary_text(num_bytes - left)} are missing; {_REMEDY}"
             )
         left -= num_bytes
 
@@ -111,9 +112,9 @@ def _fragmented(problem: Problem) -> MemoryBudgetError:
     there = int(problem.budget_bytes.sum())
     group = int(problem.group_sizes.max()) * problem.neuron_bytes
     return MemoryBudgetError(
-        f"the FFN neurons do not fit in the devices' separate memories: the model needs {need} "
-        f"bytes, {there} are there, but a group of neurons stays whole and up to "
-        f"{problem.num_devices * group} bytes are missing; {_REMEDY}"
+        "the FFN neurons do not fit in the devices' separate memories: the model needs "
+        f"{binary_text(need)}, {binary_text(there)} are there, but a group of neurons stays whole "
+        f"and up to {binary_text(problem.num_devices * group)} are missing; {_REMEDY}"
     )
 
 

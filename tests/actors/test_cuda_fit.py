@@ -307,7 +307,7 @@ def planned(
     num_bytes = attention_bytes(config) + ffn_bytes(config, config.num_neurons)
     num_bytes += kv_cache_bytes(config, system.context_length, system.kv_dtype)
     memory_bytes = GPU_RESERVE_BYTES + int(share * num_bytes)
-    request = plan_request(system, memory_bytes, None, machine.digest, None)
+    request = plan_request(system, memory_bytes, None, machine.identity, None)
     plan = make_plan(config, machine, None, request)
     file = plan_path(system.model_path, request)
     write_plan(file, ModelIdentity.of(system.model_path), plan)

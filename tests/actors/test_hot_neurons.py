@@ -26,6 +26,7 @@ from tests.actors.batching import complete
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_placement_choice import MACHINE, OPTIONS, WITH_GPU
 from tests.conftest import TinyCheckpoint
+from tests.placement_cases import layout_of
 from tests.tiny_models import make_tiny
 from tests.unit.test_reference import relative_difference
 
@@ -81,10 +82,10 @@ def test_bad_numbers_of_hot_neurons_are_the_gpus(tiny: Tiny) -> None:
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SystemConfig:
     """A system of two CPU services with a plan that has a GPU."""
-    monkeypatch.setattr(placement_choice, "measured_before", lambda: MACHINE)
+    monkeypatch.setattr(placement_choice, "read_layout", lambda: layout_of(MACHINE))
     path = make_tiny("llama-relu", tmp_path / "model")
     system, config = prepare_system(path, OPTIONS)
-    request = plan_request(system, None, None, WITH_GPU.digest, None)
+    request = plan_request(system, None, None, WITH_GPU.identity, None)
     plan = make_plan(config, WITH_GPU, None, request)
     places = np.random.default_rng(1).choice(3, plan.neuron_device.shape).astype(np.int16)
     file = plan_path(path, plan.request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hotcold.actors.driver.driver import Driver
 from hotcold.actors.protocol.lanes import num_shares
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.actors.setup import placement_choice
-from hotcold.actors.setup.placement_choice import plan_request
+from hotcold.actors.setup.placement_choice import plan_note, plan_request
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.setup.shards import service_specs
 from hotcold.model.errors import ArtifactError, UsageError
@@ -23,6 +24,7 @@ from hotcold.placement.plan import PlacementPlan, plan_path, write_plan
 from hotcold.placement.planner import make_plan
 from tests.actors.batching import complete
 from tests.actors.in_process import InProcessSystem
+from tests.placement_cases import layout_of
 from tests.tiny_models import make_tiny
 
 NODES = tuple(CpuNode(f"node{i}", 1, 16 << 30, 8 << 30, 40.0 + i, 38.0, 30.0) for i in range(2))
@@ -32,7 +34,8 @@ WITH_GPU = replace(MACHINE, gpus=(GpuDevice("gpu0", "a GPU", 8 << 30, 8 << 30, 5
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(placement_choice, "measured_before", lambda: MACHINE)
+    monkeypatch.setattr(placement_choice, "read_layout", lambda: layout_of(MACHINE))
+    monkeypatch.setattr(placement_choice, "read_cached", lambda layout: None)
     return make_tiny("llama-relu", tmp_path / "model")
 
 
@@ -40,7 +43,7 @@ def planned(model: Path, options: SystemOptions, machine: Machine = MACHINE) -> 
     """The plan that `hotcold plan` would make with these options."""
     system, config = prepare_system(model, options)
     request = plan_request(
-        system, options.gpu_memory_bytes, options.cpu_memory_bytes, machine.digest, None
+        system, options.gpu_memory_bytes, options.cpu_memory_bytes, machine.identity, None
     )
     return make_plan(config, machine, None, request)
 
@@ -68,13 +71,32 @@ def test_the_plan_for_these_options_is_used_and_no_other(model: Path) -> None:
         assert prepare_system(model, other)[0].plan_path == ""
 
 
-def test_another_measurement_is_another_plan(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(model, planned(model, OPTIONS))
-    slower = replace(MACHINE, nodes=tuple(replace(n, rows_gb_per_s=9.0) for n in NODES))
-    monkeypatch.setattr(placement_choice, "measured_before", lambda: slower)
+def test_a_plan_stays_that_of_its_machine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is measured anew, and with more memory; a note says so. Others are told apart."""
+    path = saved(model, planned(model, OPTIONS))
+    named = replace(OPTIONS, plan=path)
+
+    def loads_by(machine: Machine, measured: Machine | None) -> str:
+        monkeypatch.setattr(placement_choice, "read_layout", lambda: layout_of(machine))
+        monkeypatch.setattr(placement_choice, "read_cached", lambda layout: measured)
+        system, config = prepare_system(model, OPTIONS)
+        assert system.plan_path == prepare_system(model, named)[0].plan_path == str(path)
+        return plan_note(system, config)
+
+    def of_nodes(**changes: Any) -> Machine:
+        return replace(MACHINE, nodes=tuple(replace(node, **changes) for node in NODES))
+
+    assert loads_by(MACHINE, None) == loads_by(MACHINE, MACHINE) == ""
+    assert loads_by(MACHINE, of_nodes(read_gb_per_s=41.0, rows_gb_per_s=9.0)) == ""
+    slower = loads_by(MACHINE, of_nodes(read_gb_per_s=20.0))
+    assert "this machine read 81 GB/s and reads 40 (`hotcold plan` makes another)" in slower
+    larger = loads_by(of_nodes(total_bytes=32 << 30), None)
+    assert "this machine had 32.00 GiB of memory and has 64.00 GiB" in larger
+    other = of_nodes(num_cores=2)
+    monkeypatch.setattr(placement_choice, "read_layout", lambda: layout_of(other))
     assert prepare_system(model, OPTIONS)[0].plan_path == ""
-    monkeypatch.setattr(placement_choice, "measured_before", lambda: None)
-    assert prepare_system(model, OPTIONS)[0].plan_path == ""
+    with pytest.raises(ArtifactError, match=r"node0 of 1 cores, .* not the machine .* of 2 cores"):
+        prepare_system(model, named)
 
 
 def test_services_hold_as_much_as_the_plan_says(model: Path) -> None:
@@ -112,7 +134,7 @@ def test_a_named_plan_for_other_options_is_refused(model: Path, tmp_path: Path) 
 def test_a_plan_with_a_gpu_is_left_alone_unless_named(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement_choice, "measured_before", lambda: WITH_GPU)
+    monkeypatch.setattr(placement_choice, "read_layout", lambda: layout_of(WITH_GPU))
     plan = planned(model, OPTIONS, WITH_GPU)
     assert plan.num_gpus == 1
     path = saved(model, plan)

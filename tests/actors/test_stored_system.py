@@ -28,7 +28,7 @@ from hotcold.actors.setup.storage import offloaded_share, pack_model
 from hotcold.actors.setup.storage_shares import kept_parts, reads_whole
 from hotcold.actors.system import System
 from hotcold.jobs.profile.plot import plot_offload
-from hotcold.jobs.support.offload_plan import offload_plans, offload_text
+from hotcold.jobs.support.offload_plan import offload_plans, offload_text, stored_model
 from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.model_config import ModelConfig
@@ -127,15 +127,16 @@ def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) 
     assert system.storage.num_gates == system.storage.num_up_downs == config.ffn_size
     with pytest.raises(MemoryBudgetError, match=rf"at least .* \({rest + least} bytes\) with its"):
         prepare_system(wide, SystemOptions(cpu_memory_bytes=rest + least - 1))
-    plans = offload_plans(wide, SystemOptions(cpu_memory_bytes=rest + least), None, 0.5)
+    of_size = stored_model(wide, SystemOptions())
+    plans = offload_plans(of_size, rest + least, None, 0.5)
     slots = [plan.num_gates + 2 * plan.num_up_downs for plan in plans]
     read = [plan.read_bytes for plan in plans]
     assert slots == sorted(slots) and read == sorted(read, reverse=True) and read[0] > read[-1]
     assert offload_text(plans).count("tokens/s") == len(plans) == 5
     assert "as no profile says how often this one's neurons fire" in offload_text(plans)
     assert all(plan.tokens_per_s <= min(2.0, plan.most_tokens_per_s) for plan in plans)
-    assert offload_plans(wide, SystemOptions(cpu_memory_bytes=total), None, 0.5) == []
-    more = offload_plans(wide, SystemOptions(cpu_memory_bytes=rest + least), None, 0.5, 9)
+    assert offload_plans(of_size, total, None, 0.5) == []
+    more = offload_plans(of_size, rest + least, None, 0.5, 9)
     assert len(more) == 9 and more[::2] == plans
     plot_offload(wide / "plan.svg", more, "wide")
     assert "that the disk allows" in (wide / "plan.svg").read_text()

@@ -68,7 +68,7 @@ def test_nothing_is_written_beside_the_model_with_it(model: Path, elsewhere: Pat
     assert all(elsewhere in path.parents for path in (*files.all, file))
     assert sorted(model.rglob("*")) == before
     # And all of it is read there.
-    found = own_profile(model, identity, config)
+    found = own_profile(model, config)
     assert found is not None and found.num_tokens == 7
     assert has_bundles(model, config) and bundle_path(model, BundleGeometry.of(config)) == file
 
@@ -83,7 +83,7 @@ def test_what_lies_beside_the_model_is_read_until_there_is_another(
     monkeypatch.setenv(ARTIFACTS, str(elsewhere))
 
     def num_tokens() -> int:
-        found = own_profile(model, identity, config)
+        found = own_profile(model, config)
         assert found is not None
         return found.num_tokens
 

@@ -107,13 +107,13 @@ def test_a_measurement_is_kept(measured: list[tuple[int, ...]], big_root: Path) 
     )
     second = this_machine(root=big_root)
     assert len(measured) == 7
-    assert second.digest == first.digest
+    assert second.identity == first.identity
     assert measured_before(big_root) == second
     this_machine(fresh=True, root=big_root)
     assert len(measured) == 14
 
 
-def test_a_measurement_beside_others_stays_until_there_is_a_better_one(
+def test_a_measurement_beside_others_is_made_once_and_again_where_asked(
     measured: list[tuple[int, ...]], big_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speed, found = 0.0, []
@@ -122,12 +122,13 @@ def test_a_measurement_beside_others_stays_until_there_is_a_better_one(
         lambda cores, *_: NodeRates(speed, speed, speed),
     )
     for now, busy, fresh in (
-        (3.0, 9.0, False), (2.0, 9.0, False), (4.0, 9.0, False), (8.0, 0.0, False), (1.0, 9.0, True)
+        (3.0, 9.0, False), (4.0, 0.0, False), (2.0, 9.0, True), (3.0, 9.0, False),
+        (5.0, 9.0, True), (8.0, 0.0, True), (1.0, 9.0, True),
     ):  # fmt: skip
         speed = now
         monkeypatch.setattr(BusyWatch, "busy_cores", lambda self, busy=busy: busy)
         found.append(this_machine(root=big_root, fresh=fresh).nodes[0].read_gb_per_s)
-    assert found == [3.0, 3.0, 4.0, 8.0, 1.0]
+    assert found == [3.0, 3.0, 2.0, 3.0, 5.0, 8.0, 1.0]
     kept = measured_before(big_root)
     assert kept is not None and kept.nodes[0].read_gb_per_s == 8.0
     assert this_machine(root=big_root) == kept
@@ -307,7 +308,7 @@ def test_doctor_shows_and_writes_what_is_measured(
     assert read_machine(out).as_json() == report["measured"]
     assert report["machine"]["read_gb_per_s"] == pytest.approx(10 * len(usable_cores()))
     kept = doctor(capsys, "--no-measure")["measured"]
-    assert Machine.from_json(kept, "kept").digest == read_machine(out).digest
+    assert kept["nodes"][0]["read_gb_per_s"] == read_machine(out).nodes[0].read_gb_per_s
     assert len(measured) == count
     doctor(capsys, "--fresh")
     assert len(measured) == 2 * count

@@ -32,19 +32,22 @@ def test_a_description_survives_its_file(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["machine.json"]
 
 
-def test_the_digest_leaves_out_what_changes_by_itself() -> None:
+def test_a_machine_is_its_processor_cores_nodes_and_cards() -> None:
+    assert MACHINE.identity == "EPYC, node0 of 8 cores, node1 of 8 cores, gpu0 NVIDIA H100"
+    other = CpuNode("node0", 8, 2000, 1500, 60.0, 40.0, 35.0)  # more memory, measured anew
     later = replace(
-        MACHINE, date="", busy_cores=1.0, nodes=(replace(NODE, free_bytes=1), MACHINE.nodes[1])
-    )
-    assert later.digest == MACHINE.digest
-    assert len(MACHINE.digest) == 12
+        MACHINE, date="", busy_cores=1.0, exchange_us=13.0, nodes=(other, MACHINE.nodes[1]),
+        gpus=(replace(GPU, read_gb_per_s=2000.0, total_bytes=790, free_bytes=600),),
+    )  # fmt: skip
+    assert later.identity == MACHINE.identity
     for changed in (
-        replace(MACHINE, exchange_us=13.0),
+        replace(MACHINE, name="Xeon"),
         replace(MACHINE, gpus=()),
+        replace(MACHINE, gpus=(replace(GPU, model="NVIDIA H200"),)),
         replace(MACHINE, nodes=MACHINE.nodes[:1]),
-        replace(MACHINE, nodes=(replace(NODE, gather_gb_per_s=31.0), MACHINE.nodes[1])),
+        replace(MACHINE, nodes=(replace(NODE, num_cores=9), MACHINE.nodes[1])),
     ):
-        assert changed.digest != MACHINE.digest
+        assert changed.identity != MACHINE.identity
 
 
 def test_the_documented_example_is_a_description() -> None:

@@ -21,6 +21,7 @@ from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
 from hotcold.placement.plan import PlacementPlan, PlanRequest
+from tests.placement_cases import make_machine
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,10 +100,11 @@ def test_what_a_plan_file_says_is_shown_as_words() -> None:
     from hotcold.ui.page.placement_tab import Placement, device_shares, placement_html
 
     mode, owner = "<img src=x onerror=alert(1)>", np.zeros((1, 4), np.int16)
-    request = PlanRequest(mode, None, None, 64, "float16", 1, "", "", "")
+    request, here = PlanRequest(mode, None, None, 64, "float16", 1, "", "", ""), make_machine()
     shares = device_shares(["<b>cpu0"], owner, None)
     for speed in (7.4, "<b>", None):
-        plan = PlacementPlan(request, ("cpu0",), owner, owner[:, 0], 0, {"tokens_per_s": speed})
+        said = {"tokens_per_s": speed}
+        plan = PlacementPlan(request, ("cpu0",), owner, owner[:, 0], 0, here, said)
         found = placement_html(Placement(shares, 0, plan))
         assert "<img" not in found and "<b>" not in found and "&lt;img src=x" in found
         assert ("expects 7 tokens/s" in found) == (speed == 7.4)

@@ -29,7 +29,7 @@ REQUEST = PlanRequest(
     context_length=128,
     kv_dtype="float16",
     num_cpu_actors=2,
-    machine_digest="0123456789ab",
+    machine="EPYC, node0 of 8 cores",
     profile_digest="",
     predictor_digest="",
 )
@@ -215,7 +215,7 @@ def test_every_request_has_its_own_file(tmp_path: Path) -> None:
         {"context_length": 64},
         {"kv_dtype": "float32"},
         {"num_cpu_actors": 1},
-        {"machine_digest": "x"},
+        {"machine": "x"},
         {"profile_digest": "x"},
         {"predictor_digest": "x"},
     ]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from hotcold.jobs.cli import main
+from hotcold.jobs.support import planning
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity
@@ -47,7 +48,8 @@ def plan(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     def described(**_options: Any) -> Machine:
         return make_machine()
 
-    monkeypatch.setattr("hotcold.placement.machine.this_machine.this_machine", described)
+    monkeypatch.setattr(planning, "this_machine", described)
+    monkeypatch.setattr(planning, "unmeasured_machine", described)
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -66,6 +68,24 @@ def add_profile(model: Path, name: str = "named.safetensors") -> Path:
         path, ModelIdentity.of(model), ActivationProfile(counts.astype(np.int64), 10, "", "")
     )
     return path
+
+
+def test_what_is_known_without_speeds_is_refused_before_they_are_measured(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(**_options: Any) -> Machine:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(planning, "this_machine", measured)
+    (tmp_path / "file").touch()
+    for arguments, text in (
+        (("--cpu-actors", "17"), "--cpu-actors is 17"),
+        (("--mode", "sign"), "make one with `hotcold train-predictors`"),
+        (("--out", str(tmp_path / "file" / "plan")), "cannot be written"),
+        (("--gpu-memory", "0", "--cpu-memory", "99MB"), "allowed by --cpu-memory"),
+        (("--plot", str(tmp_path / "plot.svg")), "all of this model fits"),
+    ):
+        refused(plan(*arguments), text)
 
 
 def test_the_json_says_what_the_tables_say(plan: Plan, model: Path) -> None:
@@ -104,7 +124,7 @@ def test_the_written_plan_can_be_read(plan: Plan, model: Path) -> None:
         context_length=32,
         kv_dtype="float16",
         num_cpu_actors=1,
-        machine_digest=make_machine().digest,
+        machine=make_machine().identity,
         profile_digest="",
         predictor_digest="",
     )
@@ -235,7 +255,7 @@ def test_a_truncated_file_is_refused(plan: Plan, model: Path, machine: Path) -> 
         (("--threads", "17"), "--threads is 17"),
         (("--cpu-actors", "3", "--threads", "2"), "--cpu-actors is 3"),
         (("--context", "1"), "--context is 1"),
-        (("--gpu-memory", "0", "--cpu-memory", "600MB"), "bytes are missing"),
+        (("--gpu-memory", "0", "--cpu-memory", "99MB"), "allowed by --cpu-memory"),
     ],
 )
 def test_what_cannot_be_planned(

@@ -12,12 +12,14 @@ from hotcold.actors.cpu.cpu_service import load_cpu_service
 from hotcold.actors.cpu.dense_service import load_dense_service
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.setup import placement_choice
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.jobs.cli import main
+from hotcold.jobs.support import planning
 from hotcold.model.config.build import read_config
 from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.placement.machine.description import Machine
-from tests.placement_cases import make_machine
+from tests.placement_cases import layout_of, make_machine
 from tests.tiny_models import make_tiny
 from tests.unit.test_down_outputs import MIXED
 from tests.unit.test_gguf_model import file_of, neurons, tiny
@@ -38,8 +40,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def described(**_options: Any) -> Machine:
         return make_machine(gpu_bytes=tuple(gpus))
 
-    monkeypatch.setattr("hotcold.placement.machine.this_machine.this_machine", described)
-    monkeypatch.setattr("hotcold.actors.setup.placement_choice.measured_before", described)
+    monkeypatch.setattr(planning, "this_machine", described)
+    monkeypatch.setattr(planning, "unmeasured_machine", described)
+    monkeypatch.setattr(placement_choice, "read_layout", lambda: layout_of(described()))
     return gpus
 
 

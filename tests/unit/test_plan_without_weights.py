@@ -84,6 +84,21 @@ def test_a_config_alone_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "each name a model" in refusal(capsys, "--config", str(tmp_path), "--shape", "tiny")
 
 
+@pytest.mark.parametrize("gpu", ["0", "4GiB"])
+def test_a_shape_larger_than_memory_is_planned_from_storage(
+    gpu: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a model that is here is: what stays in memory, by size, and what a token reads."""
+    arguments = ("--shape", "llama-13b", "--gpu-memory", gpu, "--machine", HERE)
+    report = planned(capsys, *arguments, "--cpu-memory", "14GiB")
+    sizes = report["storage"]
+    assert [size["num_on_gpu"] > 0 for size in sizes] == [gpu != "0"] * len(sizes)
+    speeds = [size["tokens_per_s"] for size in sizes]
+    assert speeds == sorted(speeds) and len(speeds) == 5
+    assert "--cpu-memory 14.00GiB: " in report["said"]
+    assert "with --dtype q8 all of it fits in memory" in report["said"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -92,10 +107,22 @@ def test_a_config_alone_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture
         (("--shape", "tiny", "--out", "x"), "--out writes a plan"),
         (("--shape", "tiny", "--profile", "x"), "--profile is of a model"),
         (("--shape", "tiny", "--predictors", "x"), "--predictors are of a model"),
-        (("--shape", "llama-70b", "--gpu-memory", "0", "--cpu-memory", "9GB"), "bytes are missing"),
         (
-            ("--shape", "llama-13b", "--gpu-memory", "0", "--cpu-memory", "20GB"),
-            "--dtype q8, which",
+            ("--shape", "llama-70b", "--gpu-memory", "0", "--cpu-memory", "9GB"),
+            "with its neurons on storage, and 8.38 GiB are allowed; use --cpu-memory ",
+        ),
+        (
+            (
+                "--shape",
+                "llama-13b",
+                "--gpu-memory",
+                "0",
+                "--cpu-memory",
+                "10GB",
+                "--context",
+                "64",
+            ),
+            "or --dtype q4_1, which fits",
         ),
         (("--density", "0.1"), "--density states what is not known"),
     ],

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hotcold.model.byte_sizes import binary_text
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.placement.profile import Rates
 from hotcold.placement.solver.cost import (
@@ -177,7 +178,7 @@ def test_a_budget_is_used_to_its_last_byte() -> None:
     check(problem, found)
     with pytest.raises(MemoryBudgetError, match="separate memories"):
         solve(tight_problem(missing_bytes=1, other_bytes=1))
-    with pytest.raises(MemoryBudgetError, match=r"neurons do not fit.* 1 bytes are missing") as bad:
+    with pytest.raises(MemoryBudgetError, match=r"neurons do not fit.* 1 B are missing") as bad:
         solve(tight_problem(missing_bytes=1))
     assert "\n" not in str(bad.value)
 
@@ -220,8 +221,8 @@ def test_what_does_not_fit_is_named(room: int, what: str, need: int, left: int) 
         )
     text = str(error.value)
     assert what in text.split(" do not fit")[0]
-    assert f"need {need} bytes, {left} are left" in text
-    assert f"{need - left} bytes are missing" in text
+    assert f"need {binary_text(need)}, {binary_text(left)} are left" in text
+    assert f"{binary_text(need - left)} are missing" in text
     assert "\n" not in text
 
 

@@ -77,7 +77,7 @@ def placement_of(
     names, owner = owners
     if plan is not None and plan_file:
         names, owner = list(plan.device_names), plan.neuron_device
-    profile = own_profile(path, identity, config)
+    profile = own_profile(path, config)
     counts = None if profile is None or not profile.counts.any() else profile.counts
     num_tokens = 0 if profile is None or counts is None else profile.num_tokens
     return Placement(device_shares(names, owner, counts), num_tokens, plan)
