@@ -21,11 +21,12 @@ from hotcold.actors.processes import precompile
 from hotcold.actors.processes.cluster import (
     NAMESPACE,
     OwnFolders,
+    as_this_program,
     keep_stdout_clean,
     numa_slots,
-    own_sigterm,
 )
 from hotcold.actors.processes.driver_actor import DriverActor
+from hotcold.actors.processes.forked import leave_in_children, require_own_ray
 from hotcold.actors.processes.relay_actor import RelayActor
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
@@ -91,6 +92,7 @@ def start_local_ray(
     Errors:  MemoryBudgetError where /dev/shm is too small; ServiceError where other users could use
              this Ray, the folder for its files is full, or the loopback is down; any of `ray.init`
     """
+    require_own_ray()
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is 15
     # The memory was checked; Ray's monitor would kill services that still fit.
     os.environ.setdefault(MONITOR_EVERY_MS, "0")
@@ -110,7 +112,7 @@ def start_local_ray(
     }
     others = _children()
     # Ray's processes keep this one's current folder, and workers would import modules from it.
-    with elsewhere(), own_sigterm(), _environment(environment_of_python()):
+    with elsewhere(), as_this_program(), _environment(environment_of_python()):
         try:
             compiler = None if compiled is None else (precompile.__name__, compiled.as_json())
             init_private(_FIRST_WORKERS, compiler, job_config=OwnFolders(), **options)
@@ -244,6 +246,7 @@ def spawn_driver(system: SystemConfig, name: str | None, detached: bool) -> Any:
         options |= {"name": name, "namespace": NAMESPACE}
     if detached:
         options["lifetime"] = "detached"
+    leave_in_children()
     return remote_driver().options(**options).remote(system, spawn_service, spawn_relay)
 
 

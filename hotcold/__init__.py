@@ -9,6 +9,7 @@ What `__all__` names is public and stable (docs/python.md); all else is internal
 packages' folders stand at its top, and this folder has a symbolic link to each.
 """
 
+import sys
 from importlib import import_module
 
 TYPE_CHECKING = False  # type checkers know the name; `typing` takes as long as all else here
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from hotcold.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
+_LINUX_ONLY = "hotcold runs on Linux only; use a container, or WSL 2 on Windows"
 
 __all__ = [
     "LLM",
@@ -75,6 +77,8 @@ def __getattr__(name: str) -> object:
     """Import a public name when it is first used, so that `import hotcold` takes no time."""
     if name not in __all__:
         raise AttributeError(f"module 'hotcold' has no attribute {name!r}")
+    if name == "LLM" and sys.platform != "linux":
+        raise ImportError(_LINUX_ONLY)
     found: object = getattr(import_module(_MODULES.get(name, "hotcold.model.errors")), name)
     globals()[name] = found
     return found

@@ -14,6 +14,10 @@ def run() -> None:
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, _end)
     _be_the_package()
+    if sys.platform != "linux" and "--version" not in sys.argv:
+        import hotcold
+
+        sys.exit(f"hotcold: error: {hotcold._LINUX_ONLY}")
     from hotcold.jobs import cli
 
     cli.run()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 # What a request has brought: an event, the last of which has a result, or the error that ended it.
 Deliver = Callable[[TokenEvent | BaseException], None]
 _has_own_ray = False  # which one system takes for itself
+_started: dict[tuple[Path, SystemOptions], RayConnection] = {}  # by this process, and not closed
+_sharing = threading.RLock()
 _ENDING_S = 5.0
 
 
@@ -65,6 +68,7 @@ class RayConnection:
         self.system = system
         self.config = config
         self.max_batch = config.max_batch
+        self.num_users = 1
         self._stack = stack or ExitStack()
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -79,12 +83,26 @@ class RayConnection:
         return cls(System(driver, owned=False), config)
 
     def __reduce__(self) -> Any:
+        from ray._private.worker import global_worker
+
+        if not global_worker.get_serialization_context().is_in_band_serialization():
+            raise UsageError(
+                "an LLM of this process's Ray can be handed to Ray's tasks and actors alone; for "
+                "other processes give keep='10m', there too"
+            )
         return RayConnection.of_driver, (self.system.driver, self.config)
 
     def submit(self, request: GenerateRequest, deliver: Deliver) -> None:
         """See `Connection`."""
         import asyncio
 
+        from hotcold.actors.processes.forked import require_own_ray
+
+        try:
+            require_own_ray()
+        except UsageError as error:
+            deliver(error)
+            return
         asyncio.run_coroutine_threadsafe(self._submit(request, deliver), self._running_loop())
 
     async def _submit(self, request: GenerateRequest, deliver: Deliver) -> None:
@@ -105,13 +123,21 @@ class RayConnection:
 
     def telemetry(self) -> dict[str, Any]:
         """See `Connection`."""
+        from hotcold.actors.processes.forked import require_own_ray
         from hotcold.ui.telemetry import telemetry_json
 
+        require_own_ray()
         return telemetry_json(self.system.call("telemetry"))
 
     def close(self) -> None:
-        """See `Connection`."""
+        """See `Connection`; the last user's ends it."""
         global _has_own_ray
+        with _sharing:
+            self.num_users -= 1
+            if self.num_users > 0:
+                return
+            for key in [key for key, each in _started.items() if each is self]:
+                del _started[key]
         with self._starting:
             loop, self._loop = self._loop, None
         if loop is not None and self._thread is not None:
@@ -233,6 +259,8 @@ def find(
 def start(path: Path, options: SystemOptions) -> RayConnection:
     """Start a system of this process's own, in its Ray where it has one; shows how far it is.
 
+    One of the same model and options that it has started already is shared: a notebook's cell may
+    run again.
     Errors:  HotcoldError of what cannot be loaded
     """
     import ray
@@ -242,14 +270,31 @@ def start(path: Path, options: SystemOptions) -> RayConnection:
 
     if in_cluster() and not ray.is_initialized():
         connect()
-    return start_prepared(prepare_system(path, within_cluster(options))[0])
+    key = path.resolve(), options
+    with _sharing:
+        running = _started.get(key)
+        if running is not None and _answers(running):
+            running.num_users += 1
+            return running
+        _started[key] = start_prepared(prepare_system(path, within_cluster(options))[0])
+        return _started[key]
+
+
+def _answers(connection: RayConnection) -> bool:
+    try:
+        connection.system.call("ping")
+    except HotcoldError:
+        return False
+    return True
 
 
 def start_prepared(system: SystemConfig) -> RayConnection:
     """The same of what `prepare_system` returned."""
+    from hotcold.actors.processes.forked import require_own_ray
     from hotcold.jobs.support.loading import running_system
 
     global _has_own_ray
+    require_own_ray()
     if _has_own_ray:
         raise UsageError(
             "this process runs a model already; close that LLM first, or call ray.init() before "
@@ -270,16 +315,23 @@ def new_id() -> str:
 class InFlight:
     """Hands requests to a system, as many as it runs at once and as many ahead; the others wait.
 
-    May be used by several threads.
+    May be used by several threads. A child that this process forks has none of its requests.
     """
 
     def __init__(self, connection: Connection) -> None:
+        self.is_parents = False  # and this process is a fork of it
         self._connection = connection
         self._limit = 2 * connection.max_batch
         self._changing = threading.Lock()
         self._waiting: dict[str, tuple[GenerateRequest, Deliver]] = {}  # first come, first served
         self._running: dict[str, Deliver] = {}
         self._is_closed = False
+        _in_flight.add(self)
+
+    def forget(self) -> None:
+        """Have no requests, in a child: their readers are the parent's threads."""
+        self.is_parents = True
+        self._changing, self._waiting, self._running = threading.Lock(), {}, {}
 
     def start(self, request: GenerateRequest, deliver: Deliver) -> str:
         """Queue a request; returns its id. `deliver` is called in another thread.
@@ -381,3 +433,14 @@ class InFlight:
                 with suppress(HotcoldError):
                     self._connection.cancel(name)
                 reader(ServiceError("the LLM was closed"))
+
+
+_in_flight: weakref.WeakSet[InFlight] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    for each in _in_flight:
+        each.forget()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -461,8 +461,9 @@ def _unknown_option(name: str) -> TypeError:
 
 
 def _end(in_flight: InFlight, connection: Connection) -> None:
-    in_flight.close()
-    connection.close()
+    if not in_flight.is_parents:
+        in_flight.close()
+        connection.close()
 
 
 def _putter(arrived: Any, answers: Answers, index: int) -> Callable[[Any], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +115,7 @@ class RequestOutput:
     """The answers to one prompt or conversation, or the `error` that it ended with.
 
     `text`, `token_ids` and the other properties are the first answer's. Those of a prompt with an
-    `error` raise it.
+    `error` raise it. It is also a list of one, itself, which vLLM returns of one prompt.
     """
 
     prompt: Any
@@ -124,6 +125,15 @@ class RequestOutput:
     error: str = ""
     problem: Exception | None = field(default=None, compare=False)
     num_cached_tokens: int = 0  # of the prompt, which the first answer found in the KV cache
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        return iter((self,))
+
+    def __getitem__(self, index: Any) -> Any:
+        return [self][index]
 
     @property
     def first(self) -> CompletionOutput:

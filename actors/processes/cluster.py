@@ -29,6 +29,7 @@ from hotcold.placement.machine.survey import usable_cores
 NAMESPACE = "hotcold"
 NUMA_NODE = "numa_node"  # a Ray resource, as many as the host has: `ray start --resources`
 _ADDRESS = "RAY_ADDRESS"
+_UV = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 _MAX_BYTES = 300
 _CONNECTED_S = 10.0
 _ANSWERED_S = 30.0
@@ -94,7 +95,7 @@ def connect(address: str | None = None) -> None:
             address = own_cluster()
             _use_own_token()
         _require_head(address)
-        with own_sigterm():
+        with as_this_program():
             ray.init(
                 address=address,
                 namespace=NAMESPACE,
@@ -170,18 +171,20 @@ def listeners(port: int) -> set[int]:
 
 
 @contextmanager
-def own_sigterm() -> Iterator[None]:
-    """Within it Ray starts, and what this program does at SIGTERM stays.
+def as_this_program() -> Iterator[None]:
+    """Within it Ray starts or is connected to, and this program stays what it is.
 
-    By itself Ray takes the signal: it prints a stack, and ends with a status of its own. It does so
-    once in a process, so that is done here first.
+    By itself Ray takes SIGTERM: it prints a stack, and ends with a status of its own. It does so
+    once in a process, so that is done here first. And under `uv run` Ray would upload the current
+    folder and have `uv run` make an environment for each worker, where this program may be missing.
     """
-    from ray._private import utils, worker
+    from ray._private import ray_constants, utils, worker
 
     act = ctypes.CDLL(None).sigaction
     own = ctypes.create_string_buffer(_SIGACTION_BYTES)
     act(signal.SIGTERM, None, own)
     with (
+        replaced(ray_constants, _UV, os.environ.get(_UV) == "1"),
         replaced(utils, "set_sigterm_handler", lambda handler: None),
         replaced(worker, "connect", partial(_uninterrupted, worker.connect)),
     ):

@@ -54,7 +54,8 @@ def require_shared_memory(num_bytes: int) -> None:
         raise MemoryBudgetError(
             f"{num_bytes / 1e6:.0f} MB of shared memory are needed, and {SHARED_MEMORY} has "
             f"{free / 1e6:.0f} MB free; remove what is in it, or make it larger (mount -o "
-            f"remount,size=1g {SHARED_MEMORY}; in Docker --shm-size=1g)"
+            f"remount,size=1g {SHARED_MEMORY}; in Docker --shm-size=1g; on Kubernetes a volume "
+            f"`emptyDir: {{medium: Memory}}` mounted there)"
         )
 
 

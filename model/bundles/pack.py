@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -32,6 +33,7 @@ from hotcold.numba_kernels.storage.neuron_file import bundle_checksums
 
 OnBytes = Callable[[int, int], None]  # bytes written, and in all
 _WRITE_BYTES = 16 << 20  # at once
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system that has none
 
 
 def write_bundles(
@@ -48,17 +50,24 @@ def write_bundles(
     `config` has the dtypes that matrices are loaded in; order[l] int32 is the order of layer l's
     bundles, ascending in a mixture. Layers that a stopped run with the same
     arguments has written are kept. An existing file is replaced; with `accept_existing` it is
-    returned, and a process that is writing it is waited for.
+    returned, and a process that is writing it is waited for. On a file system without locks a
+    process writes a file of its own, and a stopped run leaves none.
     Errors:  ArtifactError where it cannot be written; CheckpointError, UsageError of the weights
     """
     geometry, identity = BundleGeometry.of(config), ModelIdentity.of(model_path)
     path = bundle_path(model_path, geometry)
     if not (accept_existing and path.exists()):
         path = place_to_write(model_path, path)
-    part = path.with_name(f"{path.name}.part")
+    part, own = path.with_name(f"{path.name}.part"), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _open_part(part, path, waits=accept_existing)
+        if descriptor < 0:
+            part = part.with_name(f"{path.name}.{os.getpid()}.part")
+            descriptor, own = (
+                os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW),
+                part,
+            )
     except OSError as problem:
         raise ArtifactError(
             f"{path}: cannot be written ({problem.strerror}); name another folder in {ARTIFACTS}"
@@ -82,11 +91,13 @@ def write_bundles(
         ) from None
     finally:
         os.close(descriptor)
+        if own is not None:
+            own.unlink(missing_ok=True)
     return path
 
 
 def _open_part(part: Path, path: Path, waits: bool) -> int:
-    """Open and lock the unfinished file.
+    """Open and lock the unfinished file; -1 where the file system has no locks.
 
     Errors:  ArtifactError where another process has it locked, unless `waits`; OSError
     """
@@ -102,9 +113,14 @@ def _open_part(part: Path, path: Path, waits: bool) -> int:
             os.close(descriptor)
             text = f"{path}: another process is making it; wait for that one"
             raise ArtifactError(text) from None
-        except OSError:
+        except OSError as problem:
+            is_new = not os.fstat(descriptor).st_size
             os.close(descriptor)
-            raise
+            if problem.errno not in _NO_LOCKS:
+                raise
+            if is_new:
+                part.unlink(missing_ok=True)
+            return -1
         os.close(descriptor)
 
 

@@ -105,6 +105,16 @@ def test_a_batch_keeps_order_and_each_answer_is_as_of_a_lone_request(llm: LLM) -
     assert len({one.token_ids for one in together}) > len(PROMPTS)
 
 
+def test_one_result_is_also_a_list_of_one(llm: LLM) -> None:
+    """As vLLM's users take it."""
+    outputs = llm.generate("a", GREEDY)
+    assert outputs[0].outputs[0].text == outputs.text
+    assert [each.prompt for each in outputs] == ["a"] and len(outputs) == 1
+    assert outputs[-1] is outputs and outputs[:1] == [outputs]
+    with pytest.raises(IndexError):
+        outputs[1]
+
+
 def test_one_bad_prompt_loses_no_other(llm: LLM) -> None:
     results = llm.generate(["a", [1, 1 << 30], "", "b"], GREEDY)
     assert [bool(one.error) for one in results] == [False, True, True, False]

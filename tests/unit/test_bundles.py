@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import json
@@ -344,6 +345,25 @@ def test_two_at_once(model: Model) -> None:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(ArtifactError, match="another process is making it"):
             model.write()
+
+
+def test_a_file_system_without_locks(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is written, and neither a whole run nor a stopped one leaves a part."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(pack.fcntl, "flock", flock)
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.write(stop)
+    assert list(model.file.parent.iterdir()) == []
+    model.write()
+    assert list(model.file.parent.iterdir()) == [model.file]
+    assert damaged_bundles(model.read()) == []
 
 
 def changed(content: bytes, place: int, by: bytes) -> bytes:

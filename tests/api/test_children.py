@@ -1,0 +1,85 @@
+"""`LLM` in a process that forks, starts other processes, or makes the same LLM again."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.commands import environment, processes_left, ray_folder
+
+SCRIPT = """
+import multiprocessing, os, sys
+from concurrent.futures import ProcessPoolExecutor
+
+from hotcold import LLM, HotcoldError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+def told(act):
+    try:
+        return act()
+    except HotcoldError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def ask(llm):
+    return llm.generate("def add(a, b):", GREEDY).text
+
+
+def use(llm, answers):
+    answers.put(told(lambda: ask(llm)))
+    answers.put(told(llm.telemetry))
+    answers.put(told(lambda: LLM(own=True, threads=1)))
+
+
+def fork_and_exit(llm):
+    if (child := os.fork()) == 0:
+        del llm
+        sys.exit(3)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+if __name__ == "__main__":
+    llm = LLM(own=True, context_length=128, progress=False)
+    first = ask(llm)
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=use, args=(llm, answers))
+    child.start()
+    found = [answers.get() for _ in range(3)]
+    child.join()
+    assert child.exitcode == 0
+    assert all("was forked from one that runs Ray" in each for each in found), found
+    assert all("\\n" not in each for each in found), found
+
+    del child  # it holds the LLM
+    llm_again = LLM(own=True, context_length=128, progress=False)
+    assert llm_again._connection is llm._connection
+    assert fork_and_exit(llm) == 3
+    del llm
+    assert ask(llm_again) == first
+
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        told_by_pool = told(lambda: pool.submit(ask, llm_again).result())
+    assert "handed to Ray's tasks and actors alone" in told_by_pool, told_by_pool
+
+    assert "runs a model already" in told(lambda: LLM(own=True, threads=1))
+    llm_again.close()
+    with LLM(own=True, context_length=64, progress=False) as other:
+        assert ask(other) == first
+    print("done", flush=True)
+"""
+
+
+def test_forks_pools_and_cells_that_run_again(tmp_path: Path) -> None:
+    """A fork is refused at once, its end leaves the parent's system alone, cells share one."""
+    script = tmp_path / "program.py"
+    script.write_text(SCRIPT)
+    with ray_folder() as ray:
+        done = subprocess.run(
+            [sys.executable, script], cwd=tmp_path, env=environment(ray), text=True,
+            capture_output=True, timeout=170,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "done\n"
+        assert processes_left(ray) == []
