@@ -117,20 +117,6 @@ def test_wrong_values_name_the_field(changes: dict[str, Any], param: str | None)
         ({"messages": [{"role": "user"}]}, "messages.0: content is missing; a message of user"),
         ({"messages": [{"role": "system", "content": None}]}, "messages.0: content is missing"),
         (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "text", "text": "a"},
-                            {"type": "image_url", "image_url": {"url": "b"}},
-                        ],
-                    }
-                ]
-            },
-            "messages.0.content: image_url parts are not read here; models are given text alone",
-        ),
-        (
             {"messages": [{"role": "user", "content": [{"type": "smell"}]}]},
             "messages.0.content.0.type must be 'text' or 'refusal'",
         ),

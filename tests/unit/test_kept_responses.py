@@ -302,13 +302,6 @@ def test_a_long_conversation_loses_its_beginning_where_that_is_wanted(monkeypatc
         create(client, input=one, truncation="auto")
 
 
-def test_a_refused_item_is_told_by_its_place_in_the_request() -> None:
-    made = create(Recording(), input="One")
-    items = [{"role": "user", "content": "Two"}, {"type": "compaction", "encrypted_content": ""}]
-    with pytest.raises(openai.BadRequestError, match=r"input\.1: items of type compaction"):
-        create(Recording(), input=items, previous_response_id=made.id)
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

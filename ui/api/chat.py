@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from hotcold.actors.protocol.messages import TokenEvent
@@ -14,6 +14,7 @@ from hotcold.ui.api.logprobs import chat_logprobs, content_tokens
 from hotcold.ui.api.requests import chat_requests
 from hotcold.ui.api.route import Route
 from hotcold.ui.api.schemas import ChatRequest
+from hotcold.ui.api.tools.custom import InputReader
 from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 
@@ -21,16 +22,33 @@ from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 class Deltas:
     """The deltas of one answer: reasoning, content and tool calls."""
 
-    def __init__(self, reader: AnswerReader, as_functions: bool = False) -> None:
-        """`as_functions`: calls as OpenAI's older `function_call`."""
+    def __init__(
+        self, reader: AnswerReader, as_functions: bool = False, customs: Collection[str] = ()
+    ) -> None:
+        """`as_functions`: calls as OpenAI's older `function_call`; `customs`: custom tools."""
         self._reader = reader
         self._as_functions = as_functions
+        self._customs = customs
+        self._inputs: dict[int, InputReader] = {}  # by the number of their call
 
     def of(self, event: TokenEvent) -> list[dict[str, Any]]:
         """The deltas of one event."""
         parts = self._reader.push(event.text, is_last=event.result is not None)
-        deltas = [delta(part) for part in parts]
+        deltas = [found for part in parts if (found := self._delta(part))]
         return [_as_function(delta) for delta in deltas] if self._as_functions else deltas
+
+    def _delta(self, part: Part) -> dict[str, Any]:
+        """The delta of one part; empty where nothing of a custom tool's input is certain yet."""
+        match part:
+            case CallPart(index, call_id, name) if name in self._customs:
+                self._inputs[index] = InputReader()
+                custom = {"name": name, "input": ""}
+                call = {"index": index, "id": call_id, "type": "custom", "custom": custom}
+                return {"tool_calls": [call]}
+            case ArgumentsPart(index, text) if index in self._inputs:
+                more = self._inputs[index].push(text)
+                return {"tool_calls": [{"index": index, "custom": {"input": more}}]} if more else {}
+        return delta(part)
 
     def finish_reason(self, reason: str) -> str:
         """A call ends an answer as `tool_calls`, unless it was cut off."""
@@ -70,12 +88,12 @@ def whole_message(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
             function[key] = function.get(key, "") + text
         for call in delta.get("tool_calls", ()):
             if "id" in call:
-                calls.append(
-                    {key: call[key] for key in ("id", "type")}
-                    | {"function": dict(call["function"])}
-                )
+                kind = call["type"]
+                calls.append({"id": call["id"], "type": kind, kind: dict(call[kind])})
             else:
-                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+                called = calls[-1][calls[-1]["type"]]
+                for key, text in call[calls[-1]["type"]].items():
+                    called[key] += text
     message: dict[str, Any] = {"content": content}
     if thought or calls or function:
         message["content"] = content or None
@@ -154,7 +172,9 @@ class ChatRoute(Route):
 
     def _deltas(self, body: ChatRequest, started: Answers) -> Deltas:
         syntax = self._backend.call_syntax if body.callable else None
-        return Deltas(AnswerReader(self._thoughts(started), syntax), bool(body.functions))
+        customs = [one.function.name for one in body.tools or () if one.type == "custom"]
+        reader = AnswerReader(self._thoughts(started), syntax)
+        return Deltas(reader, bool(body.functions), customs)
 
     def _usage(
         self, body: ChatRequest, started: Answers, answers: Sequence[Answer]

@@ -18,7 +18,7 @@ from hotcold.model.sampling import PARAMETERS
 from hotcold.ui.api.errors import ApiError
 
 MAX_MESSAGES = 10_000
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
 Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 # Where the access log reads which unknown fields of the request in this context were ignored.

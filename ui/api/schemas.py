@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.text.roles import ALWAYS_SAY, TEMPLATE_ROLES
@@ -10,6 +10,7 @@ from hotcold.ui.api.cached import Cached
 from hotcold.ui.api.drawn import Drawn, TokenId
 from hotcold.ui.api.errors import ApiError, refusal
 from hotcold.ui.api.fields import MAX_MESSAGES, AnyJson, Positive, Request, StrictModel
+from hotcold.ui.api.parts import ContentPart, Declined, LeftOut, text_of
 from hotcold.ui.api.structured_output import (
     ConstrainedRequest,
     Constraint,
@@ -17,6 +18,7 @@ from hotcold.ui.api.structured_output import (
     json_grammar,
 )
 from hotcold.ui.api.tools.schemas import (
+    AnyTool,
     Callable,
     CalledFunction,
     Functions,
@@ -31,7 +33,6 @@ from hotcold.ui.api.tools.schemas import (
 )
 
 _MAX_CHOICES = 128
-_MEDIA = {"image_url", "input_image", "input_audio", "video_url", "audio_url", "file"}
 _MAX_TOP = 20
 _MAX_PROMPTS = 2048
 _MAX_IDS = 1 << 20
@@ -121,41 +122,20 @@ class SamplingRequest(ConstrainedRequest, Drawn, Cached):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class ContentPart(StrictModel):
-    """A part of a message; only text is understood."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Declined(StrictModel):
-    """A part of an answer in which the model declined to answer."""
-
-    type: Literal["refusal"]
-    text: str = Field(alias="refusal")
+_Content = str | Annotated[list[ContentPart | Declined | LeftOut], Field(fail_fast=True)]
 
 
 class ChatMessage(StrictModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[ContentPart | Declined], Field(fail_fast=True)] | None = None
+    content: _Content | None = None
     name: str | None = None  # of a tool, in its result
     tool_calls: ToolCalls | None = None
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None  # OpenAI's older form
     reasoning_content: str | None = None  # the reasoning before it
     reasoning: str | None = None
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _has_no_media(cls, content: Any) -> Any:
-        """Refuse what clients send to models that see and hear, by its name."""
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind in _MEDIA:
-                raise ValueError(f"{kind} parts are not read here; models are given text alone")
-        return content
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -166,10 +146,8 @@ class ChatMessage(StrictModel):
     @property
     def for_template(self) -> dict[str, Any]:
         """The message for a chat template."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = TEMPLATE_ROLES.get(self.role, self.role)
-        message: dict[str, Any] = {"role": role, "content": text}
+        message: dict[str, Any] = {"role": role, "content": text_of(self.content)}
         if role == "assistant":
             calls = list(self.tool_calls or ())
             if self.function_call is not None:
@@ -271,7 +249,7 @@ class ChatRequest(SamplingRequest, Rendered):
     function_call: Literal["none", "auto"] | NamedFunction | None = None
 
     @property
-    def all_tools(self) -> list[Tool]:
+    def all_tools(self) -> list[AnyTool]:
         """`tools`, or `functions` in their form."""
         older = [Tool(type="function", function=function) for function in self.functions or ()]
         return [*(self.tools or ()), *older]

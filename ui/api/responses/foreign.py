@@ -1,17 +1,19 @@
-"""Items and tools of /v1/responses that OpenAI's servers or some clients run.
+"""Items and tools of /v1/responses that OpenAI's servers, some clients or other models have.
 
 Agents add such tools, and conversations that began elsewhere have such items. The tools are left
 out of those that an answer may call. Of the items, calls and their results become those of
-functions, some are skipped, and those that the answer would miss are refused.
+functions, what cannot be read is told in a line, and all others are passed over: a session goes on.
 """
 
 import json
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.fields import StrictModel
+from hotcold.ui.api.parts import ContentPart, LeftOut, left_out, text_of
+from hotcold.ui.api.responses.tools import Offered, flat_name, offered, tools_in
+from hotcold.ui.api.tools.custom import arguments_of
 
 Message = dict[str, Any]
 
@@ -19,38 +21,30 @@ Message = dict[str, Any]
 _CALLS: dict[str, tuple[str | None, str, str | None]] = {
     "apply_patch_call": ("apply_patch", "operation", None),
     "code_interpreter_call": ("code_interpreter", "code", "outputs"),
+    "computer_call": ("computer", "action", None),
     "custom_tool_call": (None, "input", None),
     "file_search_call": ("file_search", "queries", "results"),
     "local_shell_call": ("local_shell", "action", None),
     "mcp_call": (None, "arguments", "output"),
     "shell_call": ("shell", "action", None),
+    "tool_search_call": ("tool_search", "arguments", None),
 }
 # Kinds of results -> the field of their call's id.
 _RESULTS = {
     "apply_patch_call_output": "call_id",
+    "computer_call_output": "call_id",
     "custom_tool_call_output": "call_id",
     "local_shell_call_output": "id",
     "shell_call_output": "call_id",
+    "tool_search_output": "call_id",
 }
-# Reasoning goes with the item that follows.
-_SKIPPED = ("mcp_list_tools", "reasoning", "web_search_call")
+# Kinds of which the model is told that they were there.
+_LINES = {
+    "compaction": ("user", "earlier conversation"),  # OpenAI alone can read it
+    "image_generation_call": ("assistant", "image"),
+}
+_ADDING = ("additional_tools", "tool_search_output")  # their tools may be called from then on
 _REFERENCE = "item_reference"
-_REFUSED = {
-    "additional_tools": "give them as tools",
-    "compaction": "its content can be read by OpenAI alone; send the conversation",
-    "compaction_trigger": "nothing is compacted here",
-    "computer_call": "no screen is used here",
-    "computer_call_output": "images are not understood here",
-    "configuration_update": "say it in the request",
-    "image_generation_call": "images are not understood here",
-    "mcp_approval_request": "no MCP server is asked from here",
-    "mcp_approval_response": "no MCP server is asked from here",
-    "program": "no programs are run here",
-    "program_output": "no programs are run here",
-    "tool_search_call": "give all tools with the request",
-    "tool_search_output": "give all tools with the request",
-}
-KINDS = (*_CALLS, *_RESULTS, *_SKIPPED, _REFERENCE, *_REFUSED)
 
 
 class ForeignItem(StrictModel):
@@ -58,7 +52,7 @@ class ForeignItem(StrictModel):
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
 
-    type: Literal[KINDS]  # type: ignore[valid-type]
+    type: str = Field(max_length=100)
 
     @model_validator(mode="after")
     def _refers_to_something(self) -> Self:
@@ -81,14 +75,20 @@ class ForeignItem(StrictModel):
         """The id of the item that stands here, where this is a reference."""
         return str((self.model_extra or {})["id"]) if self.type == _REFERENCE else None
 
-    def messages(self, place: int) -> list[Message]:
-        """Its messages for a `ChatRequest`. Errors: ApiError 400 for a refused kind."""
+    @property
+    def offered(self) -> list[Offered]:
+        """The tools that may be called from here on."""
+        return list(offered(tools_in(self.model_extra or {}))) if self.type in _ADDING else []
+
+    def messages(self) -> list[Message]:
+        """Its messages for a `ChatRequest`."""
         kind, fields = self.type, self.model_extra or {}
-        if kind in _REFUSED:
-            text = f"input.{place}: items of type {kind} are not supported: {_REFUSED[kind]}"
-            raise ApiError(400, text, param=f"input.{place}.type")
+        if kind in _LINES:
+            role, what = _LINES[kind]
+            return [{"role": role, "content": left_out(what)}]
         if kind in _RESULTS:
-            return [_result(str(fields.get(_RESULTS[kind])), fields.get("output"))]
+            names = ", ".join(one.flat_name for one in self.offered)
+            return [_result(str(fields.get(_RESULTS[kind])), names or fields.get("output"))]
         if kind not in _CALLS:
             return []
         name, arguments_at, result_at = _CALLS[kind]
@@ -97,40 +97,20 @@ class ForeignItem(StrictModel):
         if result_at and not result:  # its server kept the result
             return []
         arguments = fields.get(arguments_at)
-        if kind != "mcp_call" and not isinstance(arguments, dict):
+        if kind == "custom_tool_call":
+            arguments = arguments_of(str(arguments))
+        elif kind != "mcp_call" and not isinstance(arguments, dict):
             arguments = {arguments_at: arguments}
-        function = {"name": name or str(fields.get("name")), "arguments": _text(arguments)}
-        call = {"id": call_id, "type": "function", "function": function}
-        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        name = name or flat_name(fields.get("namespace"), str(fields.get("name")))
+        called = called_by(call_id, name, _text(arguments))
         return [called, _result(call_id, result)] if result else [called]
 
 
-class ForeignTool(StrictModel):
-    """A tool that is no function."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="ignore")
-
-    type: str = Field(max_length=100)
-
-    @field_validator("type")
-    @classmethod
-    def _is_foreign(cls, given: str) -> str:
-        if given == "function":
-            raise ValueError("must be a function")
-        return given
-
-
-class ForeignChoice(ForeignTool):
-    """A `tool_choice` that names a tool that is no function."""
-
-    name: str | None = None
-    server_label: str | None = None
-
-    @property
-    def wanted(self) -> str:
-        """The tool's name."""
-        names = (self.type, self.server_label, self.name)
-        return " ".join(ascii(name[:100]) for name in names if name)
+def called_by(call_id: str, name: str, arguments: str) -> Message:
+    """The message of a call."""
+    function = {"name": name, "arguments": arguments}
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _result(call_id: str, output: Any) -> Message:
@@ -138,11 +118,22 @@ def _result(call_id: str, output: Any) -> Message:
 
 
 def _text(value: Any) -> str:
-    """Texts and text parts as text, all else as JSON."""
+    """Texts, and parts of text and of what is left out, as text; all else as JSON."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in value
-    ):
-        return "".join(part["text"] for part in value)
+    parts = [_part(one) for one in (value if isinstance(value, list) else [value])]
+    known = [part for part in parts if part is not None]
+    if len(known) == len(parts):
+        return text_of(known)
     return "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _part(value: Any) -> ContentPart | LeftOut | None:
+    if not isinstance(value, dict):
+        return None
+    text = value.get("text")
+    return (
+        ContentPart(type="text", text=text)
+        if isinstance(text, str)
+        else LeftOut.of(value.get("type"))
+    )

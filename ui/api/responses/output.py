@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
+from hotcold.ui.api.responses.tools import FunctionTool, Offered
+from hotcold.ui.api.tools.custom import InputReader
 from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 
 Event = dict[str, Any]
 
 
+class _CallKind(NamedTuple):
+    """How calls of one kind of tool are told."""
+
+    item: str
+    prefix: str  # of its id
+    text: str  # the field of what the call gives
+    event: str  # what its events begin with
+    done: tuple[str, ...]  # fields of the last one
+
+
+_CALLS = {
+    "function": _CallKind(
+        "function_call", "fc", "arguments", "response.function_call_arguments",
+        ("arguments", "name"),
+    ),
+    "custom": _CallKind(
+        "custom_tool_call", "ctc", "input", "response.custom_tool_call_input", ("input",)
+    ),
+}  # fmt: skip
+
+
 class Output:
     """Reasoning, messages and calls, in order."""
 
-    def __init__(self, is_summary: bool = False) -> None:
-        """`is_summary`: reasoning is told as its summary."""
+    def __init__(self, tools: Mapping[str, Offered], is_summary: bool = False) -> None:
+        """`tools` by flat name; `is_summary`: reasoning is told as its summary."""
+        self._tools = tools
+        self._call = _CALLS["function"]  # the kind of the last one
+        self._input = InputReader()  # of the last one
         self.items: list[dict[str, Any]] = []
         self._is_summary = is_summary
         self._is_open = False  # the last item
@@ -35,11 +61,15 @@ class Output:
                     self._part["text"] += text
                     yield self._event("response.output_text.delta", delta=text, logprobs=[])
                 case CallPart(_, call_id, name):
-                    call = {"call_id": call_id, "name": name, "arguments": ""}
-                    yield from self._begin("function_call", "fc", call)
+                    called = self._tools.get(
+                        name, Offered(FunctionTool(type="function", name=name))
+                    )
+                    yield from self._begin_call(call_id, called)
                 case ArgumentsPart(_, text):
-                    self._last["arguments"] += text
-                    yield self._event("response.function_call_arguments.delta", delta=text)
+                    more = self._input.push(text) if self._call.text == "input" else text
+                    self._last[self._call.text] += more
+                    if more:
+                        yield self._event(f"{self._call.event}.delta", delta=more)
 
     def end(self, status: str) -> Iterator[Event]:
         """End the answer; `status` of the last item: completed or incomplete."""
@@ -76,6 +106,14 @@ class Output:
         yield self._event("response.content_part.added", part=dict(part))
         self._last["content"].append(part)
 
+    def _begin_call(self, call_id: str, called: Offered) -> Iterator[Event]:
+        yield from self._close("completed")  # by the kind of the one before
+        self._call, self._input = _CALLS[called.tool.type], InputReader()
+        call = {"call_id": call_id, "name": called.tool.name, self._call.text: ""}
+        if called.namespace is not None:
+            call["namespace"] = called.namespace
+        yield from self._begin(self._call.item, self._call.prefix, call)
+
     def _begin(self, kind: str, prefix: str, fields: dict[str, Any]) -> Iterator[Event]:
         yield from self._close("completed")
         item_id = f"{prefix}_{uuid.uuid4().hex}"
@@ -97,14 +135,14 @@ class Output:
             if self._is_summary:
                 yield self._event("response.reasoning_summary_part.done", part=dict(self._part))
         else:
-            done = {"arguments": last["arguments"], "name": last["name"]}
-            yield self._event("response.function_call_arguments.done", **done)
+            done = {field: last[field] for field in self._call.done}
+            yield self._event(f"{self._call.event}.done", **done)
         yield self._item_event("response.output_item.done")
 
     def _event(self, kind: str, **fields: Any) -> Event:
         """An event about the last item, or about the one part of a message."""
         about: Event = {"output_index": len(self.items) - 1, "item_id": self._last["id"]}
-        if "function_call" not in kind:
+        if "call_id" not in self._last:
             about["summary_index" if "summary" in kind else "content_index"] = 0
         return {"type": kind, **about, **fields}
 

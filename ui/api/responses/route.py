@@ -23,6 +23,7 @@ from hotcold.ui.api.requests import chat_requests
 from hotcold.ui.api.responses.kept import KeptResponses, Turn
 from hotcold.ui.api.responses.output import Event, Output
 from hotcold.ui.api.responses.schemas import ReasoningOptions, ResponsesRequest
+from hotcold.ui.api.responses.tools import ForeignTool
 from hotcold.ui.api.responses.truncation import shortened
 from hotcold.ui.api.schemas import ChatRequest
 from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
@@ -123,13 +124,13 @@ class _Response:
         try:
             if earlier or found:
                 body = body.of_items([*earlier, *items])
-            self._chat: ChatRequest = body.as_chat(len(earlier))
+            self._chat: ChatRequest = body.as_chat()
         except ValidationError as error:
             raise refusal(error) from None
         self._forgets = body.truncation == "auto"
         reasoning = body.reasoning or ReasoningOptions()
         summary = reasoning.summary or reasoning.generate_summary
-        self._output = Output(is_summary=summary is not None)
+        self._output = Output(body.offered, is_summary=summary is not None)
         self._syntax = None if self._chat.callable is None else backend.call_syntax
         drawn = body.drawn()
         self.content: dict[str, Any] = {
@@ -144,7 +145,7 @@ class _Response:
             "temperature": drawn["temperature"],
             "top_p": drawn["top_p"],
             "tools": [
-                tool.model_dump() | {"strict": tool.strict is True} for tool in body.functions
+                tool.told() for tool in body.tools or () if not isinstance(tool, ForeignTool)
             ],
             "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,

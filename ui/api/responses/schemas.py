@@ -1,96 +1,63 @@
 """Schemas of /v1/responses, and the same request as a chat completion."""
 
-import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator
+from pydantic import Field, field_validator
 
 from hotcold.ui.api.cached import Cached
 from hotcold.ui.api.drawn import Drawn
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.fields import MAX_TOOLS, AnyJson, Positive, StrictModel
-from hotcold.ui.api.responses.foreign import ForeignChoice, ForeignItem, ForeignTool
-from hotcold.ui.api.schemas import ChatRequest, Declined, Reasoning
+from hotcold.ui.api.responses.conversation import (
+    ITEMS,
+    MAX_ITEMS,
+    InputMessage,
+    Items,
+    as_json,
+    messages_of,
+)
+from hotcold.ui.api.responses.foreign import ForeignItem
+from hotcold.ui.api.responses.tools import ForeignTool, Offered, Tools, offered
+from hotcold.ui.api.schemas import ChatRequest, Reasoning
 from hotcold.ui.api.tools.schemas import NamedFunction
 
-_MAX_ITEMS = 10_000
 _MAX_METADATA = 16
 
 
-class InputText(StrictModel):
-    """A part of a message or of a tool's result; only text is understood."""
+class ForeignChoice(ForeignTool):
+    """A `tool_choice` that names a tool that is not run here."""
 
-    type: Literal["input_text", "output_text", "text"]
-    text: str
+    name: str | None = None
+    server_label: str | None = None
 
+    @field_validator("type")
+    @classmethod
+    def _is_foreign(cls, given: str) -> str:
+        if given in ("function", "custom", "allowed_tools"):
+            raise ValueError(f"must have the fields of {given}")
+        return given
 
-_Text = str | Annotated[list[InputText | Declined], Field(fail_fast=True)]
-
-
-class InputMessage(StrictModel):
-    """A message of any role."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: _Text
-
-
-class InputCall(StrictModel):
-    """A call in an earlier answer."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-
-
-class InputResult(StrictModel):
-    """A call's result."""
-
-    type: Literal["function_call_output"]
-    call_id: str | None = None
-    output: _Text
-
-
-_Item = InputCall | InputResult | InputMessage | ForeignItem
-_Items = Annotated[list[_Item], Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True)]
-_ITEMS: TypeAdapter[list[_Item]] = TypeAdapter(_Items)
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
-
-
-class FunctionTool(StrictModel):
-    """A function that the answer may call."""
-
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: AnyJson = None
-    strict: bool | None = None
-
-
-def _kind_of_tool(given: Any) -> str:
-    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", "function")
-    return "Function" if kind == "function" else "Foreign"
-
-
-_Tool = Annotated[
-    Annotated[FunctionTool, Tag("Function")] | Annotated[ForeignTool, Tag("Foreign")],
-    Discriminator(_kind_of_tool),
-]
+    @property
+    def wanted(self) -> str:
+        """The tool's name."""
+        names = (self.type, self.server_label, self.name)
+        return " ".join(ascii(name[:100]) for name in names if name)
 
 
 class NamedTool(NamedFunction):
-    """A `tool_choice` that names a function."""
+    """A `tool_choice` that names a function or a custom tool."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
+    namespace: str | None = None
 
 
 class AllowedTool(StrictModel):
-    """One of the tools that a `tool_choice` allows."""
+    """One of the tools that a `tool_choice` allows, or a namespace."""
 
     type: str
     name: str | None = None
+    namespace: str | None = None
 
 
 class AllowedTools(StrictModel):
@@ -131,11 +98,11 @@ _MetadataText = Annotated[str, Field(max_length=512)]
 class ResponsesRequest(Drawn, Cached):
     """POST /v1/responses."""
 
-    input: str | _Items
+    input: str | Items
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: Positive | None = None
-    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Tools | None = None
     tool_choice: (
         Literal["none", "auto", "required"] | NamedTool | AllowedTools | ForeignChoice | None
     ) = None
@@ -168,39 +135,47 @@ class ResponsesRequest(Drawn, Cached):
     def own_items(self, kept: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
         """The input as JSON's items with ids, those of `kept` in place of references."""
         if isinstance(self.input, str):
-            return [_as_json(InputMessage(role="user", content=self.input))]
+            return [as_json(InputMessage(role="user", content=self.input))]
         return [
             kept[item.refers_to]
             if isinstance(item, ForeignItem) and item.refers_to
-            else _as_json(item)
+            else as_json(item)
             for item in self.input
         ]
 
     def of_items(self, items: list[dict[str, Any]]) -> "ResponsesRequest":
         """The same request of a conversation. Errors: ApiError 400 for too many items."""
-        if len(items) > _MAX_ITEMS:
-            text = f"the conversation has {len(items)} items; send at most {_MAX_ITEMS}"
+        if len(items) > MAX_ITEMS:
+            text = f"the conversation has {len(items)} items; send at most {MAX_ITEMS}"
             raise ApiError(400, text, param="input")
-        return self.model_copy(update={"input": _ITEMS.validate_python(items)})
+        return self.model_copy(update={"input": ITEMS.validate_python(items)})
 
     @property
-    def functions(self) -> list[FunctionTool]:
-        """The tools that an answer may call."""
-        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+    def offered(self) -> dict[str, Offered]:
+        """The tools that an answer may call, those that items add included, by flat name.
 
-    def as_chat(self, num_earlier: int = 0) -> ChatRequest:
-        """The same request as a chat completion; `num_earlier` of its items were kept.
-
-        Errors:  ValidationError, ApiError 400
+        Errors:  ApiError 400 where two have one
         """
-        functions, choice = self.functions, self._choice()
-        none_allowed = isinstance(self.tool_choice, AllowedTools) or not functions
+        own = list(offered(self.tools or ()))
+        found = {one.flat_name: one for one in own}
+        if len(found) < len(own):
+            raise ApiError(400, "two of the tools have the same name", param="tools")
+        for item in () if isinstance(self.input, str) else self.input:
+            for one in item.offered if isinstance(item, ForeignItem) else ():
+                found.setdefault(one.flat_name, one)
+        return found
+
+    def as_chat(self) -> ChatRequest:
+        """The same request as a chat completion. Errors: ValidationError, ApiError 400."""
+        tools = self.offered
+        choice = self._choice(tools)
+        none_allowed = isinstance(self.tool_choice, AllowedTools) or not tools
         if choice == "required" and self.tools and none_allowed:
             text = "tool_choice asks for a call, but there is no function among the tools to call"
             raise ApiError(400, text, param="tool_choice")
         asked: dict[str, Any] = {
             **self.drawn(),
-            "messages": self._messages(num_earlier),
+            "messages": messages_of(self.instructions, self.input),
             "max_tokens": self.max_output_tokens,
             "parallel_tool_calls": self.parallel_tool_calls,
             "tool_choice": choice,
@@ -210,55 +185,22 @@ class ResponsesRequest(Drawn, Cached):
             "cache": self.cache,
             "cache_salt": self.cache_salt,
         }
-        if functions:
-            asked["tools"] = [
-                {"type": "function", "function": tool.model_dump(exclude={"type"})}
-                for tool in functions
-            ]
+        if tools:
+            asked["tools"] = [one.in_chat for one in tools.values()]
         return ChatRequest.model_validate(asked)
 
-    def _messages(self, num_earlier: int) -> list[dict[str, Any]]:
-        """Instructions, then the conversation; calls are part of the message before them."""
-        messages: list[dict[str, Any]] = []
-        if self.instructions:
-            messages.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            return [*messages, {"role": "user", "content": self.input}]
-        thought = ""
-        for place, item in enumerate(self.input, -num_earlier):
-            match item:
-                case InputMessage():
-                    messages.append({"role": item.role, "content": _text(item.content)})
-                case InputCall():
-                    function = {"name": item.name, "arguments": item.arguments}
-                    call = {"id": item.call_id, "type": "function", "function": function}
-                    _add_call(messages, call)
-                case InputResult():
-                    result = {"tool_call_id": item.call_id, "content": _text(item.output)}
-                    messages.append({"role": "tool"} | result)
-                case ForeignItem():
-                    for message in item.messages(place):
-                        if "tool_calls" in message:
-                            _add_call(messages, *message["tool_calls"])
-                        else:
-                            messages.append(message)
-            if thought and messages and messages[-1]["role"] == "assistant":
-                messages[-1].setdefault("reasoning_content", thought)
-            thought = item.thought if isinstance(item, ForeignItem) else ""
-        return messages
-
-    def _choice(self) -> Any:
+    def _choice(self, tools: Mapping[str, Offered]) -> Any:
         """`tool_choice` as a chat completion has it."""
         choice = self.tool_choice
         if isinstance(choice, NamedTool):
-            return {"type": "function", "function": {"name": choice.name}}
+            return next(
+                _named(tools, [choice]), {"type": "custom", "custom": {"name": choice.name}}
+            )
         if isinstance(choice, AllowedTools):
-            allowed = {tool.name for tool in choice.tools if tool.type == "function"}
-            names = [one.name for one in self.functions if one.name in allowed]
-            if not names:
+            allowed = list(_named(tools, choice.tools))
+            if not allowed:
                 return "required" if choice.mode == "required" else "none"
-            tools = [{"type": "function", "function": {"name": name}} for name in names]
-            return {"type": choice.type, "allowed_tools": {"mode": choice.mode, "tools": tools}}
+            return {"type": choice.type, "allowed_tools": {"mode": choice.mode, "tools": allowed}}
         if isinstance(choice, ForeignChoice):
             text = f"tool_choice asks for {choice.wanted}, a tool that is not run here"
             raise ApiError(400, text, param="tool_choice")
@@ -274,27 +216,16 @@ class ResponsesRequest(Drawn, Cached):
         return {"type": wanted.type, "json_schema": schema}
 
 
-def _as_json(item: _Item) -> dict[str, Any]:
-    """An item as the API tells it."""
-    prefix = _PREFIXES.get(item.type, "item")
-    told = {"id": f"{prefix}_{uuid.uuid4().hex}", "status": "completed"}
-    found = told | item.model_dump(by_alias=True, exclude_none=not isinstance(item, ForeignItem))
-    if isinstance(item, InputMessage):
-        is_answer = item.role == "assistant"
-        more = {"type": "output_text", "annotations": []} if is_answer else {"type": "input_text"}
-        if isinstance(item.content, str):
-            found["content"] = [{"type": "text", "text": item.content}]
-        found["content"] = [
-            part if part["type"] == "refusal" else part | more for part in found["content"]
-        ]
-    return found
-
-
-def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    messages[-1].setdefault("tool_calls", []).append(call)
-
-
-def _text(content: str | list[InputText | Declined]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _named(
+    tools: Mapping[str, Offered], names: Sequence[NamedTool | AllowedTool]
+) -> Iterator[dict[str, Any]]:
+    """The tools of these names, as a chat completion's `tool_choice` names them."""
+    for flat_name, one in tools.items():
+        kind, own = one.tool.type, (one.namespace, one.tool.name)
+        if any(
+            (name.type, name.name) == ("namespace", one.namespace)
+            or (name.type == kind and flat_name == name.name)
+            or (name.type == kind and own == (name.namespace or one.namespace, name.name))
+            for name in names
+        ):
+            yield {"type": kind, kind: {"name": flat_name}}

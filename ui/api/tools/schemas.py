@@ -1,12 +1,14 @@
 """Schemas of tools, `tool_choice`, and calls in a conversation."""
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from hotcold.ui.api.fields import MAX_TOOLS, AnyJson, StrictModel
+from hotcold.ui.api.tools.custom import InputFormat, arguments_of, parameters_of, pattern_of
 from hotcold.ui.api.tools.grammar import Callable
 from hotcold.ui.api.tools.reader import NAME_CHARACTERS
 
@@ -46,6 +48,41 @@ class Tool(StrictModel):
         return {"type": "function", "function": described}
 
 
+class Custom(StrictModel):
+    """A tool of any text."""
+
+    name: _Name
+    description: str | None = None
+    format: InputFormat | None = None
+
+
+class CustomTool(StrictModel):
+    """One of `tools` that is called with a text."""
+
+    type: Literal["custom"]
+    custom: Custom
+
+    @property
+    def function(self) -> Function:
+        """The function of one string that the answer may call."""
+        held = self.custom.format and self.custom.format.grammar
+        pattern = pattern_of(held.syntax, held.definition) if held else None
+        return Function(name=self.custom.name, parameters=parameters_of(pattern))
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """As that of a `Tool`; the description says what the input has to be."""
+        told, held = [self.custom.description], self.custom.format and self.custom.format.grammar
+        if held:
+            told.append(f"The input must match this {held.syntax} grammar:\n{held.definition}")
+        described = {
+            "name": self.custom.name,
+            "description": "\n\n".join(filter(None, told)),
+            "parameters": parameters_of(),
+        }
+        return {"type": "function", "function": described}
+
+
 class NamedFunction(StrictModel):
     """The name in a `tool_choice`."""
 
@@ -58,12 +95,29 @@ class NamedTool(StrictModel):
     type: Literal["function"]
     function: NamedFunction
 
+    @property
+    def name(self) -> str:
+        """The tool's name."""
+        return self.function.name
+
+
+class NamedCustom(StrictModel):
+    """A `tool_choice` that names a custom tool."""
+
+    type: Literal["custom"]
+    custom: NamedFunction
+
+    @property
+    def name(self) -> str:
+        """The tool's name."""
+        return self.custom.name
+
 
 class AllowedNames(StrictModel):
     """Some of the tools, and whether one must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[list[NamedTool | NamedCustom], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class AllowedTools(StrictModel):
@@ -97,35 +151,58 @@ class ToolCall(StrictModel):
         return {"id": self.id, "type": "function", "function": function}
 
 
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+class CalledCustom(StrictModel):
+    """A called custom tool, with its text."""
+
+    name: _Name
+    input: str
+
+
+class CustomCall(StrictModel):
+    """A call of a custom tool in an earlier answer."""
+
+    id: str
+    type: Literal["custom"]
+    custom: CalledCustom
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """As that of a `ToolCall`."""
+        arguments = arguments_of(self.custom.input)
+        called = CalledFunction(name=self.custom.name, arguments=arguments)
+        return ToolCall(id=self.id, function=called).for_template
+
+
+AnyTool = Tool | CustomTool
+Tools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 Functions = Annotated[list[Function], Field(max_length=MAX_TOOLS, fail_fast=True)]
-ToolCalls = Annotated[list[ToolCall], Field(max_length=_MAX_CALLS, fail_fast=True)]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+ToolCalls = Annotated[list[ToolCall | CustomCall], Field(max_length=_MAX_CALLS, fail_fast=True)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | NamedCustom | AllowedTools
 
 
 def callable_functions(
-    tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None
+    tools: Sequence[AnyTool] | None, choice: ToolChoice | None, parallel: bool | None
 ) -> Callable | None:
     """The functions that an answer may call, or None. Errors: ValueError, for pydantic."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise ValueError("tool_choice is for requests with tools")
         return None
-    names = [tool.function.name for tool in tools]
-    if len(set(names)) < len(names):
+    functions = [tool.function for tool in tools]
+    if len({one.name for one in functions}) < len(functions):
         raise ValueError("two of the tools have the same name")
     if choice == "none":
         return None
-    functions = [tool.function for tool in tools]
     if isinstance(choice, AllowedTools):
-        allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+        allowed = {tool.name for tool in choice.allowed_tools.tools}
         functions = [one for one in functions if one.name in allowed]
         if not functions:
             raise ValueError("tool_choice allows none of the tools")
         choice = choice.allowed_tools.mode
-    if isinstance(choice, NamedTool):
-        functions = [one for one in functions if one.name == choice.function.name]
+    is_named = isinstance(choice, NamedTool | NamedCustom)
+    if isinstance(choice, NamedTool | NamedCustom):
+        functions = [one for one in functions if one.name == choice.name]
         if not functions:
-            raise ValueError(f"tool_choice names {choice.function.name[:64]!a}, which is no tool")
-    several = parallel is not False and not isinstance(choice, NamedTool)
-    return Callable(functions, choice == "required" or isinstance(choice, NamedTool), several)
+            raise ValueError(f"tool_choice names {choice.name[:64]!a}, which is no tool")
+    several = parallel is not False and not is_named
+    return Callable(functions, choice == "required" or is_named, several)

@@ -1,0 +1,298 @@
+"""Tools and histories of coding agents on /v1/responses and in chats, read by OpenAI's client."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+
+from hotcold.actors.protocol.messages import TokenEvent
+from hotcold.ui.api.tools.custom import InputReader, arguments_of, pattern_of
+from hotcold.ui.api.tools.lark_regex import regex_of
+from tests.unit.ollama_routes import HELLO, RESULT, Recording, post, server
+from tests.unit.test_enforced_schemas import matcher_of
+from tests.unit.test_kept_responses import create, prompt_of, with_openai
+
+# As Codex declares it.
+PATCH_GRAMMAR = """\
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+
+hunk: add_hunk | delete_hunk | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+delete_hunk: "*** Delete File: " filename LF
+update_hunk: "*** Update File: " filename LF change_move? change?
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+
+change_move: "*** Move to: " filename LF
+change: (change_context | change_line)+ eof_line?
+change_context: ("@@" | "@@ " /(.+)/) LF
+change_line: ("+" | "-" | " ") /(.*)/ LF
+eof_line: "*** End of File" LF
+
+%import common.LF
+"""
+PATCH = """\
+*** Begin Patch
+*** Update File: a.py
+@@ f():
+-    x = "\\n"
++    x = "\U0001f600"
+*** End Patch
+"""
+FORMAT = {"type": "grammar", "syntax": "lark", "definition": PATCH_GRAMMAR}
+APPLY_PATCH: dict[str, Any] = {
+    "type": "custom", "name": "apply_patch", "description": "Edits files.", "format": FORMAT,
+}  # fmt: skip
+LOG = {"type": "function", "name": "log", "parameters": {"type": "object", "properties": {}}}
+GIT = {"type": "namespace", "name": "mcp__git", "description": "Of git.", "tools": [LOG]}
+TOOLS = [GIT, APPLY_PATCH]
+
+
+def written(name: str, arguments: str) -> str:
+    """A call as the model writes it."""
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+ANSWER = "Well." + written("mcp__git__log", "{}") + written("apply_patch", arguments_of(PATCH))
+
+
+@pytest.fixture(autouse=True)
+def enough_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo model's is shorter than these tools."""
+    monkeypatch.setattr(server()[0].prompts, "context_length", 1 << 20)
+
+
+def answering(text: str = ANSWER) -> Recording:
+    return Recording(*(TokenEvent(char, None, 1) for char in text), TokenEvent("", RESULT, 1))
+
+
+def streamed(client: Recording, **fields: Any) -> tuple[list[Any], Any]:
+    """The events of a response, and what OpenAI's client makes of them."""
+
+    async def read(one: Any) -> tuple[list[Any], Any]:
+        async with one.responses.stream(model="demo", **fields) as stream:
+            events = [event async for event in stream]
+            return events, await stream.get_final_response()
+
+    found: tuple[list[Any], Any] = with_openai(client, read)
+    return found
+
+
+def test_calls_come_back_in_the_shape_of_their_tools() -> None:
+    whole = create(answering(), input="Hello", tools=TOOLS)
+    events, final = streamed(answering(), input="Hello", tools=TOOLS)
+    for response in (whole, final):
+        said, log, patch = response.output
+        assert said.content[0].text == "Well."
+        assert (log.type, log.namespace, log.name) == ("function_call", "mcp__git", "log")
+        assert (log.arguments, log.status) == ("{}", "completed")
+        assert (patch.type, patch.name) == ("custom_tool_call", "apply_patch")
+        assert patch.input == PATCH and log.call_id != patch.call_id
+        assert [tool.type for tool in response.tools] == ["namespace", "custom"]
+        assert response.tools[0].tools[0].name == "log"
+    told = [event for event in events if "custom_tool_call_input" in event.type]
+    *deltas, done = told
+    assert {event.type for event in deltas} == {"response.custom_tool_call_input.delta"}
+    assert len(deltas) > 50 and "".join(event.delta for event in deltas) == PATCH == done.input
+    assert done.type == "response.custom_tool_call_input.done"
+    assert {event.item_id for event in told} == {final.output[2].id}
+    assert {event.output_index for event in told} == {2}
+    added = [event.item for event in events if event.type == "response.output_item.added"]
+    assert added[1].namespace == "mcp__git" and (added[2].type, added[2].input) == (
+        "custom_tool_call", "",
+    )  # fmt: skip
+
+
+def test_a_patch_of_a_chat() -> None:
+    custom = {"name": "apply_patch", "format": {"type": "grammar", "grammar": {
+        "syntax": "lark", "definition": PATCH_GRAMMAR}}}  # fmt: skip
+    body: dict[str, Any] = {
+        "model": "demo", "messages": HELLO, "tools": [{"type": "custom", "custom": custom}],
+        "tool_choice": {"type": "custom", "custom": {"name": "apply_patch"}},
+    }  # fmt: skip
+    client = answering(written("apply_patch", arguments_of(PATCH)))
+
+    async def ask(one: openai.AsyncOpenAI) -> tuple[Any, list[Any]]:
+        whole = await one.chat.completions.create(**body)
+        chunks = await one.chat.completions.create(**body, stream=True)
+        return whole, [chunk async for chunk in chunks]
+
+    whole, chunks = with_openai(client, ask)
+    (call,) = whole.choices[0].message.tool_calls
+    assert (call.type, call.custom.name, call.custom.input) == ("custom", "apply_patch", PATCH)
+    assert whole.choices[0].finish_reason == chunks[-1].choices[0].finish_reason == "tool_calls"
+    told = [call for one in chunks for call in one.choices[0].delta.tool_calls or ()]
+    assert (told[0].type, told[0].custom["name"]) == ("custom", "apply_patch")
+    assert "".join(one.custom["input"] for one in told) == PATCH
+    # The next turn of that chat, and the same of a response.
+    said = whole.choices[0].message.model_dump(exclude_none=True)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "ok"}
+    post(client, "/v1/chat/completions", **body | {"messages": [*HELLO, said, result]})
+    items = [
+        *HELLO,
+        {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": PATCH},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"},
+    ]
+    tool = {**APPLY_PATCH, "description": None}
+    create(client, input=items, tools=[tool])
+    assert prompt_of(client.requests[-1]) == prompt_of(client.requests[-2])
+    assert json.dumps(PATCH, ensure_ascii=False) in prompt_of(client.requests[-1])
+
+
+def test_what_the_model_is_offered() -> None:
+    client = answering()
+    create(client, input="Hello", tools=TOOLS)
+    prompt = prompt_of(client.requests[0])
+    assert '"name": "mcp__git__log"' in prompt and "Of git." in prompt
+    assert '"name": "apply_patch"' in prompt and json.dumps(PATCH_GRAMMAR)[1:-1] in prompt
+
+
+def test_histories_call_tools_by_their_flat_names() -> None:
+    client = answering()
+    call = {"type": "function_call", "call_id": "c", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "ok"}
+    for named in ({"namespace": "mcp__git", "name": "log"}, {"name": "mcp__git__log"}):
+        create(client, input=[*HELLO, call | named, result], tools=TOOLS)
+    first, second = map(prompt_of, client.requests)
+    assert first == second and first.count("mcp__git__log") == 2  # offered, and called
+
+
+def test_a_follow_up_has_the_calls_of_the_kept_response() -> None:
+    client = answering()
+    first = create(client, input="Hello", tools=TOOLS)
+    results = [
+        {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "a"},
+        {"type": "custom_tool_call_output", "call_id": first.output[2].call_id, "output": "b"},
+    ]
+    create(client, input=results, tools=TOOLS, previous_response_id=first.id)
+    told = [one.model_dump(exclude_none=True) for one in first.output]
+    create(client, input=[*HELLO, *told, *results], tools=TOOLS)
+    assert prompt_of(client.requests[1]) == prompt_of(client.requests[2])
+
+
+CHOSEN: list[tuple[dict[str, Any], list[str]]] = [
+    ({"type": "custom", "name": "apply_patch"}, ["apply_patch"]),
+    ({"type": "function", "name": "log"}, ["mcp__git__log"]),
+    ({"type": "function", "name": "mcp__git__log"}, ["mcp__git__log"]),
+    ({"type": "function", "name": "log", "namespace": "mcp__git"}, ["mcp__git__log"]),
+    ({"type": "namespace", "name": "mcp__git"}, ["mcp__git__log"]),
+]
+
+
+@pytest.mark.parametrize(("choice", "names"), CHOSEN)
+def test_a_choice_of_some_tools(choice: dict[str, Any], names: list[str]) -> None:
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [choice]}
+    wrong = {**choice, "name": "log", "namespace": "other"}
+    forms = [(choice, wrong)] if choice["type"] != "namespace" else []
+    for wanted, other in [*forms, (allowed, {**allowed, "tools": [wrong]})]:
+        client = answering(written(names[0], "{}"))
+        create(client, input="Hello", tools=TOOLS, tool_choice=wanted)
+        grammar = client.requests[0].grammar
+        assert grammar is not None and "head" not in grammar.text
+        assert re.findall(r'\{\\"name\\": \\"(\w+)', grammar.text) == names
+        with pytest.raises(openai.BadRequestError, match=r"is no tool|no function among"):
+            create(answering(), input="Hello", tools=TOOLS, tool_choice=other)
+
+
+def test_required_calls_of_a_namespace_alone() -> None:
+    client = answering(written("mcp__git__log", "{}"))
+    (call,) = create(client, input="Hello", tools=[GIT], tool_choice="required").output
+    assert (call.namespace, call.name) == ("mcp__git", "log")
+
+
+def test_tools_that_an_item_adds_may_be_called() -> None:
+    client = answering(written("mcp__git__log", "{}"))
+    found = {"type": "tool_search_output", "call_id": "c", "tools": [GIT]}
+    (call,) = create(client, input=[*HELLO, found], tools=[]).output
+    assert (call.namespace, call.name) == ("mcp__git", "log")
+
+
+def test_many_servers_with_many_tools() -> None:
+    servers = [
+        {**GIT, "name": f"mcp__{one}", "tools": [{**LOG, "name": f"t{two}"} for two in range(20)]}
+        for one in range(20)
+    ]
+    client = answering("Well.")
+    create(client, input="Hello", tools=servers)
+    grammar = client.requests[0].grammar
+    assert grammar is not None and grammar.text.count("\narguments_") == 400
+
+
+GRAMMARS = [
+    PATCH_GRAMMAR,
+    'start: "x"+',
+    'start: A~2..3 ["b"i] // ends\nA: /[a\\/]/i | "0".."9"\n',
+    '?start: pair ("," pair)* | "[]"\n!pair: NAME "=" (INT | ESCAPED_STRING)\nNAME: /[a-c]+/\n'
+    "%import common.INT\n%import common.ESCAPED_STRING",
+    'start: a?\n?a: "(" b ")"\n?b: "\\u00e9\\n.*[" | "]"',
+]
+
+
+def takes(lark: str, text: str) -> bool:
+    """Whether llguidance takes it for a text of the grammar."""
+    found = matcher_of(LLMatcher.grammar_from_lark(lark))
+    return bool(found.consume_tokens(_ids(text)) and found.is_accepting())
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS)
+@given(data=st.data())
+def test_a_grammar_without_recursion_is_one_regex(grammar: str, data: st.DataObject) -> None:
+    """It matches what llguidance takes by the grammar, and nothing else."""
+    pattern = regex_of(grammar)
+    assert pattern is not None
+    text = data.draw(st.from_regex(pattern, fullmatch=True))
+    assert takes(grammar, text)
+    at = data.draw(st.integers(0, len(text)))
+    for changed in (text[:at] + text[at + 1 :], text[:at] + "+" + text[at:]):
+        assert takes(grammar, changed) == bool(re.fullmatch(pattern, changed))
+
+
+def _ids(text: str) -> list[int]:
+    tokenizer = server()[0].prompts.tokenizer
+    assert tokenizer is not None
+    return tokenizer.encode(text, False)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    ['start: "(" start? ")"', "start: x", "", "start: (", '%ignore " "\nstart: "a"', "start: @",
+     'start: %json {"type": "object"}', 'start: "a"~2..', "start: " + "(" * 100_000,
+     "start: " + "a " * 3000 + "\na: " + '"b"' * 3000],
+)  # fmt: skip
+def test_other_grammars_hold_nothing(grammar: str) -> None:
+    """The input is any text then, and the request is answered."""
+    assert pattern_of("lark", grammar) is None
+    tool = {**APPLY_PATCH, "format": {**FORMAT, "definition": grammar}}
+    client = answering(written("apply_patch", '{"input": "any"}'))
+    (call,) = create(client, input="Hello", tools=[tool]).output
+    assert call.input == "any"
+
+
+def test_an_answer_is_held_to_the_tools_grammar() -> None:
+    client = answering()
+    create(client, input="Hello", tools=[APPLY_PATCH], tool_choice="required")
+    grammar = client.requests[0].grammar
+    assert grammar is not None
+    for text in (PATCH, PATCH.removesuffix("\n")):
+        assert takes(grammar.text, written("apply_patch", arguments_of(text)))
+    for text in ("", PATCH[1:], PATCH.replace("+", "*"), PATCH + "x"):
+        assert not takes(grammar.text, written("apply_patch", arguments_of(text)))
+
+
+@given(st.text(), st.booleans(), st.lists(st.integers(0, 200), max_size=6))
+def test_an_input_comes_in_any_pieces(text: str, is_ascii: bool, cuts: list[int]) -> None:
+    whole = json.dumps({"input": text}, ensure_ascii=is_ascii)
+    places = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
+    reader = InputReader()
+    pieces = [whole[a:b] for a, b in itertools.pairwise(places)]
+    assert "".join(map(reader.push, pieces)) == text

@@ -1,0 +1,73 @@
+"""Parts of messages: text, and in a line what a model of text is not given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from pydantic import Field
+
+from hotcold.ui.api.fields import StrictModel
+
+# Kinds of parts, as several APIs call them -> what they are.
+_KINDS = {
+    "audio_url": "audio", "computer_screenshot": "image", "file": "file", "image": "image",
+    "image_url": "image", "input_audio": "audio", "input_file": "file", "input_image": "image",
+    "video_url": "video",
+}  # fmt: skip
+
+
+class Part(Protocol):
+    """A part of a message."""
+
+    @property
+    def text(self) -> str:
+        """What the model is told."""
+
+
+class ContentPart(StrictModel):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Declined(StrictModel):
+    """A part of an answer in which the model declined to answer."""
+
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
+class LeftOut(StrictModel):
+    """A picture or the like: the model is told that it was there."""
+
+    type: Literal[tuple(_KINDS)]  # type: ignore[valid-type]
+
+    @property
+    def text(self) -> str:
+        """The line in its place."""
+        return left_out(_KINDS[self.type])
+
+    @classmethod
+    def of(cls, kind: object) -> LeftOut | None:
+        """The part of this kind; None for one that is text, or not known."""
+        return cls(type=kind) if isinstance(kind, str) and kind in _KINDS else None
+
+
+def left_out(what: str) -> str:
+    """What a model is told in place of something that it cannot be given."""
+    return f"[{what} left out]"
+
+
+def text_of(content: str | Sequence[Part] | None) -> str:
+    """A message's text; what is left out has lines of its own."""
+    if isinstance(content, str):
+        return content
+    text, was_text = "", True
+    for part in content or ():
+        is_text = not isinstance(part, LeftOut)
+        if text and not (is_text and was_text) and not text.endswith("\n"):
+            text += "\n"
+        text, was_text = text + part.text, is_text
+    return text

@@ -1,0 +1,78 @@
+"""Custom tools: an answer calls one with any text, which its own grammar may hold.
+
+The model is offered a function of one string `input`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from typing import Any, Literal
+
+from hotcold.ui.api.fields import StrictModel
+from hotcold.ui.api.tools.lark_regex import regex_of
+
+_OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+# Characters and whole escapes of a JSON string; a pair of surrogates is one.
+_WHOLE = re.compile(
+    r'(?:[^"\\]|\\[^u]|\\u(?:[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}'
+    r"|(?![dD][89abAB])[0-9a-fA-F]{4}))*"
+)
+
+
+class InputGrammar(StrictModel):
+    """A grammar of a custom tool's input."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class InputFormat(StrictModel):
+    """The form of a custom tool's input."""
+
+    type: Literal["text", "grammar"]
+    grammar: InputGrammar | None = None
+
+
+def arguments_of(text: str) -> str:
+    """The arguments of a call with this input, as JSON."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def parameters_of(pattern: str | None = None) -> dict[str, Any]:
+    """The schema of the arguments."""
+    held = {} if pattern is None else {"pattern": pattern}
+    return {
+        "type": "object",
+        "properties": {"input": {"type": "string", **held}},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+
+
+@lru_cache(64)
+def pattern_of(syntax: str, definition: str) -> str | None:
+    """What the input matches; None where it is not held: the grammar is recursive, or wrong."""
+    found = definition if syntax == "regex" else regex_of(definition)
+    return None if found is None else f"^(?:{found})$"
+
+
+class InputReader:
+    """Reads a custom tool's input out of a call's arguments, as they come."""
+
+    def __init__(self) -> None:
+        self._json = ""  # not read yet
+        self._is_open = False  # within the string
+
+    def push(self, more: str) -> str:
+        """The input that is certain after this further piece of JSON."""
+        self._json += more
+        if not self._is_open and (match := _OPENING.match(self._json)):
+            self._is_open, self._json = True, self._json[match.end() :]
+        if not self._is_open:
+            return ""
+        end = _WHOLE.match(self._json).end()  # type: ignore[union-attr]  # matches ""
+        found, self._json = self._json[:end], self._json[end:]
+        text: str = json.loads(f'"{found}"', strict=False)
+        return text
