@@ -25,7 +25,7 @@ from hotcold.actors.protocol.messages import (
 from hotcold.actors.protocol.ray_memory import kept_bytes
 from hotcold.actors.setup.connection import Connection, SpawnRelay, service_nodes
 from hotcold.actors.setup.memory_needs import system_need
-from hotcold.actors.setup.modes import AUTO_RECALL, threshold_note
+from hotcold.actors.setup.modes import no_predictors_note, threshold_note
 from hotcold.actors.setup.placement_choice import plan_note
 from hotcold.actors.setup.shards import arena_layout, served_config, service_specs
 from hotcold.actors.setup.storage import storage_beside_gpu
@@ -198,11 +198,7 @@ class SystemServices:
     def _choose_mode(self, driver: Driver) -> None:
         """Go on in the mode that is faster here, and note which."""
         if self.system.mode not in PREDICTED_MODES:
-            self.notes += (
-                f"mode {self.system.mode}: no predictors made for a recall of "
-                f"{AUTO_RECALL} or more lie beside the model (`hotcold train-predictors --recall "
-                f"{AUTO_RECALL}` makes some)",
-            )
+            self.notes += (no_predictors_note(self.config, self.system.mode),)
             return
         self.stage = "comparing modes"
         trial = driver.choose_mode()

@@ -21,7 +21,7 @@ from hotcold.actors.protocol.options import KV_DTYPES, SystemOptions
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.actors.setup.drafting import with_draft
 from hotcold.actors.setup.gpu_share import choose_device, neuron_upload_tokens
-from hotcold.actors.setup.modes import auto_mode, require_no_experts, thresholds_file
+from hotcold.actors.setup.modes import auto_mode, require_predictable, thresholds_file
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
 from hotcold.model.files.artifact import ModelIdentity, check_artifact
@@ -190,7 +190,7 @@ def _predictors(path: Path, config: ModelConfig, mode: str, options: SystemOptio
                 f"--predictors go with --mode {' or '.join(PREDICTED_MODES)}, not with {mode}"
             )
         return ""
-    require_no_experts(config, f"--mode {mode}")
+    require_predictable(config, f"--mode {mode}")
     own = predictors_path(path, mode, options.weight_dtype or "")  # made for these weights
     found = options.predictors or (own if own.exists() else predictors_path(path, mode))
     identity = ModelIdentity.of(path)

@@ -15,7 +15,7 @@ from hotcold.actors.protocol.messages import (
 )
 from hotcold.actors.protocol.options import AUTO_DRAFT, SystemOptions
 from hotcold.actors.setup.memory_needs import draft_bytes
-from hotcold.actors.setup.modes import require_no_experts
+from hotcold.actors.setup.modes import require_predictable
 from hotcold.model.byte_sizes import size_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError, shown
@@ -44,7 +44,7 @@ def with_draft(
     if system.draft in DRAFT_DTYPES:
         _require_weights(system, config)
     if system.draft == PREDICTED_DRAFT:
-        require_no_experts(config, f"--draft {PREDICTED_DRAFT}")
+        require_predictable(config, f"--draft {PREDICTED_DRAFT}")
         file = _predictors(path, system, options)
         check_artifact(file, "predictors", ModelIdentity.of(path))
         return replace(system, draft_predictors_path=str(file.resolve()))

@@ -10,7 +10,7 @@ from typing import Any
 
 import llvmlite.binding
 
-from hotcold.actors.protocol.messages import PREDICTED_MODES, THRESHOLD, SystemConfig
+from hotcold.actors.protocol.messages import AUTO_MODE, PREDICTED_MODES, THRESHOLD, SystemConfig
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
 from hotcold.model.files.artifact import ModelIdentity, check_artifact
@@ -27,10 +27,10 @@ _FILES = ("predictors_path", "plan_path")
 def auto_mode(path: Path, config: ModelConfig, weight_dtype: str) -> str | None:
     """The predicted mode to try: of those with enough recall the one that reads fewest bytes.
 
-    None where there is none, as for mixtures.
+    None where there is none, as for mixtures and where no activation is exactly zero.
     Errors:  ArtifactError for predictors that are damaged or another model's
     """
-    if config.experts is not None:
+    if unpredictable(config):
         return None
     found = dict(_candidates(path, config, weight_dtype))
     return min(found, key=lambda mode: found[mode]) if found else None
@@ -83,13 +83,40 @@ def has_thresholds(config: ModelConfig) -> bool:
     return config.has_gate and not config.is_sparse
 
 
-def require_no_experts(config: ModelConfig, what: str) -> None:
-    """Raise UsageError for what makes or needs predictors, which mixtures cannot have."""
+def unpredictable(config: ModelConfig) -> str:
+    """Why predictors cannot choose this model's neurons, and what to do; "" where they can."""
     if config.experts is not None:
-        raise UsageError(
-            f"{what} is for models without experts: predictors choose among all neurons, and in "
-            "this one a router does; leave it out"
+        return (
+            "is for models without experts: predictors choose among all neurons, and in this one a "
+            "router does; leave it out"
         )
+    if config.is_sparse:
+        return ""
+    pays = "fewer bits a weight pay instead (--dtype q8 or q4)"
+    if has_thresholds(config):
+        pays += f", and --mode {THRESHOLD} leaves out what is small (`hotcold profile` calibrates)"
+    return f"chooses neurons that fire, and {no_zeros(config)}; {pays}"
+
+
+def no_zeros(config: ModelConfig) -> str:
+    """A clause about a model that is not sparse."""
+    return f"no activation of this model ({config.activation_fn}) is exactly zero: all neurons fire"
+
+
+def require_predictable(config: ModelConfig, what: str) -> None:
+    """Raise UsageError for `what`, which makes or needs predictors, where there can be none."""
+    if why := unpredictable(config):
+        raise UsageError(f"{what} {why}")
+
+
+def no_predictors_note(config: ModelConfig, mode: str) -> str:
+    """Why `--mode auto` is `mode`: no predictors are good enough, or there can be none."""
+    if why := unpredictable(config):
+        return f"mode {mode}: --mode {AUTO_MODE} {why}"
+    return (
+        f"mode {mode}: no predictors made for a recall of {AUTO_RECALL} or more lie beside the "
+        f"model (`hotcold train-predictors --recall {AUTO_RECALL}` makes some)"
+    )
 
 
 def thresholds_file(path: Path, config: ModelConfig, mode: str, named: Path | None) -> str:

@@ -93,7 +93,7 @@ def profile(
     Of a mixture of experts it also counts how often each is chosen, and how soon again while the
     model answers places of the text itself. Its thresholds are calibrated only with --target-kl.
     """
-    from hotcold.actors.setup.modes import has_thresholds, require_no_experts
+    from hotcold.actors.setup.modes import has_thresholds, require_predictable, unpredictable
     from hotcold.actors.setup.preflight import read_model
     from hotcold.jobs.profile.calibrate import calibrate
     from hotcold.model.files.artifact_places import place_to_write
@@ -105,7 +105,7 @@ def profile(
     # Of a mixture, whose weights may not fit in memory, only where that is asked for.
     is_asked = target_kld is not None or thresholds_out is not None
     if has_thresholds(config) and (config.experts is None or is_asked):
-        _refuse_counting_options()
+        _refuse_counting_options(config)
         own = thresholds_out or place_to_write(path, thresholds_path(path))
         files = ProfileFiles.choose(path, out, None, plot, with_inputs=False, thresholds=own)
         options = SystemOptions(mode="dense", **values)
@@ -117,23 +117,24 @@ def profile(
             "--target-kl and --thresholds-out are for gated models whose activation is never "
             f"exactly zero, and this one's is {config.activation_fn}; leave them out"
         )
-    if config.experts is not None:
+    if unpredictable(config):
         if reading.num_inputs or inputs_out is not None:
-            require_no_experts(config, "--inputs")
+            require_predictable(config, "--inputs")
         reading = replace(reading, num_inputs=0)
     with_inputs = reading.num_inputs != 0
     files = ProfileFiles.choose(path, out, inputs_out, plot, with_inputs=with_inputs)
     _count(path, config, files, reading, values, restart, every_s, as_json)
 
 
-def _refuse_counting_options() -> None:
+def _refuse_counting_options(config: ModelConfig) -> None:
     context = click.get_current_context()
     for name in ("num_inputs", "inputs_out", "restart", "every_s", "window"):
         if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
             option = next(p.opts[0] for p in context.command.params if p.name == name)
             raise UsageError(
-                f"{option} is for models some of whose activations are zero; this one's thresholds "
-                "are calibrated instead: leave it out"
+                f"{option} is for models some of whose activations are zero; of this one "
+                f"({config.activation_fn}) none is, so thresholds are calibrated instead: leave it "
+                "out"
             )
 
 
@@ -155,6 +156,7 @@ def _count(
     from hotcold.jobs.support.text_file import read_text
     from hotcold.model.files.artifact import ModelIdentity
 
+    _warn(config)
     window = _window(config, reading.window)
     options = SystemOptions(mode="dense", context_length=window, **values)
     system, config = prepare_system(path, options)
@@ -166,7 +168,8 @@ def _count(
     if not restart:
         state.resume()
     resumed_at = state.num_done
-    _remark(config, resumed_at)
+    if resumed_at:
+        click.echo(f"continued at token {resumed_at}", err=True)
     state.start()
     ids = text.ids[: task.num_tokens].tolist()
     tokens_per_s = run_profile(system, ids, prompts.bos_id, state, every_s)
@@ -196,15 +199,11 @@ def _task(text: TextIds, config: ModelConfig, window_ids: int, reading: _Reading
     return ProfileTask(text.digest, num_tokens, window_ids, min(num_inputs, num_tokens), answers)
 
 
-def _remark(config: ModelConfig, resumed_at: int) -> None:
+def _warn(config: ModelConfig) -> None:
+    from hotcold.actors.setup.modes import no_zeros
+
     if not config.is_sparse and config.experts is None:
-        click.echo(
-            f"warning: this model's activation is {config.activation_fn}, which is never exactly "
-            "zero: every neuron counts as firing for nearly every token",
-            err=True,
-        )
-    if resumed_at:
-        click.echo(f"continued at token {resumed_at}", err=True)
+        click.echo(f"warning: {no_zeros(config)} for nearly every token", err=True)
 
 
 def _write(

@@ -73,7 +73,7 @@ def train_predictors(
     as_json: bool,
 ) -> None:
     """Fit a predictor for each layer of MODEL, and say how good it is on tokens it never saw."""
-    from hotcold.actors.setup.modes import require_no_experts
+    from hotcold.actors.setup.modes import require_predictable
     from hotcold.actors.setup.preflight import read_model
     from hotcold.jobs.profile.files import require_writable
     from hotcold.model.files.artifact import ModelIdentity
@@ -83,7 +83,7 @@ def train_predictors(
 
     path = locate_model(model)
     config = read_model(path, weight_dtype)
-    require_no_experts(config, "`hotcold train-predictors`")
+    require_predictable(config, "`hotcold train-predictors`")
     identity = ModelIdentity.of(path)
     started = time.monotonic()
     made = "lowrank" if folder is not None else kind

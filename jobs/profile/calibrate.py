@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from hotcold.actors.driver.prompts import Prompts
-from hotcold.actors.setup.modes import ffn_share, require_memory_to_calibrate
+from hotcold.actors.setup.modes import ffn_share, no_zeros, require_memory_to_calibrate
 from hotcold.actors.setup.preflight import SystemOptions, check_memory, prepare_system, read_model
 from hotcold.jobs.profile.files import ProfileFiles
 from hotcold.jobs.support.console import print_json
@@ -51,6 +51,11 @@ def calibrate(
     system = replace(system, has_down_norms=True, down_transposed=False)
     config = read_model(path, options.weight_dtype)
     check_memory(path, system, config, options, 4 * windows.num_logits * config.vocab_size)
+    click.echo(
+        f"{no_zeros(config)}, so thresholds are calibrated, for --mode threshold (fewer bits a "
+        "weight, --dtype q8 or q4, mostly save more)",
+        err=True,
+    )
     with running_system(system) as running, calibration_bar(config, windows) as step:
         run = Calibration(running, path, config, windows, step, RowBytes.of(served))
         calibrated, found = run.run(target_kld, text)
@@ -85,7 +90,10 @@ def _report(
     )
     for file in files.all:
         click.echo(f"wrote {file}")
-    click.echo("--mode threshold uses them")
+    click.echo(
+        "--mode threshold uses them; of small models dense may be faster all the same: `hotcold "
+        "bench decode` measures each --mode"
+    )
     if as_json:
         print_json(
             {

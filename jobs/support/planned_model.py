@@ -8,6 +8,7 @@ from pathlib import Path
 from hotcold.actors.protocol.messages import NO_MODEL, PREDICTED_MODES, SystemConfig
 from hotcold.actors.protocol.options import AUTO_DRAFT
 from hotcold.actors.setup.choose import choose_system
+from hotcold.actors.setup.modes import require_predictable
 from hotcold.actors.setup.placement_choice import own_profile, predictor_cost
 from hotcold.actors.setup.preflight import SystemOptions, in_memory, read_model
 from hotcold.model.config.build import build_config, read_config
@@ -155,6 +156,8 @@ def _chosen(model: PlannedModel, options: SystemOptions) -> SystemConfig:
     if options.draft not in (AUTO_DRAFT, NO_MODEL):
         raise UsageError("--draft is of a model that is here; leave --shape and --config out")
     is_predicted = options.mode in PREDICTED_MODES
+    if is_predicted:
+        require_predictable(model.config, f"--mode {options.mode}")
     plain = replace(options, mode=None) if is_predicted else options
     system = choose_system(Path(model.config.name), model.config, plain)
     return replace(system, mode=str(options.mode)) if is_predicted else system

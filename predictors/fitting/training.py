@@ -53,11 +53,6 @@ def train_predictors(
         raise UsageError(f"no kind of predictor named {kind!r}; give {' or '.join(_FITS)}")
     if not 0.5 <= target_recall < 1:
         raise UsageError(f"--recall is {target_recall}; give a share from 0.5 to below 1")
-    if not config.is_sparse:
-        raise UsageError(
-            f"this model's activation is {config.activation_fn}, none of whose outputs is zero: "
-            "there is nothing to predict; use --mode dense"
-        )
     checkpoint, prices = Checkpoint(model_path), measure()
     for layer in range(config.num_layers):
         data = LayerData.load(checkpoint, config, layer, inputs.inputs[layer], prices)

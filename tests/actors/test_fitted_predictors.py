@@ -28,6 +28,7 @@ from hotcold.predictors.stacked import AnyLayer
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_predicted_modes import ffn_inputs
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
+from tests.placement_cases import llama_config
 from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -246,7 +247,7 @@ def test_what_was_chosen_is_said_and_kept() -> None:
     ):
         services: Any = object.__new__(SystemServices)
         services.system = SystemConfig("m", tried, predictors_path="p", auto_mode=True)
-        services.notes = ("before",)
+        services.notes, services.config = ("before",), llama_config()
         services._choose_mode(Chooser())
         assert services.system.mode == mode
         assert services.notes[0] == "before" and services.notes[1].startswith(said)

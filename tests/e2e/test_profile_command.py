@@ -174,7 +174,8 @@ def test_gelu_without_a_gate_is_never_zero(
     path = make_tiny("falcon-gelu", tmp_path)
     add_tokenizer(path)
     report, err = run(capsys, path, "--text", text)
-    assert "gelu, which is never exactly zero" in err and len(err.splitlines()) == 1
+    assert "(gelu) is exactly zero: all neurons fire" in err and len(err.splitlines()) == 1
+    assert report["inputs_path"] is None
     assert max(report["sparsity"]) < 0.01
 
 

@@ -251,12 +251,6 @@ def test_rows_of_no_whole_groups(run: Run, small: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "p").exists()
 
 
-def test_silu_is_never_zero(run: Run, tmp_path: Path) -> None:
-    model = make_tiny("llama-silu", tmp_path)
-    write_random_inputs(model, artifact_path(model, "inputs.safetensors"))
-    refused(run("train-predictors", model), "silu", "nothing to predict", "--mode dense")
-
-
 def test_an_unwritable_place(run: Run, small: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     found = run("train-predictors", small, "--kind", "sign", "--out", tmp_path / "file" / "p")
