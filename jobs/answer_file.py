@@ -1,10 +1,12 @@
 """The file of a job's answers: one JSON object a line, whole at any time the job is stopped."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from hotcold.model.errors import UsageError
+from hotcold.model.files.atomic_write import sync_folder
 
 
 class AnswerFile:
@@ -43,11 +45,14 @@ class AnswerFile:
     def begin(self) -> None:
         """Drop what is not kept. Errors: OSError."""
         self._file.truncate(self._keep_bytes)
+        os.fsync(self._file.fileno())
+        sync_folder(self.path.parent)
 
     def write(self, answer: dict[str, Any]) -> None:
-        """Add one line. Errors: OSError."""
+        """Add one line, which a power loss leaves there. Errors: OSError."""
         self._file.write(json.dumps(answer, allow_nan=False).encode() + b"\n")
         self._file.flush()
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""

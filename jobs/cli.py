@@ -25,7 +25,7 @@ import click
 import hotcold
 from hotcold.actors.private_ray.fork_server import begin_workers
 from hotcold.jobs.kept.folder import may_be_running
-from hotcold.jobs.support.console import OutputError, progress_bar, use_own_streams
+from hotcold.jobs.support.console import OutputError, progress_bar, tell, use_own_streams
 from hotcold.jobs.support.lazy_group import Invocation, LazyCommand, LazyGroup
 from hotcold.jobs.support.settings import origin_of
 from hotcold.jobs.support.signals import (
@@ -259,7 +259,7 @@ def _report(error: BaseException) -> tuple[str, int]:
 
 
 def _print_error(text: str) -> None:
-    print(f"hotcold: error: {' '.join(text.split())}", file=sys.stderr)
+    tell(f"hotcold: error: {' '.join(text.split())}", err=True)
 
 
 if __name__ == "__main__":

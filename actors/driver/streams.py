@@ -13,7 +13,7 @@ import math
 import queue
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -27,6 +27,7 @@ POLL_S = 1.0  # between two polls of readers
 TIMEOUT_POLLS = 60
 
 _EARLY_CANCELS = 256  # request ids cancelled before their requests came, of which the last are kept
+_MOST_DEAD = 1024  # readers that are told so where they call again
 
 RequestEvent = tuple[str, TokenEvent | BaseException]  # a request's id, and its event or its error
 
@@ -145,6 +146,7 @@ class Readers:
 
     def __init__(self) -> None:
         self._readers: dict[str, Reader] = {}
+        self._dead: OrderedDict[str, int] = OrderedDict()  # names, and epochs that have ended
         self._changing = threading.Lock()
 
     def touch(self, epoch: ReaderEpoch) -> Reader:
@@ -154,14 +156,14 @@ class Readers:
         """
         with self._changing:
             reader = self._readers.get(epoch.name)
-            if reader is not None and (
-                epoch.number < reader.epoch or (epoch.number == reader.epoch and reader.has_ended)
-            ):
+            oldest = self._dead.get(epoch.name, -1) + 1 if reader is None else reader.epoch
+            if epoch.number < oldest:
                 raise RequestError("nobody read this answer for a while; ask again")
             if reader is None or reader.epoch < epoch.number:
                 if reader is not None:
                     reader.end()
                 reader = self._readers[epoch.name] = Reader(epoch.number)
+                self._dead.pop(epoch.name, None)
             reader.num_silent = 0
             return reader
 
@@ -176,16 +178,18 @@ class Readers:
             self._readers.pop(name, None)
 
     def poll(self) -> None:
-        """End readers that have been silent for too long; drop those without requests."""
+        """End readers that have been silent for too long, and drop them with all that they hold."""
         with self._changing:
             for name, reader in list(self._readers.items()):
                 reader.num_silent += 1
                 if reader.num_silent < TIMEOUT_POLLS:
                     continue
-                if reader.is_idle and not reader.has_ended:
-                    del self._readers[name]
-                else:
+                del self._readers[name]
+                if not reader.is_idle:
                     reader.end()
+                    self._dead[name] = reader.epoch
+                    if len(self._dead) > _MOST_DEAD:
+                        self._dead.popitem(last=False)
 
 
 class OpenStreams:

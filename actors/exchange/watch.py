@@ -1,6 +1,8 @@
 """Health polls of actors while something waits for them."""
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -60,7 +62,25 @@ class ActorWatch:
         self._handles = handles
         self._pulses = [self._new_pulse(service) for service in range(len(handles))]
         self._processes: dict[int, ServiceProcess] = {}
-        self.starting = True  # until the driver says that all kernels are compiled
+        self.has_started = False  # until the driver says that all kernels are compiled
+        self._num_preparing = 0  # who waits for services that may compile kernels
+        self._counting = threading.Lock()
+
+    @property
+    def starting(self) -> bool:
+        """Whether services may be compiling kernels, so that they answer late."""
+        return not self.has_started or self._num_preparing > 0
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Within it services may compile kernels; any number of threads may be within it."""
+        with self._counting:
+            self._num_preparing += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._num_preparing -= 1
 
     def expect(self, service: int, process: ServiceProcess) -> None:
         """From now on the service is lost unless it runs in `process`."""
@@ -88,7 +108,7 @@ class ActorWatch:
     def apart(self) -> "ActorWatch":
         """A watch of the same services for another wait, maybe in another thread."""
         other = ActorWatch(self._names, self._handles)
-        other._processes, other.starting = self._processes, self.starting
+        other._processes, other.has_started = self._processes, not self.starting
         return other
 
     def name(self, service: int) -> str:

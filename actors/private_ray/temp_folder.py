@@ -48,8 +48,9 @@ class TempFolder:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.01)
-        os.close(self._lock)
-        self._lock = -1
+        lock, self._lock = self._lock, -1
+        if lock >= 0:  # no other thread has removed it meanwhile
+            os.close(lock)
 
     @staticmethod
     def all() -> list[Path]:

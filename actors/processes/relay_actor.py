@@ -50,7 +50,7 @@ class RelayActor:
 
     def ready(self) -> None:
         """All kernels are compiled: from now on a timeout is a failure."""
-        self._watch.starting = False
+        self._watch.has_started = True
 
     def ping(self) -> int:
         """The process id."""

@@ -78,12 +78,9 @@ class Connection:
 
     def await_prompts(self) -> None:
         """Return once all services have prepared for long prompts, or failed, or take too long."""
-        self.watch.starting, before = True, self.watch.starting
-        try:
+        with self.watch.preparing():
             calls = [handle.prepare_prompts.remote() for handle in self.handles]
             ray.wait(calls, num_returns=len(calls), timeout=STARTING_POLLS * POLL_S)
-        finally:
-            self.watch.starting = before
 
     def prepare_prompts(self, services: Sequence[int] | None = None) -> None:
         """Return once services, all by default, have prepared for long prompts.
@@ -92,16 +89,14 @@ class Connection:
 
         Errors:  ServiceLost of one that died or is stuck; RequestError of one that fails
         """
-        self.watch.starting, before = True, self.watch.starting
         try:
-            self.call_each("prepare_prompts", services=services)
+            with self.watch.preparing():
+                self.call_each("prepare_prompts", services=services)
             self.replacer.prepares_prompts = True
         except ServiceLost:
             raise
         except HotcoldError as error:
             raise RequestError(str(error)) from error
-        finally:
-            self.watch.starting = before
 
     def open(self, layout: ArenaLayout, spawn_relay: SpawnRelay) -> None:
         """Make an arena on every host, and start the other hosts' relays.
@@ -145,7 +140,7 @@ class Connection:
 
     def ready(self) -> None:
         """All kernels are compiled: from now on a timeout is a failure."""
-        self.watch.starting = False
+        self.watch.has_started = True
         for relay in self._relays:
             relay.ready()
 

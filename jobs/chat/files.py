@@ -17,16 +17,18 @@ _MAX_ATTACHED = 1 << 20  # bytes of one file
 _MAX_SAVED = 16 << 20
 _ROLES = ("user", "assistant")
 _KIND = "hotcold conversation"
+_TICKS = re.compile("`+")
 _MENTION = re.compile(r'(?:^|(?<=\s))@(?:"([^"]+)"|(\S+))')
-# A path that begins as one, or ends as files do of which one may ask: not @angular/core, and not
-# @functools.wraps.
-_PLAINLY_PATH = re.compile(
-    r"(?:~|\.{1,2})?/[\w./~+ -]+|[\w./~+ -]+\."
-    r"(?:c|cc|cfg|conf|cpp|cs|css|csv|diff|docx?|gguf|go|gz|h|hpp|html?|ini|ipynb|java|jpe?g|js|"
-    r"jsonl?|jsx|kt|log|lua|md|odt|patch|pdf|php|pl|png|pptx?|pyi?|r|rb|rs|rst|sh|sql|svg|swift|"
-    r"tar|tex|toml|tsv|tsx?|txt|xlsx?|xml|ya?ml|zip)",
-    re.IGNORECASE,
-)
+_PATH = re.compile(r"[\w./~+ -]+")
+_PATHS_BEGIN = ("/", "~/", "./", "../")
+# Of files of which one may ask.
+_SUFFIXES = (
+    "c", "cc", "cfg", "conf", "cpp", "cs", "css", "csv", "diff", "doc", "docx", "gguf", "go", "gz",
+    "h", "hpp", "htm", "html", "ini", "ipynb", "java", "jpeg", "jpg", "js", "json", "jsonl", "jsx",
+    "kt", "log", "lua", "md", "odt", "patch", "pdf", "php", "pl", "png", "ppt", "pptx", "py", "pyi",
+    "r", "rb", "rs", "rst", "sh", "sql", "svg", "swift", "tar", "tex", "toml", "ts", "tsv", "tsx",
+    "txt", "xls", "xlsx", "xml", "yaml", "yml", "zip",
+)  # fmt: skip
 
 
 def read_attachment(path: Path) -> str:
@@ -40,9 +42,7 @@ def read_attachment(path: Path) -> str:
         raise UsageError(f"{path} is no text in UTF-8") from None
     if "\0" in text:
         raise UsageError(f"{path} is no text: it has a byte of zero")
-    fence = "```"
-    while fence in text:
-        fence += "`"
+    fence = "`" * max(3, 1 + max(map(len, _TICKS.findall(text)), default=0))
     return f"{path.name}:\n{fence}\n{text.rstrip()}\n{fence}"
 
 
@@ -56,11 +56,18 @@ def mentioned(question: str) -> list[Path]:
         names = [quoted] if quoted else [plain, plain.rstrip(".,;:?!)")]
         names = [name for name in names if name.strip("./~")]
         meant = [name for name in names if os.path.exists(_path(name))]
-        if not meant and names and _PLAINLY_PATH.fullmatch(names[-1]):
+        if not meant and names and _is_plainly_path(names[-1]):
             meant = names[-1:]
         if meant and (path := _path(meant[0])) not in found:
             found.append(path)
     return found
+
+
+def _is_plainly_path(name: str) -> bool:
+    """Whether it begins as a path, or ends as files do: not angular/core, not functools.wraps."""
+    stem, _, suffix = name.rpartition(".")
+    is_file = bool(stem) and suffix.lower() in _SUFFIXES
+    return _PATH.fullmatch(name) is not None and (is_file or name.startswith(_PATHS_BEGIN))
 
 
 def save_conversation(path: Path, system_prompt: str, messages: list[Message], model: str) -> None:

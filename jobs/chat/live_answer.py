@@ -14,11 +14,12 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from hotcold.jobs.chat.markdown import block_begins, lines_of, plain, rendered
+from hotcold.jobs.chat.markdown import block_begins, lines_of, rendered
+from hotcold.jobs.support.console import plain
 
 _PACE = 4.0  # after painting, so many times as long as it took is not painted
 # The last line, where it may yet become a list's item, a fence, a heading's underline.
-_UNDECIDED = re.compile(r"\n[ \t]*[-+*=#>|`~\d.)]{0,4}[ \t]*$")
+_UNDECIDED = re.compile(r"\n[ \t]*+[-+*=#>|`~\d.)]{0,4}+[ \t]*+$")
 _CODES = re.compile(r"\x1b\[[\d;]*m")
 _BEGIN, _END = "\x1b[?2026h", "\x1b[?2026l"  # a terminal that knows these shows it all at once
 _TO_END_OF_LINE, _TO_END_OF_SCREEN = "\x1b[K", "\x1b[J"

@@ -13,10 +13,8 @@ from rich.text import Text
 
 # What would leave out text: tags, the addresses of pictures, definitions of links.
 _LEFT_OUT = ("html_block", "html_inline", "image", "reference")
-_PADDING = re.compile(r" +((?:\x1b\[[\d;]*m)*)$")
+_PADDING = re.compile(r"(?<! ) ++((?:\x1b\[[\d;]*+m)*+)$")
 _LINE_END = re.compile("\n")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_PICTURES = 0x2400  # of control characters
 
 
 class _Code(CodeBlock):
@@ -87,13 +85,3 @@ def lines_of(console: Console, renderable: RenderableType, width: int) -> list[s
         console.print(renderable, width=width)
     lines = captured.get().removesuffix("\n").split("\n")
     return [_PADDING.sub(r"\1", line) for line in lines]
-
-
-def plain(text: str) -> str:
-    """A text without what terminals would obey: control characters become pictures of them."""
-    return _CONTROL.sub(_picture, text.replace("\r\n", "\n"))
-
-
-def _picture(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return chr(_PICTURES + code) if code < 0x20 else "␡" if code == 0x7F else "\ufffd"

@@ -15,6 +15,7 @@ from typing import Protocol
 import click
 
 from hotcold.actors.protocol.messages import TokenEvent
+from hotcold.jobs.support.console import tell
 
 _QUOTES = '"""'
 
@@ -73,17 +74,12 @@ class PlainScreen:
 
     def say(self, text: str) -> None:
         """See Screen."""
-        click.echo(text, err=True)
+        tell(text, err=True)
 
     @contextmanager
     def answer(self) -> Iterator[Callable[[TokenEvent], None]]:
         """See Screen."""
-
-        def show(event: TokenEvent) -> None:
-            click.echo(event.text, nl=False)
-            sys.stdout.flush()
-
-        yield show
+        yield lambda event: tell(event.text, nl=False)
         click.echo()
 
 

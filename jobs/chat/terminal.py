@@ -24,8 +24,8 @@ from hotcold.jobs.chat.commands import COMMANDS, SHOWN, SWITCHES, Settings
 from hotcold.jobs.chat.conversation import Conversation
 from hotcold.jobs.chat.history import history_path, open_history
 from hotcold.jobs.chat.live_answer import LiveAnswer
-from hotcold.jobs.chat.markdown import plain
 from hotcold.jobs.chat.screen import is_open, unquoted
+from hotcold.jobs.support.console import plain
 from hotcold.model.errors import UsageError
 from hotcold.model.sampling import PARAMETERS
 

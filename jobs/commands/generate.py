@@ -17,7 +17,7 @@ from hotcold.actors.protocol.messages import GenerateRequest, Generation
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.connections import Connection, find, start_prepared
 from hotcold.jobs.kept.client import GONE, GoneError
-from hotcold.jobs.support.console import cut_short, json_option, print_json
+from hotcold.jobs.support.console import cut_short, json_option, print_json, tell
 from hotcold.jobs.support.options import (
     TokenIds,
     kept_options,
@@ -119,8 +119,7 @@ def _answer(connection: Connection, request: GenerateRequest) -> Generation:
     """Show the answer as it comes. Errors: GoneError of a system that has ended before it."""
     with LLM.over(connection) as llm:
         for event in llm.events(request):
-            click.echo(event.text, nl=False)
-            sys.stdout.flush()
+            tell(event.text, nl=False)
             if event.result is not None:
                 return event.result
     raise ServiceError("the answer ended without a result")

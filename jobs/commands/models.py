@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from hotcold.jobs.support.console import json_option, print_json
+from hotcold.jobs.support.console import json_option, plain, print_json, tell
 from hotcold.model.byte_sizes import size_text
 from hotcold.model.errors import UsageError, shown
 
@@ -62,7 +62,7 @@ def list_models(as_json: bool) -> None:
             table.add_column(name, justify="right" if name == "size" else "left")
         for model in models:
             used = time.strftime("%Y-%m-%d", time.localtime(model.used_s))
-            table.add_row(model.name, model.form, size_text(model.num_bytes), used)
+            table.add_row(plain(model.name), model.form, size_text(model.num_bytes), used)
         Console(highlight=False).print(table)
     else:
         click.echo("no models yet; `hotcold pull org/repo` fetches one, or `hotcold run qwen3:8b`")
@@ -89,7 +89,7 @@ def show(model: str | None, as_json: bool) -> None:
     facts: dict[str, Any] = facts_of(path)
     width = max(len(name) for name, _ in lines_of(facts))
     for name, text in lines_of(facts):
-        click.echo(f"{name:{width}}  {text}")
+        tell(f"{name:{width}}  {text}")
     if as_json:
         print_json(facts)
 

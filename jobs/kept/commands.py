@@ -190,9 +190,10 @@ class _Process:
         )
 
     def close(self) -> None:
-        """Close the process's descriptor."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        """Close the process's descriptor; may be repeated."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _has_ended(process: int, wait_s: float) -> bool:

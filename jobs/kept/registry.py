@@ -11,6 +11,7 @@ import json
 import os
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -54,19 +55,24 @@ class Registration:
     record: Record
     lock: int  # a descriptor
     listener: socket.socket
+    _changing: threading.Lock = field(default_factory=threading.Lock)
 
     def publish(self, **changes: Any) -> None:
-        """Replace the record by one with these changes. Errors: OSError."""
-        self.record = replace(self.record, **changes)
-        earlier, self.lock = self.lock, _write(self.folder, self.record)
-        os.close(earlier)
+        """Replace the record by one with these changes, unless it was removed. Errors: OSError."""
+        with self._changing:
+            if self.lock < 0:
+                return
+            self.record = replace(self.record, **changes)
+            earlier, self.lock = self.lock, _write(self.folder, self.record)
+            os.close(earlier)
 
     def remove(self) -> None:
         """Remove record and socket; may be repeated."""
-        if self.lock >= 0:
-            _remove(self.folder, self.record.name)
-            os.close(self.lock)
-            self.lock = -1
+        with self._changing:
+            if self.lock >= 0:
+                _remove(self.folder, self.record.name)
+                os.close(self.lock)
+                self.lock = -1
 
 
 @contextmanager
@@ -147,9 +153,14 @@ def _write(folder: Path, record: Record) -> int:
     remove_old_parts(place)
     path = part_of(place)
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    os.write(lock, json.dumps(asdict(record)).encode())
-    os.replace(path, place)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.write(lock, json.dumps(asdict(record)).encode())
+        os.replace(path, place)
+    except BaseException:
+        os.close(lock)
+        path.unlink(missing_ok=True)
+        raise
     return lock
 
 

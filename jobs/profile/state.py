@@ -7,6 +7,7 @@ count.
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,6 +118,8 @@ class ProfileState:
             with self._inputs_path.open("r+b") as file:
                 file.seek(self.task.recorded_before(first) * self._row_bytes)
                 file.write(np.ascontiguousarray(inputs.transpose(1, 0, 2)).data)
+                file.flush()
+                os.fsync(file.fileno())  # before `save` says that they are there
         except OSError as problem:
             raise self._unwritable(problem) from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="End standard output with one line: a JSON object."
 )
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_PICTURES = 0x2400  # of control characters
 
 
 class OutputError(HotcoldError):
@@ -70,6 +73,26 @@ def _text(number: int, usual: Any, errors: str) -> io.TextIOWrapper:
         buffer, usual.encoding, usual.errors, line_buffering=usual.line_buffering,
         write_through=usual.write_through,
     )  # fmt: skip
+
+
+def plain(text: str) -> str:
+    """A text without what terminals would obey: control characters become pictures of them."""
+    return _CONTROL.sub(_picture, text.replace("\r\n", "\n"))
+
+
+def _picture(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return chr(_PICTURES + code) if code < 0x20 else "␡" if code == 0x7F else "\ufffd"
+
+
+def tell(text: str, *, nl: bool = True, err: bool = False) -> None:
+    """Write what a model or a file says: as it is, but to a terminal as `plain` has it.
+
+    Errors:  OutputError
+    """
+    stream = sys.stderr if err else sys.stdout
+    stream.write((plain(text) if stream.isatty() else text) + "\n" * nl)
+    stream.flush()
 
 
 def print_json(content: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -161,6 +162,8 @@ class SafetensorsWriter:
             return
         if self._waiting:
             raise ValueError(f"{len(self._waiting)} tensors missing, next {self._waiting[0].name}")
+        self._file.flush()
+        os.fsync(self._file.fileno())  # whole before it has its name
         self._file.close()
         self._part_path.rename(self._directory / self._file_names[self._shard_id])
         self._file = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -210,7 +211,7 @@ def test_all_services_prepare_before_a_long_prompt(monkeypatch: pytest.MonkeyPat
     connection.handles = [handle(name) for name in connection.names]
     connection.topology = SimpleNamespace(services=[0, 1])
     connection.watch = ActorWatch(connection.names, connection.handles)
-    connection.watch.starting = False
+    connection.watch.has_started = True
     connection.replacer = SimpleNamespace(prepares_prompts=False)
     monkeypatch.setattr(ray, "wait", lambda calls, **options: (list(calls), []))
 
@@ -225,6 +226,40 @@ def test_all_services_prepare_before_a_long_prompt(monkeypatch: pytest.MonkeyPat
     connection.prepare_prompts()
     assert prepared == connection.names * 2
     assert connection.has_matmul and not connection.watch.starting
+
+
+def test_two_prepare_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the second of them does, and not for longer, services may be slow."""
+    may_end = [threading.Event(), threading.Event()]
+    begun: queue.SimpleQueue[int] = queue.SimpleQueue()
+    calls = iter(range(2))
+
+    def prepare() -> None:
+        number = next(calls)
+        begun.put(number)
+        assert may_end[number].wait(60)
+
+    handle: Any = SimpleNamespace(
+        prepare_prompts=SimpleNamespace(remote=prepare), ping=SimpleNamespace(remote=object)
+    )
+    connection: Any = Connection.__new__(Connection)
+    connection.handles, connection.topology = [handle], SimpleNamespace(services=[0])
+    connection.watch = ActorWatch(["cpu0"], [handle])
+    connection.watch.has_started = True
+    connection.replacer = SimpleNamespace(prepares_prompts=False)
+    monkeypatch.setattr(ray, "wait", lambda calls, **options: (list(calls), []))
+    monkeypatch.setattr(ray, "get", lambda call, timeout: call)
+    threads = []
+    for ways in (connection.prepare_prompts, connection.await_prompts):
+        threads.append(threading.Thread(target=ways))
+        threads[-1].start()
+        begun.get(timeout=60)
+    may_end[0].set()
+    threads[0].join(60)
+    assert connection.watch.starting
+    may_end[1].set()
+    threads[1].join(60)
+    assert not connection.watch.starting
 
 
 def test_a_lost_service_is_replaced_before_the_rest_prepare() -> None:

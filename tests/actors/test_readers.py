@@ -125,9 +125,23 @@ def test_silent_readers_end_and_idle_ones_are_forgotten() -> None:
     assert readers.touch(ReaderEpoch("idle")) is not idle
     with pytest.raises(RequestError, match="nobody read"):  # it was only stopped, and runs on
         readers.touch(ReaderEpoch("silent"))
+    assert readers._readers.keys() == {"heard", "idle"}  # nothing is kept of it, but its name
     reader = readers.touch(ReaderEpoch("silent", 1))
+    with pytest.raises(RequestError, match="nobody read"):
+        readers.touch(ReaderEpoch("silent"))
     reader.end()
     assert open_stream(reader).cancelled.is_set()
+
+
+def test_of_any_number_of_dead_readers_little_is_kept() -> None:
+    readers = Readers()
+    for number in range(3000):
+        open_stream(readers.touch(ReaderEpoch(str(number))))
+    for _ in range(TIMEOUT_POLLS):
+        readers.poll()
+    assert not readers._readers and len(readers._dead) == 1024
+    with pytest.raises(RequestError, match="nobody read"):
+        readers.touch(ReaderEpoch("2999"))
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -143,10 +157,10 @@ def test_a_killed_reader_leaves_nothing_running(driver: Driver, is_stream: bool)
     for _ in range(TIMEOUT_POLLS):
         driver.readers.poll()
     await_idle(driver)
+    assert name not in driver.readers._readers
     if is_stream:  # what ran for it ends too
         result = stream.end()[-1].result
         assert result is not None and result.finish_reason == "cancelled"
-        assert name not in driver.readers._readers
 
 
 class Stallable:

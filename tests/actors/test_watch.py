@@ -39,7 +39,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, child: psutil.Process) -> ActorWatch:
     monkeypatch.setattr(ray, "get", get)
     watch = ActorWatch(["cpu0"], [SimpleNamespace(ping=SimpleNamespace(remote=object))])
     watch.expect(0, ServiceProcess(child.pid, is_local=True))
-    watch.starting = False
+    watch.has_started = True
     return watch
 
 
@@ -69,7 +69,7 @@ def test_a_service_that_swaps_is_slow_not_lost(
 def test_all_that_are_lost_at_a_poll_are_told(watch: ActorWatch, child: psutil.Process) -> None:
     handle = SimpleNamespace(ping=SimpleNamespace(remote=object))
     watch = ActorWatch(["gpu", "cpu0", "cpu1"], 3 * [handle])
-    watch.starting = False
+    watch.has_started = True
     gone = subprocess.Popen(["true"])
     gone.wait()
     for service, pid in enumerate((gone.pid, child.pid, gone.pid)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterable, Iterator
@@ -168,6 +169,25 @@ def test_logprobs_are_written(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert second == {"id": 8, "error": "line 2: no"}
     assert str(counts) == "1 requests answered, 1 with an error"
+
+
+def test_an_answer_is_on_disk_once_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, synced = tmp_path / "out.jsonl", b""
+
+    def sync(descriptor: int) -> None:
+        nonlocal synced
+        if os.path.samestat(os.fstat(descriptor), out.stat()):
+            synced = out.read_bytes()
+
+    monkeypatch.setattr(os, "fsync", sync)
+    file = AnswerFile(out, resume=False)
+    file.begin()
+    for number in range(3):
+        file.write({"id": number})
+        assert synced == b"".join(b'{"id": %d}\n' % one for one in range(number + 1))
+    file.close()
 
 
 def write(path: Path, *answers: dict[str, Any], resume: bool = False) -> None:

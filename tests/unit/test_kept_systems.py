@@ -67,6 +67,30 @@ def claimed(folder: Path, name: str, **changes: Any) -> registry.Registration:
         os.chdir(here)
 
 
+def test_a_record_that_is_removed_while_it_is_published_stays_removed(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is a descriptor closed twice, which may be another file's by then."""
+    registration = claimed(base, "one")
+    remover, write = threading.Thread(target=registration.remove), registry._write
+
+    def written(*arguments: Any) -> int:
+        remover.start()
+        remover.join(1.0)  # as far as it comes
+        return write(*arguments)
+
+    monkeypatch.setattr(registry, "_write", written)
+    monkeypatch.chdir(base)  # the registration's folder is this one
+    before = set(os.listdir("/proc/self/fd"))
+    registration.publish(url="http://x")
+    remover.join(60)
+    assert registration.lock == -1 and list(base.iterdir()) == []
+    assert len(set(os.listdir("/proc/self/fd")) - before) == 0
+    registration.publish(url="http://y")  # too late
+    assert list(base.iterdir()) == []
+    registration.listener.close()
+
+
 def test_the_folder_is_made_for_its_user_alone(base: Path) -> None:
     assert folders.found_folder() is None
     made = folders.own_folder()

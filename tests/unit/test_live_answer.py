@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from hotcold.jobs.chat.live_answer import LiveAnswer
-from hotcold.jobs.chat.markdown import block_begins, plain
+from hotcold.jobs.chat.markdown import block_begins
+from hotcold.jobs.support.console import plain
 
 TEXT = """# A title
 

@@ -27,9 +27,12 @@ Line = dict[str, Any]
 _NEVER = -100.0  # added to the logit of a token that must not come
 _MAX_TOP = 20
 _MAX_GBNF_CHARS = 1 << 13  # whose worst takes 0.1 s: it is quadratic in rules
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-# Texts, classes, comments and names of a GBNF; and escapes in the first two.
-_GBNF_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[\w-]+', re.DOTALL)
+_GBNF_RULE = re.compile(r"^[^\S\n]*+[\w-]++\s*+::=", re.MULTILINE)
+# Texts, classes, comments and names of a GBNF; and escapes in the first two. A text or a class that
+# is not closed is all that follows, so that nothing is read twice.
+_GBNF_PARTS = re.compile(
+    r'"(?:\\.|[^"\\])*+"?+|\[(?:\\.|[^\]\\])*+\]?+|#[^\n]*+|[\w-]++', re.DOTALL
+)
 _ESCAPES = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 _NO_SLOT = -1  # requests have none here: any may run beside any
 

@@ -12,9 +12,10 @@ from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.fields import MAX_MESSAGES, MAX_TOOLS, Request, StrictModel
 from hotcold.ui.api.ollama.options import sampling_fields
 
-# As Go writes durations.
-_NO_TIME = re.compile(r"0|([+-]?0+(\.0*)?(ns|[uµμ]s|ms|s|m|h))+")
-_TIME = re.compile(r"[+-]?(\d+\.?\d*|((\d+\.?\d*|\.\d+)(ns|[uµμ]s|ms|s|m|h))+)")
+# As Go writes durations. Nothing that was read is given back: there is one way to read a time.
+_UNIT = r"(?:ns|[uµμ]s|ms|s|m|h)"
+_NO_TIME = re.compile(rf"0|(?:[+-]?0++(?:\.0*+)?+{_UNIT})++")
+_TIME = re.compile(rf"[+-]?(?:\d++(?:\.\d*+)?+|(?:(?:\d++(?:\.\d*+)?+|\.\d++){_UNIT})++)")
 _MAX_INPUTS = 2048
 
 

@@ -58,7 +58,7 @@ STRUCTURE = (
     "properties", "type",
 )  # fmt: skip
 _SET_IN_SET = re.compile(r"\[[^\]]*(&&|~~|--|\[)")  # Rust's patterns alone have such
-_COUNTED = re.compile(r"\{(\d*),?(\d*)\}")
+_COUNTED = re.compile(r"\{(\d*+),?+(\d*+)\}")
 
 
 class _Bytes:
