@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import re
-import re._constants as codes
-import re._parser as parser
 import time
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from itertools import islice
 from typing import Any
 
+codes, parser = (import_module(f"re.{name}") for name in ("_constants", "_parser"))  # without types
 LONGEST = 1 << 17  # characters; a field of a request may have about as many
 MOST_S = 0.1  # of the processor's time, for one text
 _SAMPLES = 4  # texts of a class, an alternation, a repetition

@@ -12,7 +12,11 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hotcold.ui.api.errors import unavailable
+from hotcold.ui.fair_share import first_to_leave
+from hotcold.ui.keys import network_of
 
+# Set in `state` of a page's request for events, which may last as long as the page is open.
+IS_STREAM = "is_stream"
 _POLL_S = 1.0
 
 
@@ -50,14 +54,19 @@ class Connections:
                 connection.abort()
 
     def make_room(self) -> bool:
-        """Whether one more may open; where too many are, the longest idle one is aborted."""
+        """Whether one more may open; where too many are, one that is idle is aborted.
+
+        That is the longest idle one of those that wait for a request, else the oldest of the pages'
+        streams of events, of the client that has most of these: browsers open such again.
+        """
         if len(self.open) < self.limits.most:
             return True
-        idle = [one for one in self.open if one.waits_for == "head"]
-        if not idle:
-            return False
-        min(idle, key=lambda one: one.since).abort()
-        return True
+        by_age = sorted(self.open, key=lambda one: one.since)
+        if idle := [one for one in by_age if one.waits_for == "head"]:
+            idle[0].abort()
+        elif streams := {one: one.network for one in by_age if one.is_stream}:
+            first_to_leave(streams).abort()
+        return len(self.open) < self.limits.most
 
 
 class Connection(H11Protocol):
@@ -71,6 +80,16 @@ class Connection(H11Protocol):
         self.since = time.monotonic()
         self._mark = 0  # the wait's progress: requests answered, or bytes not sent yet
         self._num_requests = 0
+
+    @property
+    def network(self) -> str:
+        """The client's network."""
+        return network_of(self.client[0] if self.client else "")
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it has a page's stream of events, and its client reads it."""
+        return self.waits_for == "" and IS_STREAM in self.scope["state"]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Refuse it where there are too many."""

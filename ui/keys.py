@@ -44,7 +44,7 @@ class Keys:
 
     def seconds_to_wait(self, address: str) -> float:
         """How long the address is still locked out."""
-        record = self._records.get(_network(address))
+        record = self._records.get(network_of(address))
         return 0.0 if record is None else max(0.0, record.may_ask_at - self._clock())
 
     def is_right(self, given: bytes, address: str) -> bool:
@@ -56,7 +56,7 @@ class Keys:
         return right
 
     def _note(self, right: bool, address: str) -> None:
-        network = _network(address)
+        network = network_of(address)
         record = self._records.setdefault(network, _Record())
         self._records.move_to_end(network)
         if len(self._records) > _MAX_ADDRESSES:
@@ -81,7 +81,7 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _network(address: str) -> str:
+def network_of(address: str) -> str:
     """The address, or an IPv6 one's network."""
     try:
         found = ipaddress.ip_address(address)

@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse
 
 from hotcold.ui import connections
 from hotcold.ui import server_thread as serving_file
-from hotcold.ui.connections import Connection, ConnectionLimits, Connections
+from hotcold.ui.connections import IS_STREAM, Connection, ConnectionLimits, Connections
 from hotcold.ui.server_thread import LoadingGate, ServerThread
 
 _TIMEOUT_S = 30.0
@@ -29,10 +29,11 @@ HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n"
 @contextmanager
 def serving(
     app: Callable[..., Any], asked: bytes = b"", **limits: float
-) -> Iterator[Callable[[], socket.socket]]:
+) -> Iterator[Callable[..., socket.socket]]:
     """connect() to a server of `app` whose clients may keep it waiting as long as `limits` say.
 
-    The first has sent `asked` before the server begins: in time, however busy the machine is.
+    It may be given an address to connect from. The first has sent `asked` before the server begins:
+    in time, however busy the machine is.
     """
     patient = {"head_s": _LONG_S, "body_s": _LONG_S, "send_s": _LONG_S}
     listener = socket.create_server(("127.0.0.1", 0))
@@ -41,8 +42,9 @@ def serving(
     allowed = ConnectionLimits(**{**patient, **limits})  # type: ignore[arg-type]
     made: list[socket.socket] = []
 
-    def connect() -> socket.socket:
-        made.append(socket.create_connection(listener.getsockname(), timeout=_TIMEOUT_S))
+    def connect(address: str = "127.0.0.1") -> socket.socket:
+        where, source = listener.getsockname(), (address, 0)
+        made.append(socket.create_connection(where, _TIMEOUT_S, source))
         return made[-1]
 
     early = [connect()] if asked else []
@@ -50,7 +52,7 @@ def serving(
         client.sendall(asked)
     server = ServerThread(listener, gate, [], True, 1 << 20, allowed)
     try:
-        yield lambda: early.pop() if early else connect()
+        yield lambda *address: early.pop() if early else connect(*address)
     finally:
         for one in made:
             one.close()
@@ -271,6 +273,32 @@ def test_who_waits_longest_without_asking_makes_room() -> None:
         assert read_to_end(first) == b""
         for client in (third, second):
             assert answered(client)
+
+
+def test_who_has_most_streams_of_events_makes_room() -> None:
+    """Not who has one for longer."""
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        if scope["method"] != "GET":
+            await echo(scope, receive, send)
+            return
+        scope["state"][IS_STREAM] = True
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"began", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    with serving(stream, most=4) as connect:
+        streams = [connect(f"127.0.0.{host}") for host in (1, 2, 2, 2)]
+        for client in streams:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            found = b""
+            while b"began" not in found:
+                found += client.recv(1 << 16)
+        assert answered(connect())
+        read_to_end(streams[1])
+        going_on, _, _ = select.select(streams[:1] + streams[2:], [], [], 0)
+        assert not going_on  # none of these has ended
 
 
 def test_where_nobody_can_make_room_a_connection_is_refused() -> None:

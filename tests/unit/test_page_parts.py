@@ -123,7 +123,7 @@ def test_a_page_loses_no_conversation_with_its_connection_or_its_server() -> Non
 
     async def visit() -> None:
         backend: Any = None  # nobody asks it
-        visitor: Any = SimpleNamespace(session_hash="a", headers={})
+        visitor: Any = SimpleNamespace(session_hash="a", headers={}, client=None)
         chat = Chat(backend, "model", True)
         await chat._restore([kept("one"), kept("two")], visitor)
         chat._history(visitor).remove("two")
@@ -146,7 +146,7 @@ def test_an_answer_is_rewritten_where_there_is_room() -> None:
     async def written(text: str) -> tuple[Any, list[Any], str]:
         """What is put into the question's field, the messages, and what went wrong."""
         backend: Any = None  # nobody asks it
-        visitor: Any = SimpleNamespace(session_hash="a", headers={})
+        visitor: Any = SimpleNamespace(session_hash="a", headers={}, client=None)
         chat = Chat(backend, "model", True)
         history = chat._history(visitor)
         history.restore([{"id": "one", "messages": turns}])
@@ -169,7 +169,7 @@ def test_an_event_that_comes_late_is_of_its_own_conversation() -> None:
 
     async def written() -> list[list[str]]:
         backend: Any = None  # nobody asks it
-        visitor: Any = SimpleNamespace(session_hash="a", headers={})
+        visitor: Any = SimpleNamespace(session_hash="a", headers={}, client=None)
         chat = Chat(backend, "model", True)
         history = chat._history(visitor)
         history.restore([{"id": name, "messages": turns} for name in ("one", "two")])
@@ -196,7 +196,7 @@ def test_a_retry_that_is_refused_can_be_pressed_again() -> None:
 
     async def retried() -> tuple[Any, ...]:
         backend: Any = None  # nobody asks it
-        visitor: Any = SimpleNamespace(session_hash="a", headers={})
+        visitor: Any = SimpleNamespace(session_hash="a", headers={}, client=None)
         event: Any = SimpleNamespace(id="one", index=1, text=None)
         settings: Any = SimpleNamespace(read=read)
         chat = Chat(backend, "model", True)
@@ -226,3 +226,24 @@ def test_the_table_of_a_placement_has_a_row_of_each_device_with_its_bars() -> No
     assert len(root.findall(".//tbody/tr")) == 3
     bars = root.findall(".//td[@style]")
     assert len(bars) == 6 and all(bar.get("style") == f"--share:{bar.text}" for bar in bars)
+
+
+def test_no_visitor_crowds_out_the_others() -> None:
+    """Whatever sessions it says it has."""
+    from hotcold.ui.page.chat import MAX_VISITORS, Chat
+
+    chat = Chat(None, "", True)  # type: ignore[arg-type]
+
+    def history(session: str, address: str) -> Any:
+        visitor = SimpleNamespace(host=address)
+        asked: Any = SimpleNamespace(session_hash=session, client=visitor, headers={})
+        return chat._history(asked)
+
+    mine = history("mine", "192.0.2.1")
+    for number in range(3 * MAX_VISITORS):
+        history(f"s{number}", "192.0.2.2")
+        history(f"t{number}", f"2001:db8::{number:x}")  # of one network
+    assert history("mine", "192.0.2.1") is mine
+    assert len(chat._histories) == len(chat._clients) == MAX_VISITORS
+    networks = [network for _, network in chat._clients.values()]
+    assert abs(networks.count("192.0.2.2") - networks.count("2001:db8::/64")) <= 1

@@ -22,6 +22,7 @@ from hotcold.ui.api.backend import Backend, ServerSettings
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.app import create_app
+from hotcold.ui.connections import IS_STREAM
 from hotcold.ui.gate import Gate
 from hotcold.ui.page.routes import PageRoutes, is_allowed
 
@@ -197,3 +198,16 @@ def get(app: Any, path: str, method: str = "GET") -> httpx.Response:
             return await client.request(method, path)
 
     return asyncio.run(send())
+
+
+def test_streams_of_events_are_marked() -> None:
+    """Where there are too many connections, these give way."""
+    marked: list[bool] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        marked.append(IS_STREAM in scope["state"])
+
+    for path in ("/gradio_api/heartbeat/abc", "/gradio_api/queue/data", "/config"):
+        scope: Any = {"type": "http", "method": "GET", "path": path, "headers": [], "state": {}}
+        asyncio.run(PageRoutes(app)(scope, None, None))  # type: ignore[arg-type]
+    assert marked == [True, True, False]

@@ -15,8 +15,9 @@ from hotcold.model.errors import HotcoldError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.cached import client
+from hotcold.ui.fair_share import first_to_leave
 from hotcold.ui.gate import given_key
-from hotcold.ui.keys import client_of
+from hotcold.ui.keys import client_of, network_of
 from hotcold.ui.page import asset, script
 from hotcold.ui.page.chat_settings import ChatSettings
 from hotcold.ui.page.conversation_list import act, listed
@@ -38,7 +39,8 @@ class Chat:
         self._is_chat = is_chat
         is_demo = model_path == str(DEMO_DIRECTORY)
         self._suggestions = suggestions(is_demo, is_chat)
-        self._histories: OrderedDict[str, ChatHistory] = OrderedDict()  # by Gradio's session
+        self._histories: dict[str, ChatHistory] = {}  # by Gradio's session
+        self._clients: OrderedDict[str, tuple[str, str]] = OrderedDict()  # whose each of them is
 
     def list_column(self) -> None:
         """The list of conversations."""
@@ -109,11 +111,15 @@ class Chat:
 
     def _history(self, request: gr.Request) -> ChatHistory:
         client.set(client_of(given_key(request.headers)))  # Gradio's tasks are not the request's
-        key = str(request.session_hash)
+        key = str(request.session_hash)  # which the client chooses
         history = self._histories.setdefault(key, ChatHistory())
-        self._histories.move_to_end(key)
-        while len(self._histories) > MAX_VISITORS:
-            self._histories.popitem(last=False)[1].stop_all()
+        address = request.client.host if request.client else ""
+        self._clients[key] = client.get(), network_of(address)
+        self._clients.move_to_end(key)
+        if len(self._clients) > MAX_VISITORS:
+            left = first_to_leave(self._clients)
+            del self._clients[left]
+            self._histories.pop(left).stop_all()
         return history
 
     def _view(self, history: ChatHistory) -> tuple[Any, ...]:

@@ -14,12 +14,13 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotcold.ui.api.errors import ApiError
+from hotcold.ui.connections import IS_STREAM
 
 _FILE = r"[\w@.-]+(/[\w@.-]+)*"
+_STREAM = re.compile(r"/gradio_api/(queue/data|heartbeat/\w+)")
 _ALLOWED = {
     "GET": re.compile(
-        rf"/|/config|/theme\.css|/favicon\.ico|/(assets|static)/{_FILE}"
-        r"|/gradio_api/(queue/data|heartbeat/\w+)"
+        rf"/|/config|/theme\.css|/favicon\.ico|/(assets|static)/{_FILE}|{_STREAM.pattern}"
     ),
     "HEAD": re.compile("/"),
     "POST": re.compile(r"/gradio_api/(component_server/?|queue/join|run/\w+)"),
@@ -69,6 +70,8 @@ class PageRoutes:
         """Handle one ASGI request. Errors: ApiError 404."""
         path = require_allowed(scope)
         app = self._compressed if path == "/" else self._app
+        if _STREAM.fullmatch(path):
+            scope.setdefault("state", {})[IS_STREAM] = True
         if scope["method"] == "POST":
             receive = await _without_files(scope, receive)
         await app(scope, receive, send)
