@@ -4,10 +4,11 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,20 +23,26 @@ from hotcold.actors.processes.cluster import (
     NAMESPACE,
     OwnFolders,
     as_this_program,
+    home_node,
     keep_stdout_clean,
+    look_for_own_modules,
     numa_slots,
+    within_cluster,
 )
 from hotcold.actors.processes.driver_actor import DriverActor
 from hotcold.actors.processes.forked import leave_in_children, require_own_ray
 from hotcold.actors.processes.relay_actor import RelayActor
 from hotcold.actors.processes.service_actor import ServiceActor
+from hotcold.actors.protocol.failures import service_error
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
+from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.protocol.ray_memory import (
     MONITOR_EVERY_MS,
     require_shared_memory,
     reserve_object_store,
 )
 from hotcold.actors.setup.connection import node_ids
+from hotcold.actors.setup.preflight import prepare_system
 from hotcold.model.current_folder import elsewhere, environment_of_python
 from hotcold.model.errors import ServiceError
 
@@ -239,8 +246,8 @@ def spawn_driver(system: SystemConfig, name: str | None, detached: bool) -> Any:
     Errors:  ValueError where the name is taken; UsageError for hosts that are not in the cluster
     """
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CONCURRENT_STREAMS}
-    if system.hosts:
-        home = node_ids(system.hosts)[0]
+    home = node_ids(system.hosts)[0] if system.hosts else system.home
+    if home is not None:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(home, soft=False)
     if name:
         options |= {"name": name, "namespace": NAMESPACE}
@@ -248,6 +255,32 @@ def spawn_driver(system: SystemConfig, name: str | None, detached: bool) -> Any:
         options["lifetime"] = "detached"
     leave_in_children()
     return remote_driver().options(**options).remote(system, spawn_service, spawn_relay)
+
+
+def prepare_in_cluster(
+    path: Path, options: SystemOptions, say: Callable[[str], object]
+) -> SystemConfig:
+    """`prepare_system` on the node where the system will run: its cores and its memory count.
+
+    Errors:  as `prepare_system`; ServiceError where no node has or gets enough CPUs
+    """
+    home = home_node(options, say)
+    if home is None:
+        return prepare_system(path, within_cluster(options))[0]
+    leave_in_children()
+    there = NodeAffinitySchedulingStrategy(home, soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0)(_prepared).options(scheduling_strategy=there)
+    try:
+        found: SystemConfig = ray.get(task.remote(path, options, home))
+    except ray.exceptions.RayTaskError as error:
+        raise service_error("driver", error) from error
+    return found
+
+
+def _prepared(path: Path, options: SystemOptions, home: str) -> SystemConfig:
+    look_for_own_modules()
+    system, _ = prepare_system(path, within_cluster(options))
+    return replace(system, home=home)
 
 
 def find_driver(name: str) -> Any | None:

@@ -265,8 +265,9 @@ def start(path: Path, options: SystemOptions) -> RayConnection:
     """
     import ray
 
-    from hotcold.actors.processes.cluster import connect, in_cluster, within_cluster
-    from hotcold.actors.setup.preflight import prepare_system
+    from hotcold.actors.launch import prepare_in_cluster
+    from hotcold.actors.processes.cluster import connect, in_cluster
+    from hotcold.jobs.kept.find import say_on_stderr
 
     if in_cluster() and not ray.is_initialized():
         connect()
@@ -276,7 +277,7 @@ def start(path: Path, options: SystemOptions) -> RayConnection:
         if running is not None and _answers(running):
             running.num_users += 1
             return running
-        _started[key] = start_prepared(prepare_system(path, within_cluster(options))[0])
+        _started[key] = start_prepared(prepare_in_cluster(path, options, say_on_stderr))
         return _started[key]
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import click
 
-from hotcold.actors.processes.cluster import connect, in_cluster, within_cluster
+from hotcold.actors.launch import prepare_in_cluster
+from hotcold.actors.processes.cluster import connect, in_cluster
 from hotcold.actors.protocol.messages import AUTO_MODE, LoadProgress, SystemConfig
 from hotcold.actors.protocol.options import OPTIONS
-from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
+from hotcold.actors.setup.preflight import SystemOptions, read_model
 from hotcold.actors.system import System
 from hotcold.connections import RayConnection
 from hotcold.model.config.weight_formats import CAST_NAMES
@@ -43,7 +44,7 @@ def job_system(
     with ExitStack() as stack:
         found = System.attach(name, on_progress=progress_lines()) if name and in_cluster() else None
         if found is None:
-            config, _ = prepare_system(locate_model(model), within_cluster(given))
+            config = prepare_in_cluster(locate_model(model), given, click.echo)
             found = System.start(config, on_progress=progress_lines(), name=name, detached=keep)
         stack.enter_context(found)
         running: SystemConfig = found.call("describe")

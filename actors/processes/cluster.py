@@ -1,12 +1,14 @@
 """The Ray cluster of RAY_ADDRESS or of this user: connecting to it, and CPUs in it."""
 
 import ctypes
+import json
 import math
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -33,6 +35,13 @@ _UV = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 _MAX_BYTES = 300
 _CONNECTED_S = 10.0
 _ANSWERED_S = 30.0
+_AUTOSCALER, _NEW_AUTOSCALER = (
+    "__autoscaling_status",
+    "__autoscaler_v2_enabled",
+)  # in Ray's KV store
+_OF_GCS = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"  # a method that wants a token, as all
+_FIRST_REPORT_S = 10.0
+_NEW_NODE_S = 900.0  # a cloud's machine that pulls its image may take so long
 # RayLog::InstallFailureSignalHandler(char const*, bool)
 _TAKE_SIGNALS = "_ZN3ray6RayLog27InstallFailureSignalHandlerEPKcb"
 _SIGACTION_BYTES = 256  # more than a `struct sigaction` has
@@ -75,11 +84,84 @@ def in_cluster() -> bool:
     return bool(os.environ.get(_ADDRESS))
 
 
-def within_cluster(options: SystemOptions) -> SystemOptions:
-    """Without --threads, as many as a node of this process's Ray gives."""
+def within_cluster(options: SystemOptions, node_id: str | None = None) -> SystemOptions:
+    """Without --threads, as many as the node where the system will run gives, this or `node_id`."""
     if options.num_threads is not None or not ray.is_initialized():
         return options
-    return replace(options, num_threads=max(1, min(len(usable_cores()), num_cpus())))
+    given = _cpus().get(node_id or ray.get_runtime_context().get_node_id(), 0)
+    return replace(options, num_threads=max(1, min(len(usable_cores()), given)))
+
+
+def home_node(options: SystemOptions, say: Callable[[str], object]) -> str | None:
+    """The node where the system will run: None for this one, unless it offers no CPUs.
+
+    A head often has none; then the node that has most. Where the autoscaler can bring one it is
+    waited for, of which `say` is told.
+    Errors:  ServiceError where no node of so many CPUs comes
+    """
+    if not ray.is_initialized() or options.hosts:
+        return None
+    own, needed = ray.get_runtime_context().get_node_id(), options.num_threads or 1
+    if _cpus().get(own, 0):
+        return None
+    if max(_cpus().values()) < needed and _can_grow():
+        say(f"waiting for a node of {needed} CPUs, which the cluster's autoscaler is asked for")
+        asked = ray.util.placement_group([{"CPU": needed}])
+        try:
+            asked.wait(_NEW_NODE_S)
+        finally:
+            ray.util.remove_placement_group(asked)
+    most, node = max((count, node) for node, count in _cpus().items())
+    _require_cpus(needed, most, most)
+    return node
+
+
+def _require_token(address: str) -> None:
+    """Fail where a head wants another token than this process has: Ray would try for 20 seconds."""
+    if _has_tls():
+        return
+    import grpc  # slow to import
+    from ray._raylet import AuthenticationTokenLoader
+
+    own: tuple[tuple[str, str], ...] = ()
+    with suppress(ray.exceptions.AuthenticationError):  # there is none
+        own = tuple(AuthenticationTokenLoader.instance().get_token_for_http_header().items())
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        asked = channel.unary_unary(_OF_GCS).future(b"", timeout=_ANSWERED_S, metadata=own)
+        if asked.code() is grpc.StatusCode.UNAUTHENTICATED:
+            found = "another one is given here" if own else "none is given here"
+            raise ServiceError(
+                f"the Ray head at {address} wants its token, and {found}: set RAY_AUTH_MODE=token, "
+                "and RAY_AUTH_TOKEN_PATH to the cluster's file (without it ~/.ray/auth_token)"
+            )
+
+
+def _has_tls() -> bool:
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
+def _cpus() -> dict[str, int]:
+    """CPUs of each node of the connected cluster, by its id."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in nodes}
+
+
+def _can_grow() -> bool:
+    """Whether an autoscaler looks after the cluster. Its first report comes soon after the start.
+
+    Without one a head has a monitor all the same, which reports nothing of an autoscaler's.
+    """
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    deadline = time.monotonic() + _FIRST_REPORT_S
+    while True:
+        status = json.loads(_internal_kv_get(_AUTOSCALER) or b"{}")
+        is_new = _internal_kv_get(_NEW_AUTOSCALER, namespace="__autoscaler") == b"1"
+        if "autoscaler_report" in status or is_new:
+            return True
+        if status or time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
 
 
 def connect(address: str | None = None) -> None:
@@ -95,6 +177,7 @@ def connect(address: str | None = None) -> None:
             address = own_cluster()
             _use_own_token()
         _require_head(address)
+        _require_token(address)
         with as_this_program():
             ray.init(
                 address=address,
@@ -238,15 +321,8 @@ def _require_head(address: str) -> None:
         )
     with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECTED_S) as head:
         head.settimeout(_ANSWERED_S)
-        has_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
-        if not has_tls and not head.recv(1):
+        if not _has_tls() and not head.recv(1):
             raise ConnectionError("it ends the connection")
-
-
-def num_cpus() -> int:
-    """CPUs of the largest node of the connected cluster; at least 1."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    return max(1, *(int(node["Resources"].get("CPU", 0)) for node in nodes))
 
 
 def await_actors(

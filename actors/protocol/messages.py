@@ -67,6 +67,7 @@ class SystemConfig:
     weight_dtype: str = ""  # of --dtype: matrices are converted while they load; "": as stored
     pin: str = "auto"  # of PIN_CHOICES: whether services stay on their NUMA nodes' cores
     hosts: tuple[str, ...] = ()  # addresses of Ray nodes for the CPU services; (): the driver's
+    home: str | None = None  # the Ray node where driver and services run; None: any, or of `hosts`
     numa_root: str = "/"  # has proc and sys of the NUMA nodes; tests have others
     storage: NeuronStorage | None = None  # of a model larger than memory; None: all is in memory
     # Of a file of the KV cache's pages; None: they are found while they are in memory; 0: never.

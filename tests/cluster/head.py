@@ -65,6 +65,31 @@ class Head:
         )
         return done.returncode, done.stdout
 
+    @contextlib.contextmanager
+    def beside(self, *command: str) -> Iterator[subprocess.Popen[str]]:
+        """As `run_beside`, while it runs."""
+        environment = self.environment | {"RAY_ADDRESS": self.address, "PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+
+    @contextlib.contextmanager
+    def joined(self, num_cpus: int) -> Iterator[None]:
+        """Another node, on this host too."""
+        command = [*_RAY, "start", f"--address={self.address}", "--block", f"--num-cpus={num_cpus}"]
+        command += [f"--object-store-memory={100 << 20}"]
+        started = _start(command, self.environment, self.folder / "node.log")
+        try:
+            yield
+        finally:
+            _stop(started)
+
     def actors(self) -> dict[int, str]:
         """Process ids and titles of the running system's actors on this head."""
         found = {}
@@ -77,7 +102,7 @@ class Head:
 
 
 @contextlib.contextmanager
-def running_head(num_cpus: int) -> Iterator[Head]:
+def running_head(num_cpus: int, *options: str) -> Iterator[Head]:
     """A head with a token of its own; at the end every process that it started is gone."""
     folder = Path(tempfile.mkdtemp(prefix="hc", dir="/tmp"))  # short: it holds unix sockets
     token = folder / "token"
@@ -97,7 +122,7 @@ def running_head(num_cpus: int) -> Iterator[Head]:
     command = [*_RAY, "start", "--head", "--block", f"--num-cpus={num_cpus}", f"--port={port}"]
     command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
     command += [f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"]
-    command += [f"--temp-dir={folder}/ray", f"--object-store-memory={100 << 20}"]
+    command += [f"--temp-dir={folder}/ray", f"--object-store-memory={100 << 20}", *options]
     log = folder / "log"
     for _ in range(_STARTS):
         started = _start(command, environment, log)

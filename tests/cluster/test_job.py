@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,19 @@ def ends(head: Head) -> None:
     assert status == 1
     assert "hotcold: error: no system named 'shared' is running" in log
     assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("given", "told"), [({}, "none is given here"), ({"RAY_AUTH_TOKEN": "0" * 64}, "another one")]
+)
+def test_a_head_that_wants_a_token_says_so(head: Head, given: dict[str, str], told: str) -> None:
+    own = {k: v for k, v in head.environment.items() if not k.startswith("RAY_AUTH")}
+    own |= {"RAY_AUTH_MODE": "token" if given else "disabled", **given}
+    status, log = replace(head, environment=own).run_beside(
+        "python", "-m", "jobs.stop", "--system", "x"
+    )
+    assert status == 1 and log.count("\n") == 1, log
+    assert "wants its token" in log and told in log
 
 
 def test_a_wrong_token_is_refused(head: Head, tmp_path: Path) -> None:

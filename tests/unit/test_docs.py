@@ -232,3 +232,22 @@ def test_every_package_is_in_the_table() -> None:
     missing = {path.relative_to(ROOT).as_posix() for path in folders if path.name not in beside}
     assert missing - named == set()
     assert {name for name in named if not (ROOT / name).is_dir()} == set()
+
+
+# What README's first command does not install, by the commands that need it.
+NEEDED = {
+    "cluster": r"ray (job|start|up|down|attach)\b",
+    "ui": r"hotcold serve\b|hotcold .*--keep\b",
+    "plan": r"hotcold plan\b",
+    "plot": r"hotcold .*--plot\b",
+    "bench": r"python -m benchmarks\.(?!beside|start)",
+}
+
+
+@pytest.mark.parametrize("one", pages(), ids=lambda one: str(one.path))
+def test_what_a_command_needs_is_named_on_its_page(one: Page) -> None:
+    """Whoever has done README's set-up can run each, or reads what to install."""
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"\[([a-z,]+)\]['`]", one.text))))
+    for command in one.commands():
+        for extra, pattern in NEEDED.items():
+            assert extra in named or not re.match(pattern, command), (extra, command)

@@ -1,0 +1,68 @@
+"""A head that offers no CPUs, as on Kubernetes: a system runs on a node that comes, or never."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.head import running_head
+from tests.cluster.request_files import REQUESTS, texts, write_lines
+
+pytestmark = pytest.mark.timeout(420)
+
+_EMPTY_LISTS = (
+    "cluster_synced_files", "rsync_exclude", "rsync_filter", "initialization_commands",
+    "setup_commands", "head_setup_commands", "worker_setup_commands", "head_start_ray_commands",
+    "worker_start_ray_commands",
+)  # fmt: skip
+# An autoscaler that never brings a node by itself: the test does.
+CONFIG: dict[str, object] = {
+    **{key: [] for key in _EMPTY_LISTS},
+    **{key: {} for key in ("auth", "head_node", "worker_nodes", "file_mounts")},
+    "cluster_name": "c",
+    "max_workers": 0,
+    "provider": {"type": "fake_multinode"},
+    "available_node_types": {"head": {"resources": {"CPU": 0}, "node_config": {}}},
+    "head_node_type": "head",
+    "file_mounts_sync_continuously": False,
+    "upscaling_speed": 1.0,
+    "idle_timeout_minutes": 60,
+}
+
+
+def job(model: Path, folder: Path, *options: str) -> list[str]:
+    requests = write_lines(folder / "in.jsonl", REQUESTS)
+    command = ["python", "-m", "jobs.generate", "--requests", str(requests)]
+    return [*command, "--out", str(folder / "out.jsonl"), "--model", str(model), *options]
+
+
+def test_a_node_that_the_autoscaler_brings_is_waited_for(
+    model: Path, expected_texts: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_FAKE_CLUSTER", "1")
+    monkeypatch.setenv("AUTOSCALER_UPDATE_INTERVAL_S", "1")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    with (
+        running_head(0, f"--autoscaling-config={config}") as head,
+        head.beside(*job(model, tmp_path, "--threads", "2")) as running,
+    ):
+        assert running.stdout is not None
+        log = [running.stdout.readline()]
+        while log[-1] and "waiting for a node of 2 CPUs" not in log[-1]:
+            log.append(running.stdout.readline())
+        assert log[-1], log
+        with head.joined(num_cpus=2):
+            rest, _ = running.communicate(timeout=200)
+            assert running.returncode == 0, rest
+    assert texts(tmp_path / "out.jsonl") == expected_texts
+
+
+@pytest.mark.thorough
+def test_without_an_autoscaler_it_is_told_at_once(model: Path, tmp_path: Path) -> None:
+    with running_head(0) as head:
+        status, log = head.run_beside(*job(model, tmp_path))
+        assert status == 1 and "the system needs 1 CPUs of Ray; 0 of 0 are free" in log, log
+        assert "Traceback" not in log
