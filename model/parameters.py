@@ -73,7 +73,9 @@ class Switch(Kind):
 
 
 class Texts(Kind):
-    """Texts that are not empty, or one."""
+    """Up to `most` texts of 1 to `most_characters`, or one: each token is compared with all."""
+
+    most, most_characters = 64, 1000
 
     def kept(self, value: Any) -> Any:
         """As a tuple."""
@@ -84,6 +86,10 @@ class Texts(Kind):
         is_tuple = isinstance(value, tuple)
         if not is_tuple or any(not isinstance(text, str) or not text for text in value):
             raise UsageError(f"{name} is {shown(value)}; give texts that are not empty")
+        if len(value) > self.most or any(len(text) > self.most_characters for text in value):
+            raise UsageError(
+                f"{name} may hold {self.most} texts of {self.most_characters} characters at most"
+            )
 
 
 class TokenIds(Kind):

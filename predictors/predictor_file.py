@@ -18,7 +18,7 @@ from hotcold.model.files.artifact import (
     read_artifact,
     write_artifact,
 )
-from hotcold.model.files.artifact_places import artifact_path
+from hotcold.model.files.artifact_places import artifact_folders
 from hotcold.model.mapped_file import forget_pages
 from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.predictor import NeuronPredictor, PredictorInput
@@ -129,13 +129,38 @@ class FileLayers(Sequence[AnyLayer | None]):
         return _read_layer(artifact, self._config, layer, self._kinds[layer])
 
 
-def predictors_path(model_path: str | Path, kind: str, weight_dtype: str = "") -> Path:
-    """Return the default path of a model's predictors of a kind.
+def predictors_name(kind: str, weight_dtype: str = "") -> str:
+    """The name of a model's file of predictors of a kind.
 
-    Quantized weights, `weight_dtype` such as "q8", have predictors of their own.
+    Quantized weights, `weight_dtype` such as "q8", may have predictors of their own.
     """
-    name = "-".join(filter(None, ("predictors", kind, weight_dtype)))
-    return artifact_path(model_path, f"{name}.safetensors")
+    return "-".join(filter(None, ("predictors", kind, weight_dtype))) + ".safetensors"
+
+
+def predictors_path(model_path: str | Path, kind: str, weight_dtype: str = "") -> Path:
+    """The predictors that a model uses: of several those that were fitted for the highest recall.
+
+    Of equal ones those for `weight_dtype`, and those that came with the model. Where there are
+    none, where they would be written.
+    Errors:  UsageError as of `artifact_folders`
+    """
+    names = [predictors_name(kind, dtype) for dtype in dict.fromkeys((weight_dtype, ""))]
+    folders = artifact_folders(model_path)
+    files = [folder / name for name in names for folder in reversed(folders)]
+    found = [file for file in files if file.exists()]
+    if len(found) < 2:
+        return found[0] if found else folders[0] / names[0]
+    identity = ModelIdentity.of(model_path)
+    return max(found, key=lambda file: recall_of(file, identity))
+
+
+def recall_of(path: Path, identity: ModelIdentity) -> float:
+    """The recall that a file's predictors were fitted for, 0 where that or the file is unknown."""
+    try:
+        found = check_artifact(path, "predictors", identity).get("target_recall")
+    except ArtifactError:
+        return 0.0
+    return found if isinstance(found, float) else 0.0
 
 
 def write_predictors(path: Path, identity: ModelIdentity, predictors: Predictors) -> None:

@@ -34,6 +34,8 @@ _ACTORS = ("ray::DriverActor", "ray::ServiceActor")  # their processes' names
 _LONGEST_S = 1e9
 
 
+_MAX_TOP = 1024  # likeliest tokens beside a logprob
+
 # The fields of `SamplingParams`, all required; it checks their values.
 _SAMPLING_FIELDS: Any = {name: (hint, ...) for name, hint in get_type_hints(SamplingParams).items()}
 ControlSampling: Any = create_model("ControlSampling", __base__=StrictModel, **_SAMPLING_FIELDS)
@@ -57,8 +59,8 @@ class ControlPrompt(StrictModel):
     tools: list[dict[str, Any]] | None = None
     template_variables: dict[str, Any] | None = None
     grammar: ControlGrammar | None = None
-    num_logprobs: Annotated[int, Field(ge=0)] | None = None
-    num_prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    num_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP)] | None = None
+    num_prompt_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP)] | None = None
     wants_embedding: bool = False
     use_cache: bool = True
     cache_salt: str = ""

@@ -14,17 +14,18 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.page_store import OpenedPages, Page, SavedPages
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.errors import ServiceError
 from hotcold.model.files.artifact_places import artifact_base, artifact_folders
 from hotcold.model.files.locate import resolved_model
 from hotcold.model.files.page_file import LockedFileError, PageFile
@@ -37,13 +38,18 @@ _NAME = re.compile(rf"[0-9a-f]{{32}}(-\d+-\d+)?{re.escape(_SUFFIX)}")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NICENESS = 10  # of the thread that writes
 _READERS = 4
-_LONGEST_WAIT_S = 10.0  # for a disk, before a new session is refused
+# A disk that takes longer counts as hung. The engine waits for the first two.
+_LONGEST_LOAD_S, _LONGEST_OPEN_S, _LONGEST_SAVE_S = 10.0, 20.0, 60.0
+
+_Result = TypeVar("_Result")
 
 
 class KeptPages:
     """A service's part of the store; its calls are those that `ServicePageStore` makes.
 
-    Calls name the session that `open` began, so none of an earlier process's is answered.
+    Calls name the session that `open` began, so none of an earlier process's is answered. What
+    waits for the disk does so in threads that may be left behind: where one takes too long, all
+    later calls do nothing.
     """
 
     def __init__(
@@ -72,11 +78,11 @@ class KeptPages:
         self._file: PageFile | None = None
         self._folder: int | None = None  # its folder's descriptor
         self._session = b""
-        # Held while a page is written, and for a new session; told when nothing is loaded any more.
+        self._is_off = False  # the disk has not answered
+        self._on_disk = threading.Lock()  # held while the file is written, opened or closed
+        # Held for a moment, never while anything waits for the disk.
         self._changing = threading.Condition(threading.Lock())
-        self._num_loading = 0  # calls
-        self._writer = ThreadPoolExecutor(1, "pages", _be_nice)
-        self._readers = ThreadPoolExecutor(_READERS, "pages")
+        self._num_loading = 0  # calls, which use the file
 
     @classmethod
     def of(cls, spec: ServiceSpec, arrays: Sequence[np.ndarray], config: ModelConfig) -> KeptPages:
@@ -91,18 +97,15 @@ class KeptPages:
         """Begin a session with the file of this arithmetic, without its pages if `anew`.
 
         Ends the earlier one: when this returns, no page is read or filled for it any more.
-        Errors:  ServiceError where the disk does not let go of one
         """
-        if not self._changing.acquire(timeout=_LONGEST_WAIT_S):
-            raise ServiceError(f"{self._model_path}: {_NO_ANSWER}")
-        try:
-            self._session = b""  # ends what is loaded, after a page
-            if not self._changing.wait_for(lambda: not self._num_loading, _LONGEST_WAIT_S):
-                raise ServiceError(f"{self._model_path}: {_NO_ANSWER}")
+        self._end_session()
+        work = partial(self._open, session, identity, anew)
+        return self._answered(work, _LONGEST_OPEN_S, OpenedPages(note=self._off_note))
+
+    def _open(self, session: bytes, identity: bytes, anew: bool) -> OpenedPages:
+        with self._on_disk:
             self._close_file()
             return self._opened(session, identity, anew)
-        finally:
-            self._changing.release()
 
     def _opened(self, session: bytes, identity: bytes, anew: bool) -> OpenedPages:
         try:
@@ -121,7 +124,8 @@ class KeptPages:
             self._close_file()
             where = problem.filename or self._model_path
             return OpenedPages(note=f"{where}: {problem.strerror}, {_WITHOUT}")
-        self._session = session
+        with self._changing:
+            self._session = b"" if self._is_off else session
         file, keys = self._file, self._file.keys()
         note = file.note or budget.lack(file, bool(keys))
         return OpenedPages(str(file.path), keys, file.num_bytes, note)
@@ -133,65 +137,109 @@ class KeptPages:
 
         None for an ended session.
         """
-        return self._writer.submit(self._save, session, used, keys, pages).result()
+        work = partial(self._save, session, used, keys, pages)
+        nothing: SavedPages | None = SavedPages([], [], self._off_note)
+        return self._answered(work, _LONGEST_SAVE_S, nothing)
 
     def _save(
         self, session: bytes, used: Sequence[bytes], keys: Sequence[bytes], pages: Sequence[Page]
     ) -> SavedPages | None:
+        _be_nice()
         saved: list[bytes] = []
         given_up: list[bytes] = []
         note = ""
-        for key, page in zip(keys, pages, strict=True):
-            with self._changing:
+        with self._on_disk:
+            for key, page in zip(keys, pages, strict=True):
                 if self._file is None or session != self._session:
                     return None
                 try:
-                    given_up += self._file.write(key, self._pieces(page))
+                    is_page = partial(self._is_session, session)
+                    given_up += self._file.write(key, self._pieces(page), is_page)
                     saved.append(key)
                 except OSError as problem:
                     note = f"{self._file.path}: {problem.strerror}; no page is added"
                     break
-        with self._changing, suppress(OSError):
-            if self._file is not None and session == self._session:
+            if self._file is None or session != self._session:
+                return None
+            with suppress(OSError):
                 self._file.touch(used)
                 self._file.flush()  # nobody else waits for what is left to write
-                self._drop_cached()
+                self._drop_cached(self._file)
         return SavedPages(saved, given_up, note)
 
     def load(self, session: bytes, keys: Sequence[bytes], pages: Sequence[Page]) -> int:
-        """Fill pages; returns how many of the first ones are good. 0 for an ended session."""
+        """Fill pages; returns how many of the first ones are good. 0 for an ended session.
+
+        No page is filled after it has returned.
+        """
         with self._changing:
             file = self._file
             if file is None or session != self._session:
                 return 0
             self._num_loading += 1
+        return self._answered(partial(self._load, file, session, keys, pages), _LONGEST_LOAD_S, 0)
+
+    def _load(
+        self, file: PageFile, session: bytes, keys: Sequence[bytes], pages: Sequence[Page]
+    ) -> int:
+        def fill(piece: memoryview, content: memoryview) -> bool:
+            with self._changing:
+                if session == self._session:
+                    piece[:] = content
+                return session == self._session
+
+        def read(first: int) -> list[bool]:
+            own = zip(keys[first::_READERS], pages[first::_READERS], strict=True)
+            return [file.read(key, self._pieces(page), fill) for key, page in own]
+
         try:
-            pieces = [self._pieces(page) for page in pages]
-
-            def read(key: bytes, into: list[memoryview]) -> bool:
-                return session == self._session and file.read(key, into)
-
-            good = list(self._readers.map(read, keys, pieces))
-            num_good = good.index(False) if False in good else len(good)
-            with suppress(OSError):
-                file.touch(keys[:num_good])
-            if not self._keeps_cached:
-                file.drop_cache()
-            return num_good
+            readers = [_in_thread(partial(read, first)) for first in range(_READERS)]
+            good = [False] * len(keys)
+            for first, reader in enumerate(readers):
+                good[first::_READERS] = reader.result()
+            self._drop_cached(file)
+            return good.index(False) if False in good else len(good)
         finally:
             with self._changing:
                 self._num_loading -= 1
                 self._changing.notify_all()
 
     def close(self) -> None:
-        """Close the file, as the end of the process does."""
-        self._writer.shutdown()
-        self._readers.shutdown()
-        with self._changing:
+        """Close the file, as the end of the process does; it is left open on a hung disk."""
+        self._end_session()
+        self._answered(self._close, _LONGEST_OPEN_S, None)
+
+    def _close(self) -> None:
+        with self._on_disk:
             self._close_file()
 
+    def _end_session(self) -> None:
+        """End what is saved after a page, and what is loaded after a piece of one."""
+        with self._changing:
+            self._session = b""
+
+    def _is_session(self, session: bytes) -> bool:
+        with self._changing:
+            return session == self._session
+
+    def _answered(
+        self, work: Callable[[], _Result], longest_s: float, otherwise: _Result
+    ) -> _Result:
+        """What `work` returns; `otherwise` from the first time on that one takes too long."""
+        if not self._is_off:
+            with suppress(TimeoutError):
+                return _in_thread(work).result(longest_s)
+            with self._changing:
+                self._session, self._is_off = b"", True
+        return otherwise
+
+    @property
+    def _off_note(self) -> str:
+        return f"{self._model_path}: the disk with its pages does not answer, {_NO_MORE}"
+
     def _close_file(self) -> None:
-        self._session = b""
+        with self._changing:
+            self._changing.wait_for(lambda: not self._num_loading)
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -199,9 +247,9 @@ class KeptPages:
             os.close(self._folder)
             self._folder = None
 
-    def _drop_cached(self) -> None:
-        if self._file is not None and not self._keeps_cached:
-            self._file.drop_cache()
+    def _drop_cached(self, file: PageFile) -> None:
+        if not self._keeps_cached:
+            file.drop_cache()
 
     def _pieces(self, page: Page) -> list[memoryview]:
         return [
@@ -212,7 +260,7 @@ class KeptPages:
 
 
 _WITHOUT = "so no prefix is kept on disk"
-_NO_ANSWER = "the disk with its pages of the KV cache does not answer"
+_NO_MORE = "so no prefix is kept on disk any more"
 
 
 class FolderBudget:
@@ -315,6 +363,20 @@ def _open_beside(folder: Path, base: Path) -> int:
 def _is_ours(state: os.stat_result, others: int) -> bool:
     """Whether it is this user's, and others have none of these rights."""
     return state.st_uid == os.geteuid() and not state.st_mode & others
+
+
+def _in_thread(work: Callable[[], _Result]) -> Future[_Result]:
+    """Call it in a thread that no end of the process waits for, unlike an executor's."""
+    future: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="pages", daemon=True).start()
+    return future
 
 
 def _be_nice() -> None:

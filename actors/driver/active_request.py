@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +35,7 @@ from hotcold.model.sampling import eos_ids
 from hotcold.model.weights.embedding import EmbeddingWeights
 from hotcold.numba_kernels.decode.sampling import sample
 
+_MAX_KEPT = 16  # lists of DRY's breakers
 _NO_LOGITS = np.empty(0, np.float32)
 
 
@@ -51,12 +52,12 @@ class Generator:
         self.prompts = Prompts(path, config, context_length)
         self.eos_ids = frozenset(eos_ids(path, config))
         self.grammars = Grammars(self.prompts.tokenizer, config.vocab_size, self.eos_ids)
-        self.breakers = Breakers(self.prompts.tokenizer, config.vocab_size)
+        breakers = partial(Breakers, self.prompts.tokenizer, config.vocab_size)
+        self.breakers = lru_cache(_MAX_KEPT)(breakers)  # each of a few bytes a token at most
 
     def warm_up(self) -> None:
         """Run one token, so that no request waits for a kernel to be compiled or read from disk."""
-        with suppress(NotFiniteError):  # requests will raise it
-            self.engine.step([0], [0], [0])
+        self.engine.is_sound(0)
         compile_choice(self.config)
 
     def compile_extras(self) -> None:
@@ -96,6 +97,7 @@ class ActiveRequest:
         self.cache_salt = request.cache_salt
         self.is_scored = request.num_prompt_logprobs is not None
         self.slot = -1
+        self.suspect: NotFiniteError | None = None  # why it is computed again, alone
         self.stream = stream
         self.times = StepTimes()  # of the steps that followed the prompt
         self.drafts = DraftCounts()
@@ -110,10 +112,13 @@ class ActiveRequest:
             self._mean = StateMean(generator.config, generator.engine.embedding)
         self.chunk_sizes = self._chunk_sizes()
         self._penalties = Penalties(request.sampling, self._num_prompt_tokens)
+        # Reads the prompt here rather than in the engine's thread.
+        self._penalties.applied(np.zeros(generator.config.vocab_size, np.float32), self.tokens)
         sampling = request.sampling
         self._dry: Dry | None = None
         if sampling.dry_multiplier > 0 and sampling.dry_penalty_last_n != 0:
-            self._dry = Dry(sampling, generator.breakers.of(sampling))
+            breakers = generator.breakers(tuple(sampling.dry_sequence_breakers))
+            self._dry = Dry(sampling, breakers, self.tokens)
         self._sampler = TokenSampler(sampling)
         self._stop = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         tokenizer = generator.prompts.tokenizer
@@ -122,6 +127,9 @@ class ActiveRequest:
         self._max_tokens = 0 if self.embeds else min(sampling.max_tokens or free, free)
         eos_ids = frozenset() if sampling.ignore_eos else generator.eos_ids
         self._end_ids = eos_ids.union(sampling.stop_token_ids)
+        self._end_places = np.array(sorted(self._end_ids), np.int64)
+        is_included = sampling.include_stop_str_in_output
+        self._shown_ids = frozenset(sampling.stop_token_ids if is_included else ())
         self._num_emitted = 0  # new tokens in events so far
         self._constraint: Constraint | None = None
         if request.grammar is not None:
@@ -150,9 +158,11 @@ class ActiveRequest:
     def may_share(self) -> bool:
         """Whether it may have the prompts of others, and they its own.
 
-        One that is scored or embedded goes through kernels, whose bits differ from matmul's.
+        One that is scored or embedded goes through kernels, whose bits differ from matmul's. One
+        that came to a NaN may have had it from others.
         """
-        return self._uses_cache and not (self.is_scored or self.embeds)
+        is_plain = not (self.is_scored or self.embeds)
+        return self._uses_cache and is_plain and self.suspect is None
 
     @property
     def num_left(self) -> int:
@@ -257,9 +267,8 @@ class ActiveRequest:
         ended = constraint is not None and constraint.accept(token_id)
         self._logprobs.add(logits, token_id, self._decoder)
         is_end = token_id in self._end_ids
-        is_shown = params.include_stop_str_in_output and token_id in params.stop_token_ids
         text = ""
-        if self._decoder and (is_shown or not is_end):
+        if self._decoder and (token_id in self._shown_ids or not is_end):
             may_stop = self._num_new > params.min_tokens
             text = self._stop.push(self._decoder.push(token_id), may_stop)
         if is_end or self._stop.found or ended:
@@ -280,7 +289,7 @@ class ActiveRequest:
             processed = self._constraint.masked(processed)
         if self._num_new < self._sampling.min_tokens and self._end_ids:
             without_end = processed.copy()
-            without_end[list(self._end_ids)] = -np.inf
+            without_end[self._end_places] = -np.inf
             if np.isfinite(without_end).any():  # a grammar may have come to its end
                 return without_end
         return processed
@@ -313,7 +322,7 @@ class ActiveRequest:
 
     def _emit(self, text: str, result: Generation | None = None) -> None:
         num_new = self._num_new
-        num_shown = None if result is not None and not self._stop.found else len(self._stop.text)
+        num_shown = None if result is not None and not self._stop.found else self._stop.num_shown
         self.stream.put(
             TokenEvent(
                 text,

@@ -1,6 +1,5 @@
 """DRY ("don't repeat yourself"): tokens that would go on with a repetition become less likely."""
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -9,78 +8,109 @@ import numpy as np
 from hotcold.model.errors import UsageError
 from hotcold.model.sampling import SamplingParams
 from hotcold.model.text.tokenizer import Tokenizer
-from hotcold.numba_kernels.decode.repeats import repeat_lengths
+from hotcold.numba_kernels.decode.repeats import longest_repeats
 
 _MAX_BREAKER = 40  # bytes
 _MAX_TAIL = 20  # tokens
-_MAX_KEPT = 64  # breakers that are not looked up again
 _LARGEST = float(np.finfo(np.float32).max)
 
-# A token with which a breaker begins, and the tokens that must follow it.
-Start = tuple[int, tuple[int, ...]]
+_UNKNOWN, _NO, _YES = range(3)
 
 
 class Breakers:
-    """Which tokens of a model write the texts that no sequence goes beyond."""
+    """Texts that no sequence goes beyond, and how a model's tokens write them.
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._starts = functools.lru_cache(_MAX_KEPT)(self._find_starts)
+    A token writes one that is in its text. So does a token whose text ends with a beginning of one
+    with the tokens after it that the tokenizer makes of the rest, the first 20 of them.
+    """
 
-    def of(self, params: SamplingParams) -> list[Start]:
-        """The starts of a request's breakers.
-
-        Errors:  UsageError where breakers of its own are given to a model without a tokenizer
-        """
-        texts = params.dry_sequence_breakers
-        if self._tokenizer is None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, texts: Sequence[str] = ()
+    ) -> None:
+        """Errors:  UsageError where texts of its own are given to a model without a tokenizer"""
+        self._is_alone = np.full(vocab_size, _UNKNOWN, np.int8)  # of tokens met so far
+        self._begins: dict[tuple[int, ...], list[tuple[bytes, bytes]]] = {}
+        self._texts: list[bytes] = []
+        if tokenizer is None:
             if texts and texts != SamplingParams().dry_sequence_breakers:
                 raise UsageError(
                     "this model has no tokenizer, so no text; leave out dry_sequence_breakers"
                 )
-            return []
-        return [start for text in texts for start in self._starts(text.encode()[:_MAX_BREAKER])]
+        else:
+            self._token_bytes = tokenizer.token_bytes
+            self._texts = list(
+                dict.fromkeys(text.encode(errors="surrogatepass")[:_MAX_BREAKER] for text in texts)
+            )
+            self._find_tails(tokenizer)
+        # Of what may follow a beginning, the shortest first.
+        self._lengths = sorted({0, *map(len, self._begins)})
 
-    @functools.cached_property
-    def _texts(self) -> list[bytes]:
-        assert self._tokenizer is not None
-        return [self._tokenizer.token_bytes(one) for one in range(self._vocab_size)]
+    def _find_tails(self, tokenizer: Tokenizer) -> None:
+        rests: dict[str, list[tuple[bytes, bytes]]] = {}
+        for text in self._texts:
+            for size in range(1, len(text)):
+                if (rest := _decoded(text[size:])) is not None:
+                    rests.setdefault(rest, []).append((text[:size], text))
+        for begins, ids in zip(
+            rests.values(), tokenizer.encode_all(list(rests), False), strict=True
+        ):
+            self._begins.setdefault(tuple(ids[:_MAX_TAIL]), []).extend(begins)
 
-    def _find_starts(self, breaker: bytes) -> tuple[Start, ...]:
-        """Tokens that hold the text, and those that end with a beginning of it."""
-        found: list[Start] = []
-        for token_id, text in enumerate(self._texts):
-            if breaker in text:
-                found.append((token_id, ()))
-                continue
-            for length in range(1, min(len(breaker), len(text) + 1)):
-                if text.endswith(breaker[:length]):
-                    found += [(token_id, tail) for tail in self._tails(breaker[length:])]
-        return tuple(found)
+    def begin(self, tokens: Sequence[int], end: int, first: int) -> int | None:
+        """Where the last breaker begins that ends with tokens[end - 1]; None: none from `first` on.
 
-    @functools.cache  # noqa: B019  # as long as the model
-    def _tails(self, rest: bytes) -> tuple[tuple[int, ...], ...]:
-        assert self._tokenizer is not None
-        try:
-            return (tuple(self._tokenizer.encode(rest.decode(), False)[:_MAX_TAIL]),)
-        except UnicodeDecodeError:
-            return ()
+        Looks up one tail for each length that there is, 20 at most.
+        """
+        for length in self._lengths:
+            head = end - 1 - length
+            if head < first:
+                break
+            if self._is_end(tokens[head], tuple(tokens[head + 1 : end])):
+                return head
+        return None
+
+    def leave_out(self, ids: np.ndarray) -> np.ndarray:
+        """Those of `ids`, all met by `begin`, that write no breaker by themselves."""
+        return ids[self._is_alone[ids] != _YES]
+
+    def _is_end(self, token_id: int, tail: tuple[int, ...]) -> bool:
+        if tail:
+            return tail in self._begins and self._writes(token_id, tail)
+        if self._is_alone[token_id] == _UNKNOWN:
+            self._is_alone[token_id] = _YES if self._writes(token_id, ()) else _NO
+        return bool(self._is_alone[token_id] == _YES)
+
+    def _writes(self, token_id: int, tail: tuple[int, ...]) -> bool:
+        if not self._texts:
+            return False
+        written = self._token_bytes(token_id)
+        if not tail and any(text in written for text in self._texts):
+            return True
+        return any(
+            written.endswith(begin) and text not in written
+            for begin, text in self._begins.get(tail, ())
+        )
+
+
+def _decoded(text: bytes) -> str | None:
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 class Dry:
     """One request's DRY penalties."""
 
-    def __init__(self, params: SamplingParams, breakers: Sequence[Start]) -> None:
-        """Compiles what it needs, in the thread that submits the request."""
+    def __init__(self, params: SamplingParams, breakers: Breakers, prompt: Sequence[int]) -> None:
+        """Reads the prompt, and compiles what it needs, in the thread that submits the request."""
         self._params = params
-        self._tails: dict[int, list[tuple[int, ...]]] = {}
-        for token_id, tail in breakers:
-            self._tails.setdefault(token_id, []).append(tail)
-        self._heads = np.array(sorted(self._tails), np.int32)
-        self._tokens = np.zeros(0, np.int32)
+        self._breakers = breakers
+        self._tokens = np.zeros(2 * len(prompt), np.int32)
         self._count = 0
-        repeat_lengths(self._tokens)
+        self._head, self._since = -1, 0  # the last breaker's first token, and what follows it
+        self._read(prompt)
+        longest_repeats(self._tokens[:0], 0, 0, 0)
 
     def lower(self, logits: np.ndarray, tokens: Sequence[int]) -> None:
         """Take the penalties off `logits`; `tokens` are those of the call before, and more.
@@ -92,39 +122,29 @@ class Dry:
         Shapes:  logits (V,) float32
         Source:  llama.cpp, which has it from text-generation-webui
         """
-        params, last = self._params, self._last(tokens)
-        allowed = params.dry_allowed_length
-        limit = self._since_breaker(last)
+        self._read(tokens)
+        params = self._params
+        allowed, window = params.dry_allowed_length, params.dry_penalty_last_n
+        first = 0 if window < 0 else max(0, self._count - window)
+        last = self._tokens[first : self._count]
+        limit = self._count - self._since if self._head >= first else last.size
         if last.size <= allowed or limit < allowed:
             return
-        lengths = np.minimum(repeat_lengths(last), limit)
-        places = 1 + np.flatnonzero(lengths[1:] >= allowed)
-        if not places.size:
-            return
-        ids, which = np.unique(last[last.size - places], return_inverse=True)
-        most = np.zeros(ids.size, np.int64)
-        np.maximum.at(most, which, lengths[places])
-        exponents = (most - allowed).astype(np.float64)
+        most = longest_repeats(last, limit, allowed, logits.size)
+        ids = self._breakers.leave_out(np.flatnonzero(most >= 0))
+        exponents = (most[ids] - allowed).astype(np.float64)
         if (log_base := math.log(params.dry_base)) > 0:
             exponents = np.minimum(exponents, math.log(_LARGEST) // log_base)
         penalties = np.minimum(params.dry_multiplier * params.dry_base**exponents, _LARGEST)
-        may = [() not in self._tails.get(one, ()) for one in ids.tolist()]
-        logits[ids[may]] -= penalties[may].astype(np.float32)
+        logits[ids] -= penalties.astype(np.float32)
 
-    def _last(self, tokens: Sequence[int]) -> np.ndarray:
-        """The last tokens that count, out of an array that grows with `tokens`."""
+    def _read(self, tokens: Sequence[int]) -> None:
+        """Note the tokens that are new: in an array that grows, and where the last breaker ends."""
         if len(tokens) > self._tokens.size:
             self._tokens = np.resize(self._tokens, 2 * len(tokens))
         self._tokens[self._count : len(tokens)] = tokens[self._count :]
+        for end in range(self._count + 1, len(tokens) + 1):
+            head = self._breakers.begin(tokens, end, max(self._head, 0))
+            if head is not None:
+                self._head, self._since = head, end
         self._count = len(tokens)
-        found, most = self._tokens[: self._count], self._params.dry_penalty_last_n
-        return found if most < 0 else found[max(0, found.size - most) :]
-
-    def _since_breaker(self, last: np.ndarray) -> int:
-        """How many tokens stand after the last breaker."""
-        for place in np.flatnonzero(np.isin(last, self._heads))[::-1].tolist():
-            after = tuple(last[place + 1 : place + 1 + _MAX_TAIL].tolist())
-            tails = [tail for tail in self._tails[int(last[place])] if tail == after[: len(tail)]]
-            if tails:
-                return int(last.size - 1 - place - max(map(len, tails)))
-        return int(last.size)

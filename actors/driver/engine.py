@@ -11,7 +11,7 @@ import numpy as np
 
 from hotcold.actors.driver.step_mode import StepMode
 from hotcold.actors.exchange.doorbell_exchange import Exchange
-from hotcold.actors.protocol.failures import NotFiniteError
+from hotcold.actors.protocol.failures import NotFiniteError, RequestError
 from hotcold.actors.protocol.lanes import sums_of_services
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, cut_tokens
 from hotcold.actors.protocol.topology import Topology
@@ -85,6 +85,7 @@ class Engine:
         self.num_steps = 0  # with the model's own weights: a draft's are not counted
         self._reads = np.zeros((0, 0), np.int64)  # what services had read before this step
         self._layer_state = new_layer_state()
+        self._was_finite: bool | None = None  # the token of `is_sound`, at the first time
 
     def use_services(self, topology: Topology) -> None:
         """Use the services that the exchange has now."""
@@ -140,6 +141,20 @@ class Engine:
             self.num_steps += mode.weights == TARGET
             self._count_reads()
             return self.exchange.buffers.logits[:num_logits]
+
+    def is_sound(self, slot: int) -> bool:
+        """Compute a token as the first one of a sequence: whether that goes as at the first time.
+
+        False where it comes to a NaN, and did not then. Errors: ServiceError
+        """
+        try:
+            self.step([0], [0], [slot])
+            is_finite = True
+        except RequestError:
+            is_finite = False
+        if self._was_finite is None:
+            self._was_finite = is_finite
+        return is_finite or not self._was_finite
 
     def compile(self) -> None:
         """Compile what steps need here, by a step of no layers: nothing is asked of services."""

@@ -6,7 +6,9 @@ A grammar's allowed tokens are found by llguidance.
 import json
 import re
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,10 @@ _MARKED = re.compile(r"regex parse error:\n    (.*)\n    ( *)\^.*\nerror: (.*)")
 
 _FEW_TOKENS = 512  # are counted anew for each token
 _MAX_PROBLEM_CHARS = 200  # of what is wrong with a grammar
+
+# Of a grammar: 50 MB, and what it may take of the engine's thread, for each token and beside that.
+_LIMITS: Any = {"max_lexer_states": 25_000}
+_A_TOKEN_S, _ONCE_S = 0.001, 0.5
 
 _CLASSES = {r"\d": "[0-9]", r"\w": r"[\w&&[\x{0}-\x{FFFF}]]"}  # of a regex
 
@@ -66,7 +72,7 @@ class Penalties:
         self._repeats = self._last != 0 and self._repeat != 1
         self._counts = self._last != 0 and (self._presence != 0 or self._frequency != 0)
         self._repeated, self._counted = _Window(), _Window()
-        self._biased = [token_id for token_id, _ in params.biases]
+        self._biased = np.array([token_id for token_id, _ in params.biases], np.int64)
         self._biases = np.array([bias for _, bias in params.biases], np.float32)
 
     def applied(self, logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
@@ -77,7 +83,7 @@ class Penalties:
             z' = (z / repeat if z > 0 else z * repeat) - c * frequency - presence
         Shapes:  logits, out (V,) float32
         """
-        if not (self._biased or self._repeats or self._counts):
+        if not (self._biased.size or self._repeats or self._counts):
             return logits
         found = logits.copy()
         found[self._biased] += self._biases
@@ -95,20 +101,27 @@ class Penalties:
 
 
 class Constraint:
-    """One answer's place in its grammar."""
+    """One answer's place in its grammar.
+
+    Ambiguous grammars take longer from token to token, and all requests wait meanwhile: one that
+    has taken far more of its thread's time than grammars do is ended.
+    """
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         """`matcher`: an llguidance matcher of this object's own."""
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._bits = np.zeros(-(-vocab_size // 32), np.uint32)
+        self._left_s = _ONCE_S  # that the grammar may take now
 
     def masked(self, logits: np.ndarray) -> np.ndarray:
         """A copy of `logits` (V,) with -inf for each token that the grammar does not allow next.
 
         Errors:  UsageError where the grammar allows nothing, or became too complex
         """
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        self._left_s += _A_TOKEN_S
+        with self._timed():
+            self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         self._require_valid()
         allowed = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._vocab_size]
         if not allowed.any():
@@ -121,18 +134,31 @@ class Constraint:
         The answer's place stays where it is.
         """
         # In a copy, as an error would stay in the matcher.
-        return ids[: self._matcher.deep_copy().validate_tokens(ids)]
+        with self._timed():
+            return ids[: self._matcher.deep_copy().validate_tokens(ids)]
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token; True where none can follow it. Errors: UsageError."""
-        self._matcher.consume_token(token_id)
+        with self._timed():
+            self._matcher.consume_token(token_id)
         self._require_valid()
         return bool(self._matcher.is_stopped())
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began_s = time.thread_time()
+        yield
+        self._left_s -= time.thread_time() - began_s
 
     def _require_valid(self) -> None:
         if self._matcher.is_error():
             problem = _one_line(self._matcher.get_error())
             raise UsageError(f"the answer cannot follow the grammar any further: {problem}")
+        if self._left_s < 0:
+            raise UsageError(
+                "the grammar takes too long for each token; write it with fewer ways to read one "
+                "text"
+            )
 
 
 class Grammars:
@@ -154,7 +180,7 @@ class Grammars:
         Errors:  UsageError for text that is no such grammar, or where llguidance is missing
         """
         try:
-            from llguidance import LLMatcher
+            from llguidance import LLMatcher, LLParserLimits
         except ImportError:
             raise UsageError(
                 "grammars need llguidance, which is not installed; pip install llguidance"
@@ -176,7 +202,7 @@ class Grammars:
             inner = {"lark_grammar": source} if is_lark else json.loads(source)["grammars"][0]
             frame = {"lark_grammar": grammar.frame}
             source = json.dumps({"grammars": [frame, {**inner, "name": "answer"}]})
-        matcher = LLMatcher(table, source, log_level=0)
+        matcher = LLMatcher(table, source, log_level=0, limits=LLParserLimits(**_LIMITS))
         if matcher.is_error():
             raise _grammar_error(grammar, matcher.get_error())
         return Constraint(matcher, self._vocab_size)

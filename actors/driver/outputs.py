@@ -1,5 +1,6 @@
 """What a request hands out besides token ids: text up to a stop string, logprobs, an embedding."""
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 
@@ -14,16 +15,47 @@ from hotcold.numba_kernels.decode.sampling import largest
 from hotcold.numba_kernels.decode.scoring import log_sum_exp_kernel
 
 
+class _StopString:
+    """How much of one stop string the text ends with, by Knuth, Morris and Pratt.
+
+    Each character takes a few steps, however long the stop string is.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.num_held = 0  # characters
+        self._shorter = array("I", [0])  # by length: of beginnings that end so, the next shorter
+        for character in stop[1:]:
+            self._shorter.append(self._longer(self._shorter[-1], character))
+
+    def push(self, text: str) -> None:
+        """Add text, which does not complete the stop string."""
+        if self.num_held or self.stop[0] in text:
+            for character in text:
+                self.num_held = self._longer(self.num_held, character)
+
+    def _longer(self, size: int, character: str) -> int:
+        while size and self.stop[size] != character:
+            size = self._shorter[size - 1]
+        return size + (self.stop[size] == character)
+
+
 class StopStrings:
     """Shows text until a stop string appears; holds back what may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str], includes: bool = False) -> None:
         """The text ends before the first of `stops` that appears, or `includes` it."""
-        self.text = ""  # all that was shown
+        self.num_shown = 0  # characters
         self.found = False
-        self._stops = [stop for stop in stops if stop]
+        self._shown: list[str] = []
+        self._stops = [_StopString(stop) for stop in dict.fromkeys(stops) if stop]
         self._includes = includes
         self._held = ""
+
+    @property
+    def text(self) -> str:
+        """All that was shown."""
+        return "".join(self._shown)
 
     def push(self, text: str, may_stop: bool = True) -> str:
         """Add new text; returns what can be shown now: all of it unless it `may_stop` there."""
@@ -32,29 +64,24 @@ class StopStrings:
         self._held += text
         if not may_stop:
             return self._show(len(self._held))
-        places = [(at, len(stop)) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        stops = [one.stop for one in self._stops]
+        places = [(at, len(stop)) for stop in stops if (at := self._held.find(stop)) >= 0]
         if places:
             self.found = True
             at, size = min(places)
             return self._show(at + size if self._includes else at)
-        return self._show(len(self._held) - self._longest_beginning())
+        for one in self._stops:
+            one.push(text)
+        return self._show(len(self._held) - max((one.num_held for one in self._stops), default=0))
 
     def flush(self) -> str:
         """The text held back, once no more comes."""
         return "" if self.found else self._show(len(self._held))
 
-    def _longest_beginning(self) -> int:
-        sizes = [
-            size
-            for stop in self._stops
-            for size in range(1, min(len(stop), len(self._held) + 1))
-            if self._held.endswith(stop[:size])
-        ]
-        return max(sizes, default=0)
-
     def _show(self, size: int) -> str:
         shown, self._held = self._held[:size], self._held[size:]
-        self.text += shown
+        self.num_shown += len(shown)
+        self._shown.append(shown)
         return shown
 
 
@@ -67,8 +94,9 @@ def token_logprob(logits: np.ndarray, token_id: int, num_top: int) -> TokenLogpr
     log_sum = float(log_sum_exp_kernel(logits)[1])
     if not np.isfinite(log_sum):
         raise ValueError("the logits hold a NaN or an infinite number")
-    ids = largest(logits, min(num_top, logits.size)).tolist() if num_top else []
-    top = tuple((top_id, float(logits[top_id]) - log_sum) for top_id in ids)
+    ids = largest(logits, min(num_top, logits.size)) if num_top else np.empty(0, np.int64)
+    values = logits[ids].astype(np.float64) - log_sum
+    top = list(zip(ids.tolist(), values.tolist(), strict=True))
     return TokenLogprob(token_id, float(logits[token_id]) - log_sum, top)
 
 
@@ -85,7 +113,7 @@ class AnswerLogprobs:
     def add(self, logits: np.ndarray, token_id: int, decoder: StreamDecoder | None) -> None:
         """Add a chosen token, which `decoder` has not seen yet. Errors: ValueError."""
         if self._num_top is not None:
-            begin = len(decoder.text) if decoder is not None else -1
+            begin = decoder.num_chars if decoder is not None else -1
             self._held.append((begin, token_logprob(logits, token_id, self._num_top)))
 
     def take(self, num_shown: int | None) -> tuple[TokenLogprob, ...]:

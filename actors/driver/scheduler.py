@@ -282,6 +282,8 @@ class Scheduler:
         self, request: ActiveRequest, rows: list[np.ndarray], draft: Sequence[int] = ()
     ) -> None:
         with self._failing([request]):
+            if request.suspect is not None:
+                self._blame(request.suspect)
             if request.verify(rows, draft):
                 self._leave(request)
 
@@ -300,21 +302,50 @@ class Scheduler:
             self._fail(requests, error)
 
     def _recover(self, error: NotFiniteError, requests: list[ActiveRequest]) -> None:
-        """Replace the service that made a NaN, and compute anew all that it had a part in.
+        """Find whether a service made a NaN, or the numbers of a request are too large for it.
 
-        Where it cannot be replaced, end the requests that have a NaN. Errors: CacheLost.
+        Those that have one are computed again, alone: they fail where it comes again. Where it does
+        not, or the services do no better with the token of `Engine.is_sound`, the service is
+        replaced, if it can be, and all that it had a part in is computed anew. Errors: CacheLost.
         """
-        self._prefixes.forget(anew=True)
         if self._chunk is not None and self._chunk.request in requests:
             self._chunk = None
+        bad = [one for one in requests if one.slot in error.slots] or requests
+        failed = [one for one in bad if one.suspect is not None or error.service is None]
+        for request in bad:
+            if request not in failed:
+                request.suspect = error
+                self._preempt(request)
+        if error.service is not None and not self._is_sound():
+            self._blame(error)
+            failed = bad
+        self._fail(failed, error)
+
+    def _blame(self, error: NotFiniteError) -> None:
+        """Replace a service that made a NaN, if that may help. Errors: CacheLost."""
+        for request in (*self._running, *self._preempted):
+            request.suspect = None
+        self._prefixes.forget(anew=True)
         if error.service is not None and self.try_replace(error.service, str(error)):
             raise CacheLost(f"the KV cache may be wrong: {error}")
-        self._fail([request for request in requests if request.slot in error.slots], error)
+
+    def _is_sound(self) -> bool:
+        """Whether the services compute a token that they could compute at the start."""
+        slot = self._pool.allocate(1)
+        if slot is None:
+            return True
+        try:
+            return self._engine.is_sound(slot)
+        finally:
+            self._pool.free(slot)
 
     def _fail(self, requests: list[ActiveRequest], error: BaseException) -> None:
         for request in requests:
             request.fail(error)
-            self._leave(request)
+            if request in self._preempted:
+                self._preempted.remove(request)
+            else:
+                self._leave(request)
 
     def _leave(self, request: ActiveRequest) -> None:
         self._running.remove(request)

@@ -137,6 +137,8 @@ class ServicePageStore:
                 self._await_readers()
         with self._changed:
             self._keys -= set(keys[num_good:])
+            self._used += keys[:num_good]
+            self._changed.notify_all()
         return num_good
 
     def _await_readers(self) -> None:

@@ -6,6 +6,8 @@ Imports little: a command that uses a running system needs nothing else of `acto
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +32,7 @@ EXCHANGES = ("arena", "calls")
 # hold beside the others; the model with the neurons that its predictors choose.
 NO_MODEL, PREDICTED_DRAFT, DRAFT_DTYPES = "ngram", "predicted", ("q4",)
 DRAFTS = (NO_MODEL, *DRAFT_DTYPES, PREDICTED_DRAFT)
+_BYTES_A_TOKEN, _BYTES_A_LOGPROB = 200, 12
 MOST_DRAFTED = 16  # tokens of one draft
 SPECULATE = ("auto", "off", *(str(count) for count in range(1, MOST_DRAFTED + 1)))
 
@@ -223,16 +226,40 @@ class Grammar:
     frame: str = ""  # a Lark grammar around it, in which it is @answer; "": it is all of the answer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True, init=False)
 class TokenLogprob:
     """Log-probabilities, in nats, of a token and of the likeliest tokens in its place.
 
-    Of the model's own distribution: before temperature, filters and grammar.
+    Of the model's own distribution: before temperature, filters and grammar. Those of the likeliest
+    take 12 bytes each.
     """
 
     token_id: int
     logprob: float | None  # None for the first token of a prompt, which nothing precedes
-    top: tuple[tuple[int, float], ...] = ()  # ids with their logprobs, the likeliest first
+    _top: bytes = field(repr=False)
+
+    def __init__(
+        self, token_id: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()
+    ) -> None:
+        ids, logprobs = zip(*top, strict=True) if top else ((), ())
+        for name, value in (
+            ("token_id", token_id),
+            ("logprob", logprob),
+            ("_top", struct.pack(f"<{len(ids)}d{len(ids)}i", *logprobs, *ids)),
+        ):
+            object.__setattr__(self, name, value)
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """Ids of the likeliest tokens with their logprobs, the likeliest first."""
+        count = len(self._top) // _BYTES_A_LOGPROB
+        values = struct.unpack(f"<{count}d{count}i", self._top)
+        return tuple(zip(values[count:], values[:count], strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory."""
+        return _BYTES_A_TOKEN + len(self._top)
 
 
 @dataclass(frozen=True)

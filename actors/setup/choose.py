@@ -191,11 +191,11 @@ def _predictors(path: Path, config: ModelConfig, mode: str, options: SystemOptio
             )
         return ""
     require_predictable(config, f"--mode {mode}")
-    own = predictors_path(path, mode, options.weight_dtype or "")  # made for these weights
-    found = options.predictors or (own if own.exists() else predictors_path(path, mode))
+    found = options.predictors or predictors_path(path, mode, options.weight_dtype or "")
     identity = ModelIdentity.of(path)
     is_wanted = options.predictors is None and mode == "lowrank" and not found.exists()
     if is_wanted and has_predictors(path, config):
+        found = predictors_path(path, mode)  # for any weights
         write_predictors(found, identity, checkpoint_predictors(path, config))
     check_artifact(found, "predictors", identity)
     return str(found.resolve())

@@ -80,10 +80,9 @@ def _predictors(path: Path, system: SystemConfig, options: SystemOptions) -> Pat
     if options.predictors is not None:
         return options.predictors
     for mode in PREDICTED_MODES:
-        for weight_dtype in (options.weight_dtype or "", ""):  # those made for these weights first
-            file = predictors_path(path, mode, weight_dtype)
-            if file.exists():
-                return file
+        file = predictors_path(path, mode, options.weight_dtype or "")
+        if file.exists():
+            return file
     raise UsageError(
         f"--draft {PREDICTED_DRAFT} takes predictors, and none lie beside the model; "
         "`hotcold train-predictors` makes some"

@@ -39,8 +39,7 @@ def auto_mode(path: Path, config: ModelConfig, weight_dtype: str) -> str | None:
 def _candidates(path: Path, config: ModelConfig, weight_dtype: str) -> Iterator[tuple[str, float]]:
     """Modes, and the bytes that a token reads of predictors and gates."""
     for mode in PREDICTED_MODES:
-        own = predictors_path(path, mode, weight_dtype)
-        file = own if own.exists() else predictors_path(path, mode)
+        file = predictors_path(path, mode, weight_dtype)
         if not file.exists():
             continue
         predictors = read_predictors(file, ModelIdentity.of(path), config)

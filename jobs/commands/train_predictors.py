@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hotcold.predictors.stacked import AnyLayer
 
 KINDS = ("lowrank", "sign", "best")
+_RECALL = 0.98
 
 
 @click.command("train-predictors")
@@ -36,9 +37,8 @@ KINDS = ("lowrank", "sign", "best")
     "--recall",
     "target_recall",
     type=float,
-    default=0.98,
-    show_default=True,
-    help="Share of the firing neurons to compute, in each layer.",
+    help="Share of the firing neurons to compute, in each layer; without it "
+    f"{_RECALL}, or that of the predictors that are there.",
 )
 @click.option(
     "--dtype",
@@ -65,7 +65,7 @@ KINDS = ("lowrank", "sign", "best")
 def train_predictors(
     model: str | None,
     kind: str,
-    target_recall: float,
+    target_recall: float | None,
     weight_dtype: str | None,
     inputs_file: Path | None,
     folder: Path | None,
@@ -77,9 +77,14 @@ def train_predictors(
     from hotcold.actors.setup.preflight import read_model
     from hotcold.jobs.profile.files import require_writable
     from hotcold.model.files.artifact import ModelIdentity
-    from hotcold.model.files.artifact_places import place_to_write
+    from hotcold.model.files.artifact_places import artifact_folders
     from hotcold.model.files.locate import locate_model
-    from hotcold.predictors.predictor_file import predictors_path, write_predictors
+    from hotcold.predictors.predictor_file import (
+        predictors_name,
+        predictors_path,
+        recall_of,
+        write_predictors,
+    )
 
     path = locate_model(model)
     config = read_model(path, weight_dtype)
@@ -87,7 +92,8 @@ def train_predictors(
     identity = ModelIdentity.of(path)
     started = time.monotonic()
     made = "lowrank" if folder is not None else kind
-    target = out or place_to_write(path, predictors_path(path, made, weight_dtype or ""))
+    before = predictors_path(path, made, weight_dtype or "")
+    target = out or artifact_folders(path)[0] / predictors_name(made, weight_dtype or "")
     require_writable("--out", target)
     if folder is not None:
         _refuse_fitting_options()
@@ -96,8 +102,11 @@ def train_predictors(
         predictors = import_powerinfer(folder, config)
         share = None
     else:
+        if target_recall is None:
+            target_recall = max(_RECALL, recall_of(before, identity))
         predictors, share = _train(path, config, identity, inputs_file, kind, target_recall)
     write_predictors(target, identity, predictors)
+    used = predictors_path(path, made, weight_dtype or "")
     seconds = time.monotonic() - started
     _print_report(predictors)
     if share is not None:
@@ -105,6 +114,11 @@ def train_predictors(
     of_ffn = predictors.num_bytes / _ffn_bytes(config)
     click.echo(f"{target}: {predictors.num_bytes / 1e6:.2f} MB a token, {of_ffn:.1%} of the FFN's "
                f"weights; {seconds:.1f} s")  # fmt: skip
+    if out is None and used != target:
+        click.echo(f"{used}: stays in use, as its predictors are for no less recall; to use the "
+                   f"new ones, give --predictors {target}")  # fmt: skip
+    elif out is None and before.exists() and before != target:
+        click.echo(f"used from now on in place of {before}; remove the new file to go back")
     if as_json:
         facts = {"path": str(target), "seconds": round(seconds, 3), "time_of_gates": share}
         print_json(_as_json(predictors) | facts)

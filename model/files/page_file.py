@@ -15,9 +15,11 @@ import hashlib
 import os
 import struct
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +33,10 @@ _EMPTY = bytes(_ENTRY.size)
 _SUM_BYTES = 16
 _MOST_PIECES = 512  # of one call of preadv; Linux takes 1024
 
+_READ_BYTES = 1 << 20  # at once
+
 Pieces = Sequence[memoryview]
+Fill = Callable[[memoryview, memoryview], bool]  # copies the second into the first
 
 
 class LockedFileError(OSError):
@@ -127,12 +132,19 @@ class PageFile:
                 if place is not None:
                     self._write_entry(key, place)
 
-    def write(self, key: bytes, pieces: Pieces) -> list[bytes]:
+    def write(
+        self, key: bytes, pieces: Pieces, is_page: Callable[[], bool] = lambda: True
+    ) -> list[bytes]:
         """Write a page, `page_bytes` in all; return the keys that were given up for it.
 
         One thread writes at a time. A key that is there is only counted as used.
+        is_page: whether `pieces` still are the page, once its checksum is known; else it is not
+        written
         Errors:  OSError: the page is not in the file
         """
+        checksum = _sum(self._identity, key, *pieces)
+        if not is_page():
+            return []
         with self._lock:
             found = self._places.get(key)
             if found is not None:
@@ -140,7 +152,6 @@ class PageFile:
                 return []
             slot, given_up = self._take_slot()
         try:
-            checksum = _sum(self._identity, key, *pieces)
             _transfer(os.pwritev, self._descriptor, pieces, self._start(slot))
             with self._lock:
                 self._write_entry(key, _Place(slot, checksum))
@@ -150,23 +161,46 @@ class PageFile:
             raise
         return given_up
 
-    def read(self, key: bytes, pieces: Pieces) -> bool:
+    def read(self, key: bytes, pieces: Pieces, fill: Fill | None = None) -> bool:
         """Read a page into `pieces`; False, and it is forgotten, where it is not there or damaged.
 
-        `pieces` are overwritten in either case.
+        `pieces` are overwritten in either case, by `fill` where it is given. Where that returns
+        False, no more is read, and nothing forgotten.
         """
         with self._lock:
             place = self._places.get(key)
         if place is None:
             return False
         with suppress(OSError):
-            _transfer(os.preadv, self._descriptor, pieces, self._start(place.slot))
-            if _sum(self._identity, key, *pieces) == place.checksum:
-                return True
+            found = self._read(key, pieces, self._start(place.slot), fill or _copy)
+            if found is None or found == place.checksum:
+                return found is not None
         with self._lock, suppress(OSError):
             if self._places.get(key) == place:
                 self._forget(key)
         return False
+
+    def _read(self, key: bytes, pieces: Pieces, start: int, fill: Fill) -> bytes | None:
+        """Fill `pieces`, by and by; their checksum, None where `fill` wants no more."""
+        digest = hashlib.sha256(self._identity + key)
+        read = memoryview(bytearray(min(self.page_bytes, _READ_BYTES)))
+        left = [
+            piece[first : first + len(read)]
+            for piece in pieces
+            for first in range(0, len(piece), len(read))
+        ]
+        while left:
+            ends = list(accumulate(map(len, left)))
+            count = bisect_right(ends, len(read))
+            now, left = left[:count], left[count:]
+            _transfer(os.preadv, self._descriptor, [read[: ends[count - 1]]], start)
+            start += ends[count - 1]
+            for piece, end in zip(now, ends, strict=False):
+                content = read[end - len(piece) : end]
+                digest.update(content)
+                if not fill(piece, content):
+                    return None
+        return digest.digest()[:_SUM_BYTES]
 
     def flush(self) -> None:
         """Return once all writes are on the disk. Errors: OSError."""
@@ -327,6 +361,11 @@ def open_locked(path: Path, folder: int | None = None) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+def _copy(piece: memoryview, content: memoryview) -> bool:
+    piece[:] = content
+    return True
 
 
 def _write_all(descriptor: int, content: bytes | bytearray, place: int) -> None:

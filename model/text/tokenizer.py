@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ _SHORT = 1000
 _CONTEXT_TOKENS = 6
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _INCOMPLETE = "\ufffd"  # what decoders write for an incomplete character
+_MOST_PENDING = 8  # tokens whose text is held back, as their last character may be incomplete
 
 
 class Tokenizer:
@@ -109,8 +111,14 @@ class Tokenizer:
         return text.replace("▁", " ").encode()
 
     @functools.cached_property
-    def _added(self) -> frozenset[int]:
-        return frozenset(self._backend.get_added_tokens_decoder())
+    def _added(self) -> dict[int, bool]:
+        """Added tokens, and whether they are special."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token_id: one.special for token_id, one in added.items()}
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether `decode` leaves it out: it is special, or no token."""
+        return self._added.get(token_id, False) or not self._backend.id_to_token(token_id)
 
     @functools.cached_property
     def _is_byte_level(self) -> bool:
@@ -132,18 +140,18 @@ class Tokenizer:
 
         Errors:  PromptError for text that is invalid Unicode or that the tokenizer cannot encode
         """
-        try:
-            if len(text) <= _SHORT:
-                return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-            (found,) = self._backend.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
+        if len(text) > _SHORT:
+            return self.encode_all([text], add_special_tokens)[0]
+        with _told():
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """As `encode`, of each text; other threads run meanwhile."""
+        with _told():
+            found = self._backend.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
             )
-            return list(found.ids)
-        except (UnicodeEncodeError, TypeError):
-            raise PromptError("the prompt is no valid Unicode text; give it in UTF-8") from None
-        except Exception as problem:  # the library raises nothing narrower
-            reason = first_line(problem)
-            raise PromptError(f"the model's tokenizer cannot encode the prompt: {reason}") from None
+            return [list(one.ids) for one in found]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; bytes that form no character become U+FFFD."""
@@ -195,6 +203,18 @@ class Tokenizer:
         return StreamDecoder(self, prompt_ids)
 
 
+@contextmanager
+def _told() -> Iterator[None]:
+    """Raise what the library raises for a text as PromptError."""
+    try:
+        yield
+    except (UnicodeEncodeError, TypeError):
+        raise PromptError("the prompt is no valid Unicode text; give it in UTF-8") from None
+    except Exception as problem:  # the library raises nothing narrower
+        reason = first_line(problem)
+        raise PromptError(f"the model's tokenizer cannot encode the prompt: {reason}") from None
+
+
 def _with_plain(tags: Sequence[str], backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """The tokenizer with no special token among `tags`: decoding leaves special tokens out."""
     added = backend.get_added_tokens_decoder().values()
@@ -222,7 +242,10 @@ class StreamDecoder:
     """Turns ids that come one by one into pieces of text that are final.
 
     The pieces joined are the text after the prompt: it keeps a space that the tokenizer strips at
-    the start of a text. A character of several tokens is returned when it is complete.
+    the start of a text. A character of several tokens is returned when it is complete. A few ids
+    are decoded for each that comes, whatever they are.
+
+    num_chars: of the pieces so far
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):
@@ -233,26 +256,37 @@ class StreamDecoder:
         while self._ids and tokenizer.decode(self._ids).startswith(_INCOMPLETE):
             del self._ids[0]
         self._num_written = len(self._ids)
-        self.text = ""
+        self.num_chars = 0
 
     def push(self, token_id: int) -> str:
         """Add one id; return the text that is now final, maybe none."""
-        self._ids.append(token_id)
-        piece = self._pending()
-        if not piece or piece.endswith(_INCOMPLETE):
+        if self._tokenizer.is_silent(token_id):
             return ""
-        return self._write(piece)
+        self._ids.append(token_id)
+        piece = self._pending(len(self._ids))
+        if piece and not piece.endswith(_INCOMPLETE):
+            return self._write(piece, len(self._ids))
+        if len(self._ids) - self._num_written <= _MOST_PENDING:
+            return ""
+        # An incomplete character has three bytes at most, so it begins in the last three tokens.
+        last = len(self._ids) - 3
+        counts = range(last, self._num_written, -1)
+        final = (count for count in counts if piece.startswith(self._pending(count)))
+        count = next(final, last)
+        return self._write(self._pending(count), count)
 
     def finish(self) -> str:
         """Return the rest, an incomplete character as U+FFFD."""
-        return self._write(self._pending())
+        return self._write(self._pending(len(self._ids)), len(self._ids))
 
-    def _pending(self) -> str:
+    def _pending(self, count: int) -> str:
+        """The text of the first `count` ids after what was returned."""
         written = self._tokenizer.decode(self._ids[: self._num_written])
-        return self._tokenizer.decode(self._ids)[len(written) :]
+        return self._tokenizer.decode(self._ids[:count])[len(written) :]
 
-    def _write(self, piece: str) -> str:
-        self._ids = self._ids[self._num_written :]
-        self._num_written = len(self._ids)
-        self.text += piece
+    def _write(self, piece: str, count: int) -> str:
+        """Return the text of the first `count` ids, those before them are no context any more."""
+        del self._ids[: self._num_written]
+        self._num_written = count - self._num_written
+        self.num_chars += len(piece)
         return piece

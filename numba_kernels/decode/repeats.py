@@ -26,3 +26,20 @@ def repeat_lengths(tokens):
         if k + length > right:
             left, right = k, k + length
     return out
+
+
+@njit(nogil=True, cache=True, _nrt=True)
+def longest_repeats(tokens, limit, least, vocab_size):
+    """For each token of a model the most last tokens that also stand before it; checks nothing.
+
+    out[v] = the most n <= limit of all places of v, but the first, that have the last n tokens
+    right before them; -1 where that is less than `least`
+    Shapes:  tokens (N,) int32; out (vocab_size,) int64
+    """
+    out, lengths = np.full(vocab_size, -1, np.int64), repeat_lengths(tokens)
+    for k in range(1, tokens.shape[0]):
+        length = min(lengths[k], limit)
+        if length >= least:
+            token = tokens[tokens.shape[0] - k]
+            out[token] = max(out[token], length)
+    return out

@@ -10,6 +10,8 @@ from hotcold.numba_kernels.decode.finite import INFINITE, MAGNITUDE
 
 _PIECE = 512  # logits
 _MOST = np.int32(2**31 - 1)
+_LARGEST_HEAP = 512
+_DIGIT_BITS = 11  # of a radix sort of 32 bits
 
 
 @njit(nogil=True, cache=True)
@@ -65,11 +67,35 @@ def _sift_down(values, ids, count, parent):
 
 
 @njit(nogil=True, cache=True, _nrt=True)
+def _sorted_ids(logits):
+    """Ids of all logits, in the order of `largest`: a radix sort, from the last digit on."""
+    bits, size = logits.view(np.int32), logits.shape[0]
+    keys, ids, other = np.empty(size, np.int64), np.arange(size), np.empty(size, np.int64)
+    for i in range(size):
+        sign = bits[i] >> np.int32(31)
+        keys[i] = np.int64(_MOST) - np.int32(((bits[i] & MAGNITUDE) ^ sign) - sign)
+    for shift in range(0, 32, _DIGIT_BITS):
+        ends = np.zeros((1 << _DIGIT_BITS) + 1, np.int64)
+        for i in range(size):
+            ends[((keys[i] >> shift) & ((1 << _DIGIT_BITS) - 1)) + 1] += 1
+        for digit in range(1 << _DIGIT_BITS):
+            ends[digit + 1] += ends[digit]
+        for i in range(size):
+            digit = (keys[ids[i]] >> shift) & ((1 << _DIGIT_BITS) - 1)
+            other[ends[digit]] = ids[i]
+            ends[digit] += 1
+        ids, other = other, ids
+    return ids
+
+
+@njit(nogil=True, cache=True, _nrt=True)
 def largest(logits, count):
     """Ids of the `count` largest logits, largest first, of equal ones the lowest id first.
 
-    By a heap of that size; checks nothing.
+    A few by a heap of that size, many by sorting all; checks nothing.
     """
+    if count > _LARGEST_HEAP:
+        return _sorted_ids(logits)[:count]
     values, ids = logits[:count].copy(), np.arange(count)
     for parent in range(count // 2 - 1, -1, -1):
         _sift_down(values, ids, count, parent)
@@ -144,7 +170,7 @@ def sample_kernel(logits, temperature, top_k, top_p, min_p, uniform):
     while chosen < 0:
         ids = largest(logits, count)
         chosen = _choose(logits, ids, temperature, top_p, min_p, total, uniform)
-        count = min(size, count * 8)
+        count = min(size, count * 8) if count < _LARGEST_HEAP else size
     return chosen
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tests.conftest import TinyCheckpoint
 from tests.reference import reference_logits
 
 Tiny = Callable[..., TinyCheckpoint]
-Starts = list[tuple[int, tuple[int, ...]]]
+Starts = list[tuple[int, tuple[int, ...]]]  # a token, and those that must follow it
 
 OPTIONS: list[dict[str, Any]] = [
     {"dry_multiplier": 0.8},
@@ -30,7 +31,37 @@ OPTIONS: list[dict[str, Any]] = [
     {"dry_multiplier": 0.5, "dry_base": 4.0, "dry_penalty_last_n": 9},
     {"dry_multiplier": 0.5, "dry_allowed_length": 0, "dry_penalty_last_n": 30},
 ]
-BREAKERS: list[Starts] = [[], [(2, ())], [(1, (0,)), (3, ()), (1, (0, 2))]]
+WORDS = ["a", "ab", "b", "bc", "c", "abc", "cab", "?"]
+# Within tokens, over two or three of them, one in another, and of a token that holds it, too.
+BREAKERS = [(), ("c",), ("ba",), ("bca", "ab"), ("aba", "cb"), ("caab", "bb", "bca")]
+
+
+class Letters:
+    """A tokenizer of words of letters, the longest first."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return WORDS[token_id].encode()
+
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        assert not add_special_tokens
+        longest = "|".join(sorted(WORDS[:-1], key=len, reverse=True))
+        return [list(map(WORDS.index, re.findall(longest, text))) for text in texts]
+
+
+def starts_of(tokenizer: Any, vocab_size: int, texts: Sequence[str]) -> Starts:
+    """All tokens that hold a text, or end with its beginning, by looking at each."""
+    found: Starts = []
+    for text in (text.encode()[:40] for text in texts):
+        for token_id in range(vocab_size):
+            written = tokenizer.token_bytes(token_id)
+            if text in written:
+                found.append((token_id, ()))
+                continue
+            for size in range(1, min(len(text), len(written) + 1)):
+                if written.endswith(text[:size]):
+                    (ids,) = tokenizer.encode_all([text[size:].decode()], False)
+                    found.append((token_id, tuple(ids[:20])))
+    return found
 
 
 def expected(
@@ -65,52 +96,62 @@ def expected(
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("starts", BREAKERS, ids=str)
-def test_the_formula(options: dict[str, Any], starts: Starts) -> None:
+@pytest.mark.parametrize("texts", BREAKERS, ids=str)
+def test_the_formula(options: dict[str, Any], texts: tuple[str, ...]) -> None:
     random, params = np.random.default_rng(1), SamplingParams(**options)
     logits = random.standard_normal(8).astype(np.float32)
+    breakers = Breakers(cast(Tokenizer, Letters()), 8, texts)
+    starts = starts_of(Letters(), 8, texts)
     num_lowered = 0
-    for num_ids in (1, 2, 5):
+    for num_ids in (1, 2, 5, 7):
         tokens = random.integers(0, num_ids, 80).tolist()
-        growing = Dry(params, starts)
-        for length in range(81):
+        growing = Dry(params, breakers, tokens[:3])
+        for length in range(3, 81):
             found = logits.copy()
             growing.lower(found, tokens[:length])
             wanted = expected(logits, tokens[:length], params, starts)
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
             num_lowered += int((found < logits).sum())
             afresh = logits.copy()
-            Dry(params, starts).lower(afresh, tokens[:length])
+            Dry(params, breakers, tokens[:length]).lower(afresh, tokens[:length])
             np.testing.assert_array_equal(found, afresh)
     assert num_lowered > 20
 
 
 def test_a_long_repetition_stays_finite() -> None:
     logits = np.zeros(4, np.float32)
-    Dry(SamplingParams(dry_multiplier=100.0, dry_base=100.0), []).lower(logits, [1] * 3000)
+    params, breakers = SamplingParams(dry_multiplier=100.0, dry_base=100.0), Breakers(None, 4)
+    Dry(params, breakers, []).lower(logits, [1] * 3000)
     assert np.isfinite(logits).all() and logits[1] < -1e30 and not logits[[0, 2, 3]].any()
+
+
+def ends(breakers: Breakers, tokens: list[int]) -> list[tuple[int, int]]:
+    """Of the breakers in `tokens`, where each begins and ends."""
+    found = [(breakers.begin(tokens, end, 0), end) for end in range(1, len(tokens) + 1)]
+    return [(first, end) for first, end in found if first is not None]
 
 
 def test_breakers_of_a_model() -> None:
     """Every way in which tokens write a breaker ends a sequence: tried by decoding texts."""
     tokenizer = Tokenizer.from_model(DEMO_DIRECTORY)
     assert tokenizer is not None
-    breakers = Breakers(tokenizer, tokenizer.vocab_size)
-    colon = breakers.of(SamplingParams(dry_sequence_breakers=(":",)))
-    held = {one for one in range(tokenizer.vocab_size) if b":" in tokenizer.token_bytes(one)}
-    assert held and {head for head, _ in colon} == held and not any(tail for _, tail in colon)
+    size = tokenizer.vocab_size
+    held = [one for one in range(size) if b":" in tokenizer.token_bytes(one)]
+    colon = Breakers(tokenizer, size, (":",))
+    assert held and [one for one in range(size) if ends(colon, [one])] == held
+    assert colon.leave_out(np.arange(size)).tolist() == sorted({*range(size)} - {*held})
     text = "the value"
-    starts = breakers.of(SamplingParams(dry_sequence_breakers=(text,)))
+    breakers, starts = Breakers(tokenizer, size, (text,)), starts_of(tokenizer, size, (text,))
     for before in ("of ", "x", "", "(", "a. "):
         ids = tokenizer.encode(f"{before}{text}", False)
-        ends = [
-            place
+        expected = [
+            (place, place + 1 + len(tail))
             for place, one in enumerate(ids)
             for head, tail in starts
-            if head == one and tuple(ids[place + 1 :]) == tail
+            if head == one and tuple(ids[place + 1 : place + 1 + len(tail)]) == tail
         ]
-        assert ends, (before, ids)
-    assert breakers.of(SamplingParams(dry_sequence_breakers=())) == []
+        assert expected and ends(breakers, ids) == sorted(expected, key=lambda one: one[1])
+    assert not ends(Breakers(tokenizer, size, ()), tokenizer.encode(text))
 
 
 def test_a_breaker_that_begins_within_a_token() -> None:
@@ -118,14 +159,15 @@ def test_a_breaker_that_begins_within_a_token() -> None:
         tokenizers.models.WordLevel({"xab": 0, "cd": 1, "abcd": 2, "zabcdz": 3, "?": 4}, "?")
     )
     backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    starts = Breakers(Tokenizer(backend), 5).of(SamplingParams(dry_sequence_breakers=("abcd",)))
-    assert sorted(starts) == [(0, (1,)), (2, ()), (3, ())]
+    breakers = Breakers(Tokenizer(backend), 5, ("abcd",))
+    assert ends(breakers, [0, 1, 4, 2, 0, 0, 4, 1, 3, 0]) == [(0, 2), (3, 4), (8, 9)]
 
 
 def test_a_model_without_a_tokenizer() -> None:
-    assert Breakers(None, 5).of(SamplingParams(dry_multiplier=1.0)) == []
+    defaults = SamplingParams().dry_sequence_breakers
+    assert not ends(Breakers(None, 5, defaults), [1, 2])
     with pytest.raises(UsageError, match=r"has no tokenizer.*leave out dry_sequence_breakers"):
-        Breakers(None, 5).of(SamplingParams(dry_sequence_breakers=("a",)))
+        Breakers(None, 5, ("a",))
 
 
 def test_whole_answers(tiny: Tiny) -> None:
@@ -143,9 +185,8 @@ def test_whole_answers(tiny: Tiny) -> None:
         again = start(driver, replace(request, request_id="in a batch")).end()
         assert again.ids == found
         assert not any(isinstance(other.end(), Exception) for other in others)
-        starts = driver.generator.breakers.of(sampling)
     for place, token in enumerate(found):
         tokens = [*prompt, *found[:place]]
-        weighed = expected(reference_logits(checkpoint.path, tokens)[-1], tokens, sampling, starts)
+        weighed = expected(reference_logits(checkpoint.path, tokens)[-1], tokens, sampling, [])
         assert weighed[token] >= weighed.max() - 1e-3
     assert found != plain

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hotcold.actors.attention import kept_pages as kept_pages_module
 from hotcold.actors.attention.kept_pages import FOLDER, KeptPages
 from hotcold.actors.driver import service_page_store
 from hotcold.actors.driver.service_page_store import ServicePageStore
@@ -379,6 +380,85 @@ def test_a_session_waits_for_what_is_being_filled(model: Path) -> None:
     assert not opening.is_alive() and found[0] < 8  # it ends after the pages it has begun
     assert kept.load(b"second", keys, at(*range(8, 16))) == 8
     kept.close()
+
+
+def test_pages_are_loaded_while_the_disk_syncs(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays, pause = cache(21), Pause()
+    kept = kept_pages(model, arrays)
+    kept.open(b"first", ONE)
+    kept.save(b"first", [], [key(1)], at(1))
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: pause())
+    saving = threading.Thread(target=kept.save, args=(b"first", [], [key(2)], at(2)))
+    saving.start()
+    assert pause.begun.wait(60)
+    found: list[int] = []
+    loading = threading.Thread(
+        target=lambda: found.append(kept.load(b"first", [key(2), key(1)], at(5, 6)))
+    )
+    loading.start()
+    loading.join(60)
+    assert found == [2] and saving.is_alive()
+    assert all((array[:, 5:7] == array[:, [2, 1]]).all() for array in arrays)
+    pause.may_end.set()
+    saving.join(60)
+    kept.close()
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev", "fdatasync", "posix_fallocate", "ftruncate"])
+def test_a_disk_that_hangs_turns_the_file_off(
+    model: Path,
+    stores: Make,
+    call: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whatever is asked is answered, once after a while; nothing that hung changes a page later."""
+    for name in ("_LONGEST_LOAD_S", "_LONGEST_OPEN_S", "_LONGEST_SAVE_S"):
+        monkeypatch.setattr(kept_pages_module, name, 0.3)
+    arrays = cache(22)
+    services = Services(kept_pages(model, arrays))
+    store = stores(services)
+    store.reopen(ONE)
+    save_all(store, {1: 1})
+    pause, do = Pause(), getattr(os, call)
+
+    def hang(*arguments: Any) -> Any:
+        pause()
+        return do(*arguments)
+
+    monkeypatch.setattr(os, call, hang)
+    if call == "preadv":
+        before = [array.copy() for array in arrays]
+        assert store.load([key(1)], at(7)) == 0
+    elif call == "ftruncate":
+        store.reopen(ONE, anew=True)
+    else:
+        save_all(store, {2: 2})
+    assert pause.begun.is_set()
+    for _ in range(2):
+        assert store.load([key(1)], at(8)) == 0
+        save_all(store, {3: 3})
+        store.reopen(ONE)
+    assert "does not answer, so no prefix is kept on disk any more" in store.note
+    assert [record.message for record in caplog.records] == [store.note]
+    services.kept[0].close()
+    if call != "preadv":
+        for array in arrays:
+            array[:, 2] = 99  # another prompt's
+    pause.may_end.set()
+    monkeypatch.setattr(os, call, do)
+    if call == "preadv":
+        assert wait_until(lambda: not services.kept[0]._num_loading)
+        assert all((one == other).all() for one, other in zip(arrays, before, strict=True))
+    assert wait_until(lambda: services.kept[0]._on_disk.acquire(blocking=False))
+    services.kept[0]._close_file()
+    later = kept_pages(model, cache())
+    assert later.open(b"later", ONE).keys <= {key(1), key(2)}
+    if later.load(b"later", [key(2)], at(2)):  # what was saved before the disk hung
+        assert not all((array[:, 2] == 99).all() for array in later._flat)
+    later.close()
 
 
 def test_what_may_be_wrong_is_dropped(model: Path, stores: Make) -> None:

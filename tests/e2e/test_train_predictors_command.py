@@ -257,6 +257,41 @@ def test_an_unwritable_place(run: Run, small: Path, tmp_path: Path) -> None:
     assert found[0] == 1 and "cannot be written" in found[2] and len(found[2].splitlines()) == 1
 
 
+def test_worse_predictors_displace_none(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that came with the model stay in use until there are better ones."""
+    model, own = make_tiny("llama-relu", tmp_path / "model"), tmp_path / "own"
+    add_tokenizer(model)
+    write_random_inputs(model, artifact_path(model, "inputs.safetensors"))
+    words = "train-predictors", model, "--kind", "sign"
+    assert last_line(run(*words, "--json"))["target_recall"] == 0.98
+    shipped = predictors_path(model, "sign")
+    monkeypatch.setenv("HOTCOLD_ARTIFACTS", str(own))
+    for recall in ("0.9", "0.98"):
+        status, out, _ = run(*words, "--recall", recall)
+        assert status == 0 and out.splitlines()[-1].startswith(f"{shipped}: stays in use")
+        (made,) = own.glob("*/*")
+        assert f"--predictors {made}" in out
+        shutil.copy(made, made.with_name("predictors-sign-q8.safetensors"))
+        is_equal = recall == "0.98"
+        assert (predictors_path(model, "sign", "q8") != shipped) == is_equal
+        made.with_name("predictors-sign-q8.safetensors").unlink()
+        system = prepare_system(model, SystemOptions(mode="sign"))[0]
+        assert system.predictors_path == str(shipped.resolve())
+    status, out, _ = run(*words, "--recall", "0.99")
+    last = f"used from now on in place of {shipped}; remove the new file to go back"
+    assert status == 0 and out.splitlines()[-1] == last
+    better = predictors_path(model, "sign")
+    assert own in better.parents
+    found = last_line(run(*words, "--json"))
+    assert found["target_recall"] == 0.99 and found["path"] == str(better)
+    better.write_bytes(b"damaged")
+    assert predictors_path(model, "sign") == shipped
+    better.unlink()
+    assert predictors_path(model, "sign") == shipped
+
+
 @pytest.fixture(scope="module")
 def small_predictors(small: Path) -> Path:
     assert main(["train-predictors", str(small), "--kind", "sign"]) == 0

@@ -20,6 +20,7 @@ from tests.conftest import TinyCheckpoint
 LOGPROBS = tuple(TokenLogprob(n, -0.1 * n, ((n, -0.1 * n), (7, -2.5))) for n in range(4))
 ANSWER = Answer((0, 1, 2, 3), LOGPROBS, "text of it", "stop", LOGPROBS[:2], (0.5, 0.25))
 NEXT = TokenLogprob(3, LOGPROBS[3].logprob and LOGPROBS[3].logprob * (1 + 2**-52), ())
+ELSE = TokenLogprob(3, LOGPROBS[3].logprob, ((3, -0.3), (7, -2.5000000001)))
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ NEXT = TokenLogprob(3, LOGPROBS[3].logprob and LOGPROBS[3].logprob * (1 + 2**-52
         {"ids": (0, 1, 2)},
         {"logprobs": (*LOGPROBS[:3], NEXT)},
         {"logprobs": LOGPROBS[:3]},
-        {"logprobs": (*LOGPROBS[:3], replace(LOGPROBS[3], top=((3, -0.3), (7, -2.5000000001))))},
+        {"logprobs": (*LOGPROBS[:3], ELSE)},
         {"text": "text of"},
         {"finish_reason": "length"},
         {"prompt_logprobs": LOGPROBS[1:3]},

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import re
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 from fastapi.routing import APIRoute
@@ -23,6 +26,7 @@ from hotcold.actors.protocol.messages import (
     Generation,
     SystemConfig,
     TokenEvent,
+    TokenLogprob,
 )
 from hotcold.model.errors import PromptTooLongError, ServiceError
 from hotcold.model.files.locate import DEMO_DIRECTORY
@@ -103,6 +107,35 @@ def ask(
             return await http.get(path)
 
     return asyncio.run(send()), backend
+
+
+@pytest.mark.parametrize(("num_prompts", "echo"), [(1000, True), (1000, False), (100, True)])
+def test_logprobs_of_many_answers(num_prompts: int, echo: bool) -> None:
+    """They are refused before anything runs, or end the request once they are too many."""
+    scored = TokenLogprob(7, -0.5, [(n, -0.5 * n) for n in range(20)])
+    part = TokenEvent("a", None, 1, (scored,) * 100)
+    client = Client(part if num_prompts > 100 else TokenEvent("a", None, 1), END)
+    prompts = [[5] * 120] * num_prompts
+    asked: dict[str, Any] = {"prompt": prompts, "logprobs": 20, "echo": echo, "max_tokens": 5}
+    response, backend = ask(client, **asked)
+    assert backend.num_active == 0
+    if num_prompts == 100:
+        assert response.status_code == 200 and client.num_submitted == 100
+        return
+    assert response.status_code == 400
+    assert "too many logprobs for one request" in response.json()["error"]["message"]
+    assert client.num_submitted == 0 if echo else 700 < client.num_submitted < 1000
+
+
+def test_a_tokens_logprobs_are_counted() -> None:
+    ids = np.arange(20) + 100_000
+    tracemalloc.start()
+    held = [TokenLogprob(n, -0.5 * n, [(int(one), -0.25 * n) for one in ids]) for n in range(1000)]
+    num_bytes = tracemalloc.get_traced_memory()[0] / len(held)
+    tracemalloc.stop()
+    assert num_bytes < 1.2 * held[0].num_bytes < 600
+    assert held[3].top == tuple((n, -0.75) for n in ids.tolist())
+    assert pickle.loads(pickle.dumps(held)) == held
 
 
 LONG = [{"role": "user", "content": "a " * (1 << 20)}]

@@ -13,7 +13,13 @@ from typing import Any, Protocol, TypeVar
 
 from hotcold.actors.client import AsyncClient
 from hotcold.actors.driver.prompts import Prompts
-from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig, TokenEvent
+from hotcold.actors.protocol.messages import (
+    GenerateRequest,
+    Generation,
+    SystemConfig,
+    TokenEvent,
+    TokenLogprob,
+)
 from hotcold.actors.system import System
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import PromptError, ServiceError
@@ -29,6 +35,7 @@ _Found = TypeVar("_Found")
 _MAX_THREADS = 4
 LOADED, LOADING, NOT_LOADED = "loaded", "loading", "not loaded"
 _MAX_ANSWERS = 2048  # to one HTTP request
+_MAX_LOGPROBS_BYTES = 32 << 20  # of all answers to it; as JSON they take about ten times as much
 
 
 @dataclass(frozen=True)
@@ -265,6 +272,7 @@ class Answers:
         self._num_places = min(count, backend.num_parallel)
         self._num_unread = count
         self._is_stopped = False
+        self._logprobs_bytes = 0  # of prompts and answers until now
         backend.num_active += self._num_places
         backend.used_at = self._started
 
@@ -282,6 +290,8 @@ class Answers:
             async with asyncio.timeout_at(self.deadline):
                 limited = [self._backend.limited(request) for request in await make()]
                 self.requests = [replace(one, cache_salt=of_client(one)) for one in limited]
+                if len(limited) > 1:
+                    self._add_logprobs(sum(map(_prompt_logprobs_bytes, limited)))
                 self._client = await self._backend.ready()
                 async with asyncio.TaskGroup() as group:
                     for _ in range(self._num_places):
@@ -354,13 +364,28 @@ class Answers:
             return
         if isinstance(event, BaseException) or event.result is not None:
             self._leave(index)
-        if not isinstance(event, BaseException):
+        if isinstance(event, TokenEvent):
             self._count(index, event)
             if event.result is not None and self._unsubmitted and self._client is not None:
                 task = asyncio.create_task(self._submit_later(self._client))
                 self._submitting.add(task)
                 task.add_done_callback(self._submitting.discard)
+            try:
+                self._add_logprobs(sum(one.num_bytes for one in event.logprobs))
+            except ApiError as error:
+                event = error
         self._events.put_nowait((index, event))
+
+    def _add_logprobs(self, num_bytes: int) -> None:
+        """Count logprobs of several answers. Errors: ApiError 400 for more than are held."""
+        self._logprobs_bytes += num_bytes
+        if len(self.requests) > 1 and self._logprobs_bytes > _MAX_LOGPROBS_BYTES:
+            raise ApiError(
+                400,
+                "the answers have too many logprobs for one request; send several with fewer "
+                "prompts, choices, tokens or logprobs a token",
+                param="logprobs",
+            )
 
     def _leave(self, index: int) -> None:
         """Mark one as ended; its place goes to the next one, if one waits."""
@@ -382,3 +407,10 @@ class Answers:
             metrics.add_result(event.result, now - self._started)
             if speed := event.result.decode_tokens_per_s:
                 self._backend.tokens_per_s = speed
+
+
+def _prompt_logprobs_bytes(request: GenerateRequest) -> int:
+    if request.num_prompt_logprobs is None:
+        return 0
+    first = TokenLogprob(0, None, [(0, 0.0)] * request.num_prompt_logprobs)
+    return first.num_bytes * len(request.prompt_ids or ())

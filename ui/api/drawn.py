@@ -18,13 +18,13 @@ from hotcold.model.parameters import (
 from hotcold.model.sampling import PARAMETERS, SamplingParams
 from hotcold.ui.api.fields import Request
 
-_MAX_STOPS = 64
+_MAX_STOP_IDS = 64
 _MAX_BIASES = 1024
 
 # Lists stop at the first wrong item: each would be an error otherwise.
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-_StopText = Annotated[str, Field(min_length=1, max_length=1000)]
-_StopTexts = Annotated[list[_StopText], Field(max_length=_MAX_STOPS, fail_fast=True)]
+_StopText = Annotated[str, Field(min_length=1, max_length=Texts.most_characters)]
+_StopTexts = Annotated[list[_StopText], Field(max_length=Texts.most, fail_fast=True)]
 
 
 def _are_biases(given: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def _values(kind: Kind) -> Any:
         case Texts():
             return _StopText | _StopTexts
         case TokenIds():
-            return Annotated[list[TokenId], Field(max_length=_MAX_STOPS, fail_fast=True)]
+            return Annotated[list[TokenId], Field(max_length=_MAX_STOP_IDS, fail_fast=True)]
         case Biases():
             biases = Annotated[dict[str, Any], Field(max_length=_MAX_BIASES)]
             return Annotated[biases, AfterValidator(_are_biases)]

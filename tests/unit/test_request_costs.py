@@ -1,0 +1,220 @@
+"""What a request's options cost the engine's thread, each at its limits, after 30,000 tokens.
+
+Of the thread's own time, the least of several tokens, so a busy machine changes nothing. The
+bound is far above what any takes, and far below what a cost that grows too fast has there.
+"""
+
+from __future__ import annotations
+
+import string
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from hotcold.actors.driver.dry import Breakers, Dry
+from hotcold.actors.driver.logits_processors import Grammars, Penalties
+from hotcold.actors.driver.outputs import AnswerLogprobs, PromptLogprobs, StopStrings
+from hotcold.actors.driver.token_sampler import TokenSampler
+from hotcold.actors.protocol.messages import Grammar
+from hotcold.model.errors import UsageError
+from hotcold.model.parameters import Texts
+from hotcold.model.sampling import PARAMETERS, SamplingParams
+from hotcold.model.text.tokenizer import Tokenizer
+
+LENGTH, VOCAB = 30_000, 32_000
+LONGEST_MS, LONGEST_START_S = 4.0, 2.0
+Cost = Callable[[list[int]], Callable[[int], object]]  # of a prompt: what each later token costs
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """Byte-level, of tokens that end in all beginnings of a run of letters."""
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    words = [*sorted(letters), *("a" * size for size in range(2, 45))]
+    words += [f"{one}{other}" for one in string.ascii_letters for other in string.ascii_letters]
+    vocab = {word: place for place, word in enumerate(dict.fromkeys(words))}
+    merges = [("a" * (size - 1), "a") for size in range(2, 45)]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<s>"])
+    return Tokenizer(backend)
+
+
+def texts(size: int) -> tuple[str, ...]:
+    """As many as a request may have, with one beginning."""
+    ends = string.ascii_letters[1:] + string.digits
+    return tuple(f"{'a' * (size - 2)}{ends[i % 61]}{ends[i // 61]}" for i in range(Texts.most))
+
+
+def logits() -> np.ndarray:
+    return np.random.default_rng(3).standard_normal(VOCAB).astype(np.float32)
+
+
+def dry(**options: Any) -> Cost:
+    params = SamplingParams(dry_multiplier=1.0, **options)
+
+    def begin(tokens: list[int]) -> Callable[[int], object]:
+        breakers = Breakers(tokenizer(), VOCAB, params.dry_sequence_breakers)
+        one, found = Dry(params, breakers, tokens), logits()
+
+        def step(token_id: int) -> None:
+            tokens.append(token_id)
+            one.lower(found.copy(), tokens)
+
+        return step
+
+    return begin
+
+
+def penalties(**options: Any) -> Cost:
+    def begin(tokens: list[int]) -> Callable[[int], object]:
+        one, found = Penalties(SamplingParams(**options), 0), logits()
+
+        def step(token_id: int) -> None:
+            tokens.append(token_id)
+            one.applied(found, tokens)
+
+        return step
+
+    return begin
+
+
+def drawn(**options: Any) -> Cost:
+    def begin(tokens: list[int]) -> Callable[[int], object]:
+        sampler, found = TokenSampler(SamplingParams(**{"temperature": 1.5, **options})), logits()
+        return lambda token_id: sampler.draw(found)
+
+    return begin
+
+
+def stopped(stop: tuple[str, ...], text: str) -> Cost:
+    def begin(tokens: list[int]) -> Callable[[int], object]:
+        machine = StopStrings(stop)
+        for _ in range(len(tokens) // 10):
+            machine.push(text)
+        return lambda token_id: machine.push(text)
+
+    return begin
+
+
+def decoded(token_id: int) -> Cost:
+    def begin(tokens: list[int]) -> Callable[[int], object]:
+        stream = tokenizer().stream_decoder(tokens)
+        for _ in range(3000):
+            stream.push(token_id)
+        return lambda _: stream.push(token_id)
+
+    return begin
+
+
+def scored(num_top: int) -> Cost:
+    def begin(tokens: list[int]) -> Callable[[int], object]:
+        answers, found = AnswerLogprobs(num_top), logits()
+        prompt = PromptLogprobs(tokens[:100], num_top)
+        places = iter(range(99))
+
+        def step(token_id: int) -> None:
+            answers.add(found, token_id, None)
+            prompt.add(next(places), found)
+
+        return step
+
+    return begin
+
+
+def held(kind: Any, text: str, written: str) -> Cost:
+    def begin(tokens: list[int]) -> Callable[[int], object]:
+        vocab = tokenizer().vocab_size
+        constraint = Grammars(tokenizer(), vocab, [vocab - 1]).constraint(Grammar(kind, text))
+        found, ids = logits()[:vocab], iter(tokenizer().encode(written * 400, False))
+
+        def step(token_id: int) -> None:
+            constraint.masked(found)
+            constraint.accept(next(ids))
+
+        return step
+
+    return begin
+
+
+MANY_BIASES = dict.fromkeys(range(VOCAB), -1.0)
+ALL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+COSTS: dict[str, list[Cost]] = {
+    "dry_multiplier": [dry()],
+    "dry_base": [dry(dry_base=1.0), dry(dry_base=100.0)],
+    "dry_allowed_length": [dry(dry_allowed_length=0)],
+    "dry_penalty_last_n": [dry(dry_penalty_last_n=LENGTH - 1)],
+    "dry_sequence_breakers": [
+        dry(dry_sequence_breakers=texts(40)),
+        dry(dry_sequence_breakers=texts(Texts.most_characters)),
+        dry(dry_sequence_breakers=tuple(string.ascii_lowercase[1:])),
+    ],
+    "repeat_penalty": [penalties(repeat_penalty=1.5, repeat_last_n=-1)],
+    "presence_penalty": [penalties(presence_penalty=1.0, repeat_last_n=-1)],
+    "frequency_penalty": [penalties(frequency_penalty=1.0, repeat_last_n=-1)],
+    "repeat_last_n": [penalties(repeat_penalty=1.5, repeat_last_n=LENGTH // 2)],
+    "logit_bias": [penalties(logit_bias=MANY_BIASES)],
+    "stop": [
+        stopped(texts(Texts.most_characters), "aaaa"),
+        stopped(texts(Texts.most_characters), "aaab"),
+        stopped(("a" * 500 + "c", "b" * 1000), "aabb"),
+    ],
+    "temperature": [drawn(**ALL)],
+    "top_k": [drawn(**ALL | {"top_k": VOCAB - 1})],
+    "top_p": [drawn(**ALL | {"top_p": 0.9999})],
+    "min_p": [drawn(**ALL | {"min_p": 1e-6})],
+    "top_n_sigma": [drawn(**ALL, top_n_sigma=100.0)],
+    "typical_p": [drawn(**ALL, typical_p=0.9999)],
+    "xtc_probability": [drawn(**ALL, xtc_probability=1.0)],
+    "xtc_threshold": [drawn(**ALL, xtc_probability=1.0, xtc_threshold=0.0)],
+    "mirostat": [drawn(mirostat=1), drawn(mirostat=2)],
+    "mirostat_tau": [drawn(mirostat=2, mirostat_tau=100.0)],
+    "mirostat_eta": [drawn(mirostat=1, mirostat_eta=100.0)],
+    "logprobs": [scored(20)],
+    "grammar": [
+        held("regex", "(.*a.{18}b)|(.*b.{17}a).*", "ab "),
+    ],
+    "text without end": [decoded(tokenizer().vocab_size - 1), decoded(tokenizer().vocab_size)],
+}
+# What is read once, and costs the same whatever its value.
+PLAIN = {
+    "max_tokens", "seed", "ignore_eos", "penalize_prompt", "stop_token_ids", "min_tokens",
+    "include_stop_str_in_output", "repetition_penalty",
+}  # fmt: skip
+
+
+def test_all_parameters_are_here() -> None:
+    assert set(PARAMETERS) <= COSTS.keys() | PLAIN
+
+
+@pytest.mark.parametrize("kind", ["one token", "random"])
+@pytest.mark.parametrize("name", COSTS)
+def test_the_cost_of_a_token(name: str, kind: str) -> None:
+    random = np.random.default_rng(0).integers(0, tokenizer().vocab_size, LENGTH).tolist()
+    for cost in COSTS[name]:
+        tokens = random if kind == "random" else [tokenizer().token_id("a") or 0] * LENGTH
+        cost(tokens[:9])(tokens[9])  # compiles
+        began_s = time.thread_time()
+        step = cost(list(tokens))
+        start_s, took_ms = time.thread_time() - began_s, []
+        for token_id in tokens[:12]:
+            began_s = time.thread_time()
+            step(token_id)
+            took_ms.append((time.thread_time() - began_s) * 1e3)
+        assert sorted(took_ms)[len(took_ms) // 2] < LONGEST_MS and start_s < LONGEST_START_S
+
+
+def test_an_ambiguous_grammar_ends() -> None:
+    """Each of its tokens takes longer than the one before."""
+    step = held("lark", 'start: e\ne: e e | "a" | e e e | ""\n', "a")([])
+    began_s = time.thread_time()
+    with pytest.raises(UsageError, match="takes too long"):
+        for _ in range(200):
+            step(0)
+    assert time.thread_time() - began_s < LONGEST_START_S
