@@ -42,15 +42,6 @@ class TupleByAddress(types.NamedTuple):  # type: ignore[misc]
         rebuild, (make, arguments, state) = super().__reduce__()
         return rebuild, (make, arguments, state | {"_hash": 0})  # hashes are a process's own
 
-    @property
-    def mangling_args(self) -> tuple[str, tuple[()]]:
-        """Its part of a symbol's name, which stands at each call: short, for thousands of letters.
-
-        See numba.core.types.
-        """
-        digest = hashlib.sha256(self.name.encode()).hexdigest()[:16]
-        return f"{self.instance_class.__name__}{digest}", ()
-
 
 @register_default(TupleByAddress)
 class _Model(StructModel):  # type: ignore[misc]

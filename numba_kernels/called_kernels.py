@@ -16,6 +16,7 @@ sixth of the work. What makes arrays has `_nrt=True`; it may not return any to w
 This leans on parts of Numba that are its own (`numba_kernels.numba_parts`).
 """
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,13 +32,20 @@ from numba.extending import overload
 from numba.np import arrayobj
 
 from hotcold.numba_kernels.by_address import num_arrays
-from hotcold.numba_kernels.kernel_cache import being_compiled, is_called
+from hotcold.numba_kernels.kernel_cache import (
+    being_compiled,
+    is_called,
+    read_no_more,
+    reads_kept,
+)
 
 _PACKAGE = f"{__package__}."
 # How code is kept, beside Numba's own "object" and "bitcode".
 _CALLED, _WHOLE = "called functions", "whole program"
 _ENTRY = "_ZN7cpython"  # so the names of entries for Python begin
 _OWN_ENTRY = f"{_ENTRY}7hotcold"  # which no kernel of others links
+_SHARED = llvm.Linkage.external, llvm.Linkage.linkonce_odr  # by modules that are linked
+_with_variants: weakref.WeakSet[Any] = weakref.WeakSet()
 _waiting: dict[str, Any] = {}  # environments (what raising needs) of functions without machine code
 
 
@@ -48,18 +56,20 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
     and that of all that it reaches. Only what has an entry links them, once.
     """
 
-    _code: tuple[bytes, ...] = ()  # the function's own first; nothing where it has an entry
+    _code: dict[str, bytes] | None = None  # by function, its own first; none of an entry
     _was_asked_for = False  # its address, so there is machine code, too
     _bitcode = b""  # of what has an entry and is not ours, until somebody links it
 
     def finalize(self) -> None:
         """See numba.core.codegen."""
         self._raise_if_finalized()
-        callees = dict.fromkeys(code for each in self._linking_libraries for code in _code_of(each))
+        code = _code_by_name(self._final_module)
+        own = set(code.values())
         for each in self._linking_libraries:
+            _add_code(code, _code_of(each))
             self._reload_init.update(each._reload_init)
         if any(map(_is_entry, self._final_module.functions)):
-            self._link(callees)
+            self._link(dict.fromkeys(each for each in code.values() if each not in own))
             self._linking_libraries.clear()
             super().finalize()
             return
@@ -67,8 +77,7 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
         for each in self._linking_libraries:
             self._dynamic_globals += each._dynamic_globals
         self._linking_libraries.clear()
-        self._code = self._final_module.as_bitcode(), *callees
-        self._finalized = True
+        self._code, self._finalized = code, True
 
     def _link(self, callees: Iterable[bytes]) -> None:
         """Add this code to the module: defined more than once, to be inlined, unused to be removed.
@@ -78,7 +87,7 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
         for each in callees:
             module = llvm.parse_bitcode(each)
             for function in _defined(module):
-                if function.linkage in (llvm.Linkage.external, llvm.Linkage.linkonce_odr):
+                if function.linkage in _SHARED:
                     function.linkage = "weak_odr"
             self._final_module.link_in(module)
         for function in _defined(self._final_module):
@@ -93,9 +102,16 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
             passes.run(function, builder)
 
     def _optimize_final_module(self) -> None:
-        """Numba runs a cheap round before, for references that are counted."""
+        """Numba runs a cheap round before, for references that are counted.
+
+        What is left of others' functions is this library's alone: in a process one name is one
+        place in memory, whoever came first.
+        """
         passes, builder = self._codegen._module_pass_manager()
         passes.run(self._final_module, builder)
+        for function in _defined(self._final_module):
+            if function.linkage == llvm.Linkage.linkonce_odr:
+                function.linkage = "internal"
 
     def _finalize_final_module(self) -> None:
         super()._finalize_final_module()
@@ -103,17 +119,18 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
 
     def link_called(self) -> None:
         """Make a whole module of a called function and all that it reaches, optimized."""
-        self._final_module = llvm.parse_bitcode(self._code[0])
+        own, *callees = dict.fromkeys((self._code or {}).values())
+        self._final_module = llvm.parse_bitcode(own)
         self._was_asked_for = True
-        self._link(self._code[1:])
+        self._link(callees)
         self._optimize_final_module()
 
     def get_pointer_to_function(self, name: str) -> int:
         """See numba.core.codegen."""
         self._ensure_finalized()
         if self._code and not self._was_asked_for and not name.startswith(_ENTRY):
-            module = llvm.parse_bitcode(self._code[0])
-            if name in {each.name for each in _defined(module)}:
+            own = next(iter(self._code.values()))
+            if self._code.get(name) == own:
                 self.link_called()
                 self._finalize_final_module()
         return int(super().get_pointer_to_function(name))
@@ -142,7 +159,7 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
             return super()._unserialize(codegen, state)
         self = codegen.create_library(name)
         if kind == _CALLED:
-            self._code = tuple(_known.setdefault(each, each) for each in data)
+            self._code = {name: _known.setdefault(code, code) for name, code in data.items()}
             self._finalized = self._disable_inspection = True
             return self
         machine_code, self._bitcode, defined = data
@@ -156,9 +173,26 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
 _known: dict[bytes, bytes] = {}  # bitcode that was read
 
 
-def _code_of(library: Any) -> tuple[bytes, ...]:
-    code: tuple[bytes, ...] = getattr(library, "_code", ())
-    return code or (library._get_module_for_linking().as_bitcode(),)
+class TwoBodiesError(BaseException):
+    """Two functions have one name. No Exception: Numba would make errors of the source of those."""
+
+
+def _add_code(known: dict[str, bytes], more: dict[str, bytes]) -> None:
+    """Errors: TwoBodiesError."""
+    for name, code in more.items():
+        if known.setdefault(name, code) != code:
+            raise TwoBodiesError(name)
+
+
+def _code_of(library: Any) -> dict[str, bytes]:
+    """The code of each function that it defines or reaches."""
+    code: dict[str, bytes] | None = getattr(library, "_code", None)
+    return code or _code_by_name(library._get_module_for_linking())
+
+
+def _code_by_name(module: Any) -> dict[str, bytes]:
+    code = module.as_bitcode()
+    return {each.name: code for each in _defined(module) if each.linkage in _SHARED}
 
 
 def _defined(module: Any) -> list[Any]:
@@ -214,21 +248,38 @@ def compile_called_kernels() -> None:
     get_call_template = Dispatcher.get_call_template
     infer = NopythonTypeInference.run_pass
 
+    def compile_or_refuse(self: Any, sig: Any) -> None:
+        """What others have compiled is used as far as each name stands for one function."""
+        try:
+            compile_function(self, sig)
+        except TwoBodiesError as problem:
+            if is_called():
+                raise
+            if not reads_kept():
+                raise RuntimeError(f"two functions are named {problem}") from None
+            read_no_more()
+            for each in _with_variants:
+                each.variants = {key: made for key, made in each.variants.items() if not key[1]}
+            compile_or_refuse(self, sig)
+
     def compile_variant(self: Any, sig: Any) -> Any:
         """Compile for Python or for a caller; each has what was compiled for it."""
         args = tuple(normalize_signature(sig)[0])
         with global_compiler_lock:
             being_compiled.append(self)
             try:
-                known, key = self.__dict__.setdefault("variants", {}), (args, is_called())
-                if key not in known:
+                if not hasattr(self, "variants"):
+                    self.variants = {}
+                    _with_variants.add(self)
+                key = args, is_called()
+                if key not in self.variants:
                     self.overloads.pop(args, None)
-                    compile_function(self, sig)
-                    known[key] = self.overloads[args]
+                    compile_or_refuse(self, sig)
+                    self.variants[key] = self.overloads[args]
             finally:
                 being_compiled.pop()
-            self.overloads[args] = known[key]  # which callers ask for what they call
-            return known[key].entry_point
+            found = self.overloads[args] = self.variants[key]  # callers ask for what they call
+            return found.entry_point
 
     def call_template(self: Any, args: Any, kws: Any) -> Any:
         """Numba's, by which calls of kernels by kernels find their types."""

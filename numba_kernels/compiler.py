@@ -4,11 +4,19 @@ Importing Numba takes half a second. What only reads headers, counts bytes or ch
 `formats` and `checks` alone, and so never comes here.
 """
 
-import numba
 from numba import njit as njit
 
-from hotcold.numba_kernels.numba_parts import has_cache_parts, has_compiling_parts, use_numbas_cache
+from hotcold.numba_kernels.numba_parts import (
+    has_cache_parts,
+    has_compiling_parts,
+    has_naming_parts,
+    use_numbas_cache,
+)
 
+if has_naming_parts():
+    from hotcold.numba_kernels.content_names import name_by_content
+
+    name_by_content()
 if has_compiling_parts():
     from hotcold.numba_kernels.called_kernels import compile_called_kernels
 
@@ -16,16 +24,6 @@ if has_compiling_parts():
 if has_cache_parts():
     from hotcold.numba_kernels.one_compiler import share_compilers
 
-    numba.config.CACHE_LOCATOR_CLASSES = ",".join(  # type: ignore[attr-defined]
-        [
-            "hotcold.numba_kernels.one_compiler.SourceHashLocator",
-            "UserProvidedCacheLocator",
-            "InTreeCacheLocator",
-            "UserWideCacheLocator",
-            "IPythonCacheLocator",
-            "ZipCacheLocator",
-        ]
-    )
     share_compilers()
 else:
     use_numbas_cache()

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,6 +21,7 @@ from typing import Any
 
 import llvmlite
 import numba
+import numpy as np
 
 from hotcold.numba_kernels.own_cache import cache_home, own_folder
 
@@ -31,6 +33,7 @@ _IMPORT = re.compile(
 )
 _DAY_S = 24 * 3600
 _MAX_UNUSED_DAYS = 30
+_reads_kept = True
 being_compiled: list[Any] = []  # functions, each for the one before it: `called_kernels` notes them
 
 
@@ -62,7 +65,7 @@ def _remove_unused(parent: Path, since: float) -> None:
 
 @functools.cache
 def sources_digest() -> str:
-    """16 characters that change with any source of this package, or with Numba's version."""
+    """16 characters that change with any source of this package, with Numba and with Python."""
     return _digest(sorted(_PACKAGE.rglob("*.py")))
 
 
@@ -82,7 +85,8 @@ def _folder_name(source: Path) -> str:
 
 
 def _digest(sources: list[Path]) -> str:
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    versions = sys.version, *(each.__version__ for each in (numba, llvmlite, np))
+    digest = hashlib.sha256(repr(versions).encode())
     for source in sources:
         digest.update(source.relative_to(_PACKAGE).as_posix().encode())
         digest.update(_read(source)[0])
@@ -111,6 +115,17 @@ def _imported(text: str) -> Iterator[Path]:
 def is_ours(py_file: str) -> bool:
     """Whether it is a source of this package."""
     return _PACKAGE in Path(py_file).resolve().parents
+
+
+def reads_kept() -> bool:
+    """Whether this process uses what others have compiled."""
+    return _reads_kept
+
+
+def read_no_more() -> None:
+    """Let this process compile all that it needs, and keep it in the place of what is kept."""
+    global _reads_kept
+    _reads_kept = False
 
 
 def is_called() -> bool:

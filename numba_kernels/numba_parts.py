@@ -22,14 +22,20 @@ _NEWEST = (0, 68)  # what compiling leans on was not tried with a later one
 _CORE = "numba.core."
 
 # Each with the names of its arguments, None where it is no function.
+_NAMING = {
+    "base:BaseContext.mangler": "self name types abi_tags uid",
+    "bytecode:FunctionIdentity.from_function": "pyfunc",
+}
 _CACHE = {
     "compiler_lock:global_compiler_lock": None,
-    "caching:UserProvidedCacheLocator.__init__": "self py_func py_file",
     "caching:NullCache": None,
-    "caching:FunctionCache.__init__": "self py_func",
-    "caching:FunctionCache.load_overload": "self sig target_context",
-    "caching:FunctionCache.save_overload": "self sig data",
-    "caching:FunctionCache._index_key": "self sig codegen",
+    "codegen:JITCPUCodegen.magic_tuple": "self",
+    "codegen:JITCodeLibrary.has_dynamic_globals": None,
+    "compiler:CompileResult._reduce": "self",
+    "compiler:CompileResult._rebuild": "target_context libdata fndesc env signature objectmode"
+    " lifted typeann reload_init referenced_envs",
+    "serialize:dumps": "obj",
+    "sigutils:normalize_signature": "sig",
     "dispatcher:FunctionCache": None,
     "dispatcher:Dispatcher.compile": "self sig",
 }
@@ -65,7 +71,6 @@ _COMPILING = {
     "pythonapi:NativeValue.__init__": "self value is_error cleanup",
     "pythonapi:unbox": None,
     "registry:cpu_target": None,
-    "sigutils:normalize_signature": "sig",
     "targetconfig:TargetConfig.values": "self",
     "event:start_event": "kind data",
     "event:end_event": "kind data exc_details",
@@ -76,9 +81,14 @@ _COMPILING = {
 }
 
 
+def has_naming_parts() -> bool:
+    """Whether `numba_kernels.content_names` works with this Numba."""
+    return all(_is_as_tried(*part) for part in _NAMING.items())
+
+
 def has_cache_parts() -> bool:
     """Whether `numba_kernels.one_compiler` works with this Numba."""
-    return all(_is_as_tried(*part) for part in _CACHE.items())
+    return has_naming_parts() and all(_is_as_tried(*part) for part in _CACHE.items())
 
 
 def has_compiling_parts() -> bool:
@@ -101,9 +111,12 @@ def _is_as_tried(name: str, arguments: str | None) -> bool:
 def use_numbas_cache() -> None:
     """Keep kernels in one folder of all sources, by Numba's own cache alone.
 
-    Where that folder is not to be trusted they are kept until this process ends.
+    Where that folder is not to be trusted, or names in code are not those of other processes, they
+    are kept until this process ends.
     """
     try:
+        if not has_naming_parts():
+            raise PermissionError
         folder = str(own_folder("numba", sources_digest()))
     except OSError:
         folder = tempfile.mkdtemp(prefix="hotcold-kernels-")

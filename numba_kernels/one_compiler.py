@@ -1,128 +1,110 @@
 """One process compiles a kernel for given types, and the others wait for what it writes.
 
 The services of a system start at the same time and need the same kernels, so this takes half of the
-time. Meanwhile others compile it for other types. Numba's index of a function's kernels, which it
-reads, changes and writes again, is changed by one process at a time.
+time. Meanwhile others compile it for other types. Each kernel is a file, named after the function
+and the types that it is compiled for, with a checksum.
 This leans on parts of Numba that are its own (`numba_kernels.numba_parts`).
 """
 
 import fcntl
 import gc
-import hashlib
 import os
-import re
+import pickle
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numba.core.dispatcher
-from numba.core import event, types
-from numba.core.caching import FunctionCache, NullCache, UserProvidedCacheLocator
+from numba.core import event
+from numba.core.caching import NullCache
+from numba.core.compiler import CompileResult
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.serialize import dumps
+from numba.core.sigutils import normalize_signature
 
+from hotcold.numba_kernels.content_names import NotLastingError, digest_of
 from hotcold.numba_kernels.kernel_cache import (
     is_called,
     is_ours,
-    kernel_folder,
     own_kernel_folder,
+    reads_kept,
 )
-from hotcold.numba_kernels.own_cache import tell_full
+from hotcold.numba_kernels.own_cache import read_checked, tell_full, write_checked
 
 
-class SourceHashLocator(UserProvidedCacheLocator):  # type: ignore[misc]
-    """Numba's cache locator for this package; others are left to Numba's own."""
+class KernelCache(NullCache):  # type: ignore[misc]
+    """A function's compiled kernels, each a file, to which one process at a time adds one."""
 
-    def __init__(self, py_func: Any, py_file: str) -> None:
+    _is_full = False  # nothing can be kept: nobody is to wait for what this process compiles
+
+    def __init__(self, py_func: Any, folder: Path) -> None:
+        """Errors: NotLastingError for a function that another process may have otherwise."""
+        self._folder = folder
+        self._name = f"{Path(py_func.__code__.co_filename).stem}.{py_func.__qualname__}"
+        self._function = digest_of(py_func)
+
+    @property
+    def cache_path(self) -> str:
         """See numba.core.caching."""
-        super().__init__(py_func, py_file)
-        self._cache_path = str(kernel_folder(Path(py_file)))
+        return str(self._folder)
 
-    @classmethod
-    def from_function(cls, py_func: Any, py_file: str) -> "SourceHashLocator | None":
-        """A locator for a function of this package."""
-        return cls(py_func, py_file) if is_ours(py_file) else None
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """See numba.core.caching; what is not there is nobody else's to compile from now on."""
+        target_context.refresh()
+        if not reads_kept():
+            return None
+        try:
+            path = self._path(sig, target_context)
+        except NotLastingError:
+            return None
+        found = _read(path, target_context)
+        if found is None and not self._is_full and _locks:
+            _locks[-1].enter_context(_locked(path))
+            found = _read(path, target_context)
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """See numba.core.caching; what cannot be kept is compiled again by whoever needs it."""
+        if data.library.has_dynamic_globals:  # addresses of this process
+            return
+        try:
+            write_checked(self._path(sig, data.target_context), dumps(data._reduce()))
+        except NotLastingError:
+            return
+        except OSError as problem:
+            KernelCache._is_full = True
+            tell_full(self._folder, problem)
+
+    def _path(self, sig: Any, target_context: Any) -> Path:
+        """The file of a caller's or Python's variant for these types, on this CPU."""
+        cpu = target_context.codegen().magic_tuple()
+        digest = digest_of(self._function, normalize_signature(sig), is_called(), cpu)
+        return self._folder / f"{self._name}-{digest}.nbc"
+
+
+def _read(path: Path, target_context: Any) -> Any:
+    try:
+        return CompileResult._rebuild(target_context, *pickle.loads(read_checked(path)))
+    except Exception:  # it is not there, or damaged
+        return None
 
 
 def _cache_of(py_func: Any) -> Any:
     """A function's cache; none on disk where the folder of this package's is not to be trusted."""
     source = py_func.__code__.co_filename
-    if is_ours(source):
-        try:
-            own_kernel_folder(Path(source))
-        except OSError:
-            return NullCache()
-    return OneCompilerCache(py_func)
+    if not is_ours(source):
+        return _numbas_cache(py_func)
+    try:
+        return KernelCache(py_func, own_kernel_folder(Path(source)))
+    except (OSError, NotLastingError):
+        return NullCache()
 
 
-class OneCompilerCache(FunctionCache):  # type: ignore[misc]
-    """Numba's cache of a function, to which at most one process at a time adds some types."""
-
-    _is_full = False  # nothing can be kept: nobody is to wait for what this process compiles
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """See numba.core.caching; what is not there is nobody else's to compile from now on."""
-        found = self._load(sig, target_context)
-        if found is None and self._is_shared and _locks:
-            _locks[-1].enter_context(_locked(self._file(_digest_of(sig))))
-            found = self._load(sig, target_context)
-        return found
-
-    def _load(self, sig: Any, target_context: Any) -> Any:
-        try:
-            return super().load_overload(sig, target_context)
-        except Exception:  # it is damaged, as a loss of power may leave it
-            return None
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        """See numba.core.caching; what cannot be kept is compiled again by whoever needs it."""
-        try:
-            with _locked(self._file("index")) if self._is_shared else nullcontext():
-                self._save(sig, data)
-        except OSError as problem:
-            OneCompilerCache._is_full = True
-            tell_full(Path(self._cache_path), problem)
-
-    def _save(self, sig: Any, data: Any) -> None:
-        try:
-            super().save_overload(sig, data)
-        except OSError:
-            raise
-        except Exception:  # the index is damaged
-            self.flush()
-            super().save_overload(sig, data)
-
-    @property
-    def _is_shared(self) -> bool:
-        return not self._is_full and isinstance(self._impl.locator, SourceHashLocator)
-
-    def _file(self, name: str) -> Path:
-        return Path(self._cache_path) / f"{self._impl.filename_base}.{name}"
-
-    def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (*super()._index_key(sig, codegen), is_called(), _field_names(sig))
-
-
-def _field_names(sig: Any) -> tuple[Any, ...]:
-    """The fields' names of all named tuples that are passed, whatever source their class is in."""
-    names: list[Any] = []
-    waiting = list(sig if isinstance(sig, tuple) else sig.args)
-    while waiting:
-        each = waiting.pop()
-        names += [each.fields] if isinstance(each, types.BaseNamedTuple) else []
-        waiting += each.types if isinstance(each, types.BaseTuple) else []
-    return tuple(names)
-
-
+_numbas_cache = numba.core.dispatcher.FunctionCache
 _MANY_OBJECTS = 100_000  # that were made since the last collection; some hundred bytes each
 _collects = True
 _locks: list[ExitStack] = []  # of the functions that this process compiles, the innermost last
-
-
-def _digest_of(sig: Any) -> str:
-    """The same for the same types, and a caller's or Python's variant, in every process."""
-    types = re.sub(" at 0x[0-9a-f]+", "", str(sig))
-    return hashlib.sha256(f"{is_called()} {types}".encode()).hexdigest()[:16]
 
 
 @contextmanager

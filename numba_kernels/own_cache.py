@@ -5,12 +5,15 @@ be able to write there.
 """
 
 import functools
+import hashlib
 import os
+import secrets
 import stat
 import sys
 import tempfile
 from pathlib import Path
 
+_CHECKSUM_BYTES = hashlib.sha256().digest_size
 _SOME_BYTES = 64 << 10  # as large as a compiled kernel
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -43,6 +46,26 @@ def own_folder(*names: str) -> Path:
         _tell(what, problem, "make it a folder that only you can write to")
         raise
     return folder
+
+
+def write_checked(path: Path, content: bytes) -> None:
+    """Write a file and its checksum; others find all of it or nothing. Errors: OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # which may have been removed
+    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+    try:
+        part.write_bytes(hashlib.sha256(content).digest() + content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_checked(path: Path) -> bytes:
+    """What `write_checked` wrote. Errors: OSError; ValueError where it is damaged."""
+    found = path.read_bytes()
+    checksum, content = found[:_CHECKSUM_BYTES], found[_CHECKSUM_BYTES:]
+    if hashlib.sha256(content).digest() != checksum:
+        raise ValueError(f"{path} is damaged")
+    return content
 
 
 def tell_if_full() -> None:

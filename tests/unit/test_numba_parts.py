@@ -65,12 +65,10 @@ from numba.core import codegen
 codegen.Library = codegen.JITCodeLibrary
 del codegen.JITCodeLibrary
 """,
-    "one more argument of the cache": """
-from numba.core.caching import FunctionCache
-as_tried = FunctionCache.load_overload
-def load_overload(self, sig, target_context, flags=None):
-    return as_tried(self, sig, target_context)
-FunctionCache.load_overload = load_overload
+    "one more argument of what is kept": """
+from numba.core.compiler import CompileResult
+as_tried = CompileResult._reduce
+CompileResult._reduce = lambda self, flags=None: as_tried(self)
 """,
     "another name of no cache": """
 from numba.core import caching, ccallback
@@ -104,6 +102,22 @@ def test_kernels_work_with_what_another_numba_has(change: str, tmp_path: Path) -
     assert first["folder"] == again["folder"]
     of_ffn = kernel_folder(ROOT / "numba_kernels/decode/ffn.py").name
     assert kept.parts[0] == (of_ffn if first["used"][0] else sources_digest())
+
+
+OTHER_NAMES = """
+from numba.core.base import BaseContext
+as_tried = BaseContext.mangler
+def mangler(self, name, types, *, abi_tags=(), uid=None, target=None):
+    return as_tried(self, name, types, abi_tags=abi_tags, uid=uid)
+BaseContext.mangler = mangler
+"""
+
+
+def test_without_names_of_content_nothing_stays(tmp_path: Path) -> None:
+    """Numba's own have numbers of a process, so what another keeps may not be linked."""
+    found = asked(OTHER_NAMES, tmp_path)
+    assert found["used"] == [False, False]
+    assert tmp_path not in Path(found["folder"]).parents and not Path(found["folder"]).exists()
 
 
 def test_without_a_folder_to_trust_nothing_stays(tmp_path: Path) -> None:

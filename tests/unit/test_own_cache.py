@@ -15,7 +15,7 @@ from hotcold.cuda_kernels import compiled
 from hotcold.jobs.support import loading
 from hotcold.numba_kernels import one_compiler, own_cache
 from hotcold.numba_kernels.load import convert
-from hotcold.numba_kernels.one_compiler import OneCompilerCache
+from hotcold.numba_kernels.one_compiler import KernelCache
 from tests.full_disk import files_of_at_most
 
 _FOLDERS: list[Callable[[], Path]] = [
@@ -105,7 +105,7 @@ def test_in_a_folder_open_to_all_anybody_could_swap_it(
 def test_kernels_are_compiled_in_memory_then(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = convert.widen_kernel.py_func
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-    assert isinstance(one_compiler._cache_of(kernel), OneCompilerCache)
+    assert isinstance(one_compiler._cache_of(kernel), KernelCache)
     (home / "hotcold").chmod(0o777)
     assert isinstance(one_compiler._cache_of(kernel), NullCache)
 
