@@ -380,7 +380,7 @@ class CudaKernels:
         return ffn_scratch_items(num_tokens, num_neurons, width)
 
     def widen(self, weights: DeviceMatrix, first: int, last: int, out: Any) -> None:
-        """out (n, d) uint16 = rows first..last-1 as float16 bits; infinite where beyond float16."""
+        """out (n, d) uint16 = rows first..last-1 as float16 bits; NaN where beyond float16."""
         if first >= last:
             return
         at = self._at(weights.data) + np.uint64(first * weights.row_bytes)

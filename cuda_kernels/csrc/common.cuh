@@ -59,6 +59,12 @@ DEVICE u16 float_to_half(float value) {
 }
 #endif
 
+// A NaN where the nearest float16 would be infinite: products of an infinity may be one of any
+// sign, and hide in what is cut off, while a NaN stays one.
+DEVICE u16 float_to_finite_half(float value) {
+    return float_to_half(fabsf(value) < 65520.0f ? value : __uint_as_float(0x7fc00000u));
+}
+
 // Written by cuda_kernels/format_header.py: it is in no file.
 #include "format_table.cuh"
 

@@ -8,7 +8,7 @@ DEVICE void store_item(u8* cache, i64 item, float value) {
     if constexpr (FORMAT == F32) {
         store(reinterpret_cast<float*>(cache) + item, value);
     } else {
-        store(reinterpret_cast<u16*>(cache) + item, float_to_half(value));
+        store(reinterpret_cast<u16*>(cache) + item, float_to_finite_half(value));
     }
 }
 

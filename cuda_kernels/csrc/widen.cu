@@ -94,7 +94,7 @@ DEVICE void widen_row(const u8* row, int width, u16* out) {
         eight_weights<FORMAT, VECTOR>(row, width, column, weights);
         u32 halves[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) halves[i] = float_to_half(weights[i]);
+        for (int i = 0; i < 8; ++i) halves[i] = float_to_finite_half(weights[i]);
         if (VECTOR && width % 8 == 0) {
             uint4 eight = make_uint4(
                 halves[0] | halves[1] << 16, halves[2] | halves[3] << 16,

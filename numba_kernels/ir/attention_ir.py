@@ -8,6 +8,7 @@ Every sum has an order of its own, which does not depend on what is computed bes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from llvmlite import ir
@@ -49,6 +50,7 @@ _COEFFICIENTS = (
 )  # fmt: skip
 _ROUNDER = 12582912.0  # 1.5 * 2^23: added, a small number is rounded to a whole one
 _LEAST = -87.0  # e^x is 0 below
+_BEYOND_HALF = 65520.0  # the least that rounds to float16's infinity
 
 
 def _scale_place(head_dim: Vec, column: Vec) -> Vec:
@@ -314,7 +316,7 @@ def _exp(x: Vec) -> Vec:
 
 def _tanh(x: Vec) -> Vec:
     """(1 - e^-2|x|) / (1 + e^-2|x|) with the sign of x; absolute errors of about 1e-7."""
-    e = _exp(x.call("llvm.fabs.v16f32", _FLOATS, x) * -2)
+    e = _exp(_magnitude(x) * -2)
     return x.call("llvm.copysign.v16f32", _FLOATS, (x.like(1) - e) / (e + 1), x)
 
 
@@ -322,8 +324,9 @@ def _tanh(x: Vec) -> Vec:
 def store_row(typingctx, cache, page, group, position, x, token, column, head_dim):
     """Write `head_dim` items of x[token] from `column` on to a row of the cache, in its format.
 
-    In 8 bits each 32 items have scale = max |x| / 127, value = x / scale rounded to the nearest,
-    ties to even. A NaN or an infinity makes the scale NaN or infinite.
+    In float16 a number beyond 65504 becomes a NaN: an infinite key may have a score of minus
+    infinity, and hide. In 8 bits each 32 items have scale = max |x| / 127, value = x / scale
+    rounded to the nearest, ties to even. A NaN or an infinity makes the scale NaN or infinite.
     cache (M, G, P, row); x (T, d) float32
     """
 
@@ -343,11 +346,21 @@ def store_row(typingctx, cache, page, group, position, x, token, column, head_di
 
         def copy(index: Vec, lanes: int) -> None:
             x = (source + index * 4).load(F32, lanes)
-            (target + index * item).store(x if kind == F32 else x.astype(kind))
+            (target + index * item).store(x if kind == F32 else _finite_half(x))
 
         for_vectors(size, LANES, copy)
 
     return types.void(cache, *(_INDEX,) * 3, x, *(_INDEX,) * 3), codegen_of(emit)
+
+
+def _finite_half(x: Vec) -> Vec:
+    """The nearest float16, ties to even; a NaN where that would be infinite."""
+    return (_magnitude(x) < _BEYOND_HALF).where(x, math.nan).astype(HALF)
+
+
+def _magnitude(x: Vec) -> Vec:
+    name, kind = ("v16f32", _FLOATS) if x.lanes > 1 else ("f32", F32)
+    return x.call(f"llvm.fabs.{name}", kind, x)
 
 
 def _emit_quantized(source: Ptr, target: Ptr, scale_at: Ptr, size: Vec) -> None:
@@ -357,8 +370,7 @@ def _emit_quantized(source: Ptr, target: Ptr, scale_at: Ptr, size: Vec) -> None:
     def largest(index: Vec, lanes: int) -> None:
         x, top = (source + index * 4).load(F32, lanes), tops[lanes]
         name, kind = ("v16f32", _FLOATS) if lanes > 1 else ("f32", F32)
-        magnitude = x.call(f"llvm.fabs.{name}", kind, x)
-        top.set(x.call(f"llvm.maximum.{name}", kind, magnitude, top.get()))
+        top.set(x.call(f"llvm.maximum.{name}", kind, _magnitude(x), top.get()))
 
     for_vectors(size, LANES, largest)
     wide = tops[LANES].get()

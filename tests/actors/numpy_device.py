@@ -469,7 +469,8 @@ class NumpyDevice:
         if dtype == np.float32:
             return x
         if dtype == np.uint16:
-            return np.clip(x, -65504, 65504).astype(np.float16).view(np.uint16)
+            with np.errstate(over="ignore"):
+                return x.astype(np.float16).view(np.uint16)
         return torch.from_numpy(np.array(x)).to(torch.bfloat16).view(torch.int16).numpy()
 
     def activate(self, function, gates, factors):

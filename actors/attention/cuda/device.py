@@ -86,7 +86,7 @@ class Device(Protocol):
         """
 
     def narrow(self, x: Any, dtype: Any) -> Any:
-        """float32 x rounded to a new array of `dtype`; float16 saturates."""
+        """float32 x rounded to a new array of `dtype`; infinite where beyond float16."""
 
     def activate(self, function: Activation, gates: Any, factors: Any | None) -> None:
         """gates = fn(gates) [* factors, which drelu and clamped_silu change]; a NaN stays NaN."""

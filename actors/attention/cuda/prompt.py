@@ -23,6 +23,7 @@ from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.numba_kernels.serve.mailbox import FULL, WINDOWED
 
 _BLOCK_BYTES = 64 << 20  # of dequantized weights
+_MAX_FLOAT16 = np.float32(65504)
 _OPERANDS = {"f32": np.float32, "f16": np.uint16, "bf16": np.int16}
 
 
@@ -169,26 +170,45 @@ class PromptWork:
         def multiply(rows: Any, first: int, last: int) -> None:
             self._device.multiply(operand, rows, out[:, first:last], b_has_rows=True, add=False)
 
-        operand = self._operand(x, weights)
+        operand, scales = self._operand(x, weights)
         self._each_block(weights, multiply)
+        if scales is not None:
+            out *= scales
         if bias.shape[0]:
             out += bias
         return out
 
     def _combine(self, h: Any, rows: DeviceMatrix, out: Any, add: bool) -> None:
         """out (T, d) = h (T, N) @ rows, or out += with `add`."""
-        operand = self._operand(h, rows)
+        operand, scales = self._operand(h, rows)
         if not add:
             out[...] = 0
+        elif scales is not None:
+            out /= scales
 
         def multiply(block: Any, first: int, last: int) -> None:
             part = operand[:, first:last]
             self._device.multiply(part, block, out, b_has_rows=False, add=True)
 
         self._each_block(rows, multiply)
+        if scales is not None:
+            out *= scales
 
-    def _operand(self, x: Any, weights: DeviceMatrix) -> Any:
-        return self._device.narrow(x, _OPERANDS.get(weights.format, np.uint16))
+    def _operand(self, x: Any, weights: DeviceMatrix) -> tuple[Any, Any]:
+        """x (T, k) in the format that matmul takes, and what its sums are to be multiplied with.
+
+        Of float16, which ends at 65504, that is (T, 1): a power of two for a token with numbers
+        beyond it, by which they are divided, else 1. Others have None.
+        """
+        dtype = _OPERANDS.get(weights.format, np.uint16)
+        if dtype != np.uint16 or not x.size:
+            return self._device.narrow(x, dtype), None
+        xp = self._device.xp
+        most = xp.abs(x).max(axis=1, keepdims=True)
+        is_beyond = (most > _MAX_FLOAT16) & xp.isfinite(most)
+        _, exponents = xp.frexp(xp.where(is_beyond, most, np.float32(1)))
+        scales = xp.where(is_beyond, xp.ldexp(xp.ones_like(most), exponents - 15), np.float32(1))
+        return self._device.narrow(x / scales, dtype), scales
 
     def _each_block(self, weights: DeviceMatrix, multiply: Callable[[Any, int, int], None]) -> None:
         """Call multiply(rows, first, last) for blocks of rows in a format that matmul takes."""

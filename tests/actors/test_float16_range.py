@@ -1,0 +1,79 @@
+"""Numbers beyond 65504, where float16 ends: told in the KV cache, right in a GPU's prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from hotcold.actors.attention.attention_service import AttentionService
+from hotcold.actors.protocol.failures import NotFiniteError
+from tests.actors.cuda_in_process import CudaInProcess, a_third
+from tests.actors.in_process import InProcessSystem
+from tests.actors.test_prompt_loops import IDS
+from tests.quantized_models import make_model
+from tests.reference import reference_logits
+from tests.unit.test_reference import relative_difference
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_a_key_beyond_float16_is_noticed(num_tokens: int, tmp_path: Path) -> None:
+    """Its score with every query is minus infinity, so an infinite key would weigh nothing."""
+    path = make_model("q-llama", tmp_path)
+    with InProcessSystem(path, num_slots=2, max_tokens=128, kv_dtype="float16") as system:
+        engine, attention = system.engine("exact"), system.services[0]
+        assert isinstance(attention, AttentionService)
+        engine.step(IDS[:1].tolist(), [0], [0])
+        spec = system.config.layers[0].attention
+        (weights,) = attention.arrays.qkv.parts(0)
+        heads = weights[: (spec.num_heads + spec.num_kv_heads) * spec.head_dim]
+        slowest = heads[spec.head_dim // 2 - 1 :: spec.head_dim]  # of the items that are rotated
+        signs = np.where(np.arange(weights.shape[1]) % 2, 1, -1)
+        slowest[: spec.num_heads] = (-60000 * signs).astype(np.float16).view(np.uint16)
+        slowest[spec.num_heads :] = (60000 * signs).astype(np.float16).view(np.uint16)
+        places = range(1, 1 + num_tokens)
+        with pytest.raises(NotFiniteError, match=r"in layer 0.*float16 KV cache too narrow"):
+            engine.step(IDS[1 : 1 + num_tokens].tolist(), places, [0] * num_tokens)
+
+
+@pytest.mark.parametrize("weight_dtype", [None, "q8"])
+def test_a_gpus_prompts_have_numbers_beyond_float16(
+    weight_dtype: str | None, tmp_path: Path
+) -> None:
+    """Of the input of down projections, as models in bfloat16 have them."""
+    path = make_model("q-llama", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    for name in tensors:
+        if "gate_proj" in name or "up_proj" in name:
+            tensors[name] = tensors[name] * np.float16(600)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    ids = IDS[:40]
+    expected = reference_logits(path, ids)
+    with CudaInProcess(path, hot=a_third, weight_dtype=weight_dtype) as system:
+        found = system.logits("dense", ids, [40])
+    with InProcessSystem(path, weight_dtype=weight_dtype) as system:
+        beside = system.logits("dense", ids, [40])
+    most = 0.03 if weight_dtype is None else 0.1
+    assert relative_difference(found, expected) < most
+    assert relative_difference(beside, expected) < most
+
+
+def test_a_tokens_bits_do_not_depend_on_numbers_of_others(tmp_path: Path) -> None:
+    """Each token is divided by a power of two of its own."""
+    path = make_model("q-llama", tmp_path)
+    with CudaInProcess(path, hot=a_third) as system:
+        prompts = system.services[0]._prompts  # type: ignore[attr-defined]
+        part = prompts._model.ffn[0]
+        x = np.random.default_rng(1).standard_normal((40, 64)).astype(np.float32)
+        wide = np.concatenate([x, 1e6 * x])
+        outs = [np.ones((len(rows), 64), np.float32) for rows in (x, wide)]
+        with system.device.stream():
+            found = [prompts.linear(rows, part.gate, np.zeros(0, np.float32)) for rows in (x, wide)]
+            for rows, out in zip((x, wide), outs, strict=True):
+                prompts._combine(rows[:, : part.down.num_rows].copy(), part.down, out, True)
+        np.testing.assert_array_equal(found[1][:40], found[0])
+        np.testing.assert_allclose(found[1][40:], 1e6 * found[0], rtol=2e-3, atol=3e3)
+        np.testing.assert_array_equal(outs[1][:40], outs[0])
+        np.testing.assert_allclose(outs[1][40:], 1e6 * (outs[0] - 1), rtol=2e-3, atol=5e3)
