@@ -37,9 +37,8 @@ def architecture_of(model: GgufModel) -> Architecture:
             f"{model.path}: says which neurons PowerInfer puts on a GPU, and holds no model; give "
             "the model's own file (`hotcold plan` places its neurons)"
         )
-    kind = "mmproj" if name == "clip" else model.metadata.get("general.type")
-    if isinstance(kind, str) and kind in _NO_MODELS:
-        raise ConfigError(f"{model.path}: {_NO_MODELS[kind]}")
+    if what := no_model(model):
+        raise ConfigError(f"{model.path}: {what}")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ConfigError(
             f"{model.path}: general.architecture is {shown(name)}, which is not supported; "
@@ -52,6 +51,13 @@ def architecture_of(model: GgufModel) -> Architecture:
         if variant is None:
             return found
         found = variant
+
+
+def no_model(model: GgufModel) -> str:
+    """What a file that holds no model is, and what to give instead; "" for others."""
+    is_projector = model.metadata.get("general.architecture") == "clip"
+    kind = "mmproj" if is_projector else model.metadata.get("general.type")
+    return _NO_MODELS.get(kind, "") if isinstance(kind, str) else ""
 
 
 def gguf_values(path: str | Path) -> dict[str, Any]:

@@ -30,9 +30,9 @@ from hotcold.model.files.safetensors_file import (
     WeightFile,
 )
 from hotcold.model.files.torch_file import TorchFile
-from hotcold.model.files.unsupported_formats import refuse_folder
+from hotcold.model.files.unsupported_formats import refuse_folder, refuse_types
 from hotcold.model.gguf.file_names import is_gguf
-from hotcold.model.gguf.tensor_types import READ_NAMES, TYPE_OF_NAME
+from hotcold.model.gguf.tensor_types import TYPE_OF_NAME
 from hotcold.model.mapped_file import forget_pages
 from hotcold.numba_kernels.formats import is_quantized
 
@@ -88,12 +88,12 @@ class Checkpoint:
     def dtype(self, name: str) -> np.dtype:
         """Return the dtype of the tensor's bits: a float's, quantized rows' (U8), or blocks'."""
         found = self._known_dtype(name)
+        if found is None and is_gguf(self.path):
+            raise refuse_types(self.path)
         if found is None:
-            floats = "float32, float16 and bfloat16"
-            supported = ", ".join(READ_NAMES) if is_gguf(self.path) else floats
             raise CheckpointError(
                 f"{self.path}: tensor {self.shown_name(name)} is {self.format_name(name)}; "
-                f"{supported} are supported, so convert the model"
+                "float32, float16 and bfloat16 are supported, so convert the model"
             )
         return found
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from hotcold.model.byte_sizes import size_text
 from hotcold.model.errors import HotcoldError, UsageError, shown
-from hotcold.model.gguf.file_names import SUFFIX, is_later_part
+from hotcold.model.gguf.file_names import SUFFIX, is_later_part, models_among, quantization_of
 
 REPOSITORY = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<name>[\w.-]+))?")
 _BESIDE_WEIGHTS = (".json", ".jinja", ".model", "merges.txt", "vocab.txt")
@@ -33,6 +33,8 @@ _DISK = (
     errno.EACCES,
 )  # a disk refuses
 _MAX_LISTED = 12
+_CACHED = re.compile(r"/models--([^/]+)/snapshots/")
+_PATIENCE_S = 5.0  # for a word of advice
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ def choose_files(repo_id: str, names: Sequence[str], part: str | None) -> HubMod
     """Choose the files of one model: one form of its weights, and the small files beside them.
 
     safetensors come before one GGUF file before PyTorch's files. With `part` the model is the GGUF
-    file of that name, or the only one with `part` in its name.
+    file of that name, else the only one of that quantization, else the only one with `part` in its
+    name.
     Errors:  UsageError for no model, or several
     """
     top = [name for name in names if "/" not in name and not name.startswith("consolidated")]
@@ -98,20 +101,27 @@ def choose_files(repo_id: str, names: Sequence[str], part: str | None) -> HubMod
                 unused = [f"{other}{end}{_INDEX}" for other, end in _FORMS if other != stem]
                 files = [name for name in beside if name not in unused]
                 return HubModel(repo_id, (*files, *weights))
-    fitting = [name for name in firsts if (part or "").lower() in _base(name).lower()]
-    exact = [name for name in fitting if part in (_base(name), _base(name).removesuffix(SUFFIX))]
-    chosen = exact if len(exact) == 1 else fitting
-    if not firsts and part is None:
+    chosen, models = _fitting(firsts, part), models_among(firsts)
+    if not models and part is None:
         raise UsageError(f"{repo_id} holds no model in safetensors, GGUF or PyTorch's format")
     if len(chosen) != 1:
         named = f" with {shown(part)} in the name" if part else ""
         raise UsageError(
             f"{repo_id} holds {len(chosen) or 'no'} GGUF models{named}; choose one by "
-            f"{repo_id}:NAME: {listed([_base(name) for name in firsts])}"
+            f"{repo_id}:NAME: {listed([_base(name) for name in models])}"
         )
     whole = _PART.sub("", chosen[0])
     parts = [name for name in ggufs if _PART.sub("", name) == whole and name != chosen[0]]
     return HubModel(repo_id, (chosen[0], *parts))
+
+
+def _fitting(names: Sequence[str], part: str | None) -> list[str]:
+    """The GGUF files that `part` of a name may mean; of first parts."""
+    named = [name for name in names if part in (_base(name), _base(name).removesuffix(SUFFIX))]
+    if len(named) == 1:
+        return named
+    found = models_among([name for name in names if (part or "").lower() in _base(name).lower()])
+    return [name for name in found if quantization_of(name) == (part or "").upper()] or found
 
 
 def find(repo_id: str, part: str | None) -> HubModel:
@@ -132,6 +142,26 @@ def find(repo_id: str, part: str | None) -> HubModel:
             raise _refusal(repo_id, problem) from None
     model = choose_files(repo_id, [file.file_name for file in newest.files], part)
     return replace(model, folder=newest.snapshot_path)
+
+
+def ggufs_beside(file: Path) -> list[str]:
+    """The GGUF models in the repository of a file of the cache, as commands take them.
+
+    Empty for other files, and where the hub does not answer.
+    """
+    from huggingface_hub import model_info
+
+    found = _CACHED.search(str(file.absolute()))
+    if found is None:
+        return []
+    repo_id = found[1].replace("--", "/", 1)
+    try:
+        siblings = model_info(repo_id, timeout=_PATIENCE_S).siblings or ()
+    except Exception:  # of any of the libraries below it
+        return []
+    names = [each.rfilename for each in siblings if each.rfilename.endswith(SUFFIX)]
+    firsts = sorted(name for name in names if not is_later_part(Path(name)))
+    return [f"{repo_id}:{_base(name)}" for name in models_among(firsts)]
 
 
 def size_of(model: HubModel) -> Download:
@@ -203,12 +233,10 @@ def removal_of(name: str) -> Removal:
     repos = [repo for repo in _scan() if parsed and repo.repo_id == parsed["repo"]]
     models = [model for model in cached_models() if model.name == name]
     if not models and parsed and parsed["name"]:
-        beginning, part = f"{parsed['repo']}:", parsed["name"].lower()
-        models = [
-            model
-            for model in cached_models()
-            if model.name.startswith(beginning) and part in model.name[len(beginning) :].lower()
-        ]
+        beginning = f"{parsed['repo']}:"
+        own = [model for model in cached_models() if model.name.startswith(beginning)]
+        names = _fitting([model.name.removeprefix(beginning) for model in own], parsed["name"])
+        models = [model for model in own if model.name.removeprefix(beginning) in names]
         if len(names := {model.name for model in models}) > 1:
             raise UsageError(
                 f"{shown(name)} is in the names of {', '.join(sorted(names))}; name one"
@@ -251,11 +279,10 @@ def _models_of(repo_id: str, files: list[Any]) -> list[CachedModel]:
             found.append(_cached(repo_id, form, [by_name[name] for name in others]))
             break
     ggufs = sorted(name for name in by_name if name.endswith(SUFFIX))
-    for first in ggufs:
-        if not is_later_part(Path(first)):
-            whole = _PART.sub("", first)
-            parts = [by_name[name] for name in ggufs if _PART.sub("", name) == whole]
-            found.append(_cached(f"{repo_id}:{_base(first)}", "gguf", parts))
+    for first in models_among([name for name in ggufs if not is_later_part(Path(name))]):
+        whole = _PART.sub("", first)
+        parts = [by_name[name] for name in ggufs if _PART.sub("", name) == whole]
+        found.append(_cached(f"{repo_id}:{_base(first)}", "gguf", parts))
     return found or ([_cached(repo_id, "unfinished", files)] if files else [])
 
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hotcold.model.errors import UsageError, shown
+from hotcold.model.errors import CheckpointError, UsageError, shown
 from hotcold.model.files import hub, ollama
 from hotcold.model.files.known_models import did_you_mean, repository_of
 from hotcold.model.files.unsupported_formats import refuse_file, refuse_folder
-from hotcold.model.gguf.file_names import MAGICS, PART, SUFFIX, is_gguf, is_later_part
+from hotcold.model.gguf.file import open_gguf
+from hotcold.model.gguf.file_names import (
+    MAGICS,
+    PART,
+    SUFFIX,
+    is_gguf,
+    is_later_part,
+    models_among,
+)
 
-_PROJECTOR = "mmproj"  # in the name of a file that reads pictures for the model beside it
 _PATH = re.compile(r"[/.~]|[^:\s]+/[^:\s]*/")  # what can be no name of a repository
 _DEMO = "demo"  # the embedded model's name
 DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "demo"
@@ -105,13 +112,11 @@ def _model_in(directory: Path) -> Path:
     """The directory itself, or the one GGUF model that it holds."""
     if (directory / "config.json").exists():
         return directory
-    found = [
-        path
-        for path in sorted(directory.iterdir())
-        if path.suffix.lower() == SUFFIX
-        and not is_later_part(path)
-        and not path.name.lower().startswith(_PROJECTOR)
-    ]
+    files = [path for path in sorted(directory.iterdir()) if path.suffix.lower() == SUFFIX]
+    names = [path.name for path in files if not is_later_part(path)]
+    found = [directory / name for name in models_among(names) or names]
+    if len(found) > 1:
+        found = [path for path in found if not _holds_no_model(path)] or found
     if len(found) > 1:
         raise UsageError(
             f"{directory} holds {len(found)} GGUF models; name one: "
@@ -120,3 +125,13 @@ def _model_in(directory: Path) -> Path:
     if not found:
         refuse_folder(directory)
     return found[0] if found else directory
+
+
+def _holds_no_model(path: Path) -> bool:
+    """Whether a GGUF file says that it is an adapter, a projector, or an imatrix."""
+    from hotcold.model.config.gguf_config import no_model  # which takes long to import
+
+    try:
+        return bool(no_model(open_gguf(path)))
+    except CheckpointError:  # whoever opens the model will say so
+        return False

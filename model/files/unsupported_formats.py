@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
+from hotcold.model.config.gguf_config import architecture_of
 from hotcold.model.config.json_reader import read_json_object
 from hotcold.model.errors import (
     CheckpointError,
@@ -12,6 +14,10 @@ from hotcold.model.errors import (
     refuse_pointer_file,
     shown,
 )
+from hotcold.model.files import hub
+from hotcold.model.gguf.file import GgufModel, open_gguf
+from hotcold.model.gguf.file_names import SUFFIX, is_later_part, models_among, quantization_of
+from hotcold.model.gguf.tensor_types import READ_NAMES, is_read_of_name
 
 _BEFORE_GGUF = (b"lmgg", b"fmgg", b"tjgg", b"algg")
 _ADAPTER = "adapter_config.json"
@@ -67,3 +73,43 @@ def refuse_folder(directory: Path) -> None:
     for pattern, what in (*_FOLDERS, *(_WITHOUT_CONFIG if lacks_config else ())):
         if next(directory.glob(pattern), None) is not None:
             raise UsageError(f"{directory}: {what}")
+
+
+def refuse_types(path: Path) -> CheckpointError:
+    """Return the error of a GGUF file with tensors in types that are not read."""
+    model = open_gguf(path)
+    unread = _unread(model)
+    types = ", ".join(f"{name} ({count})" for name, count in unread.most_common())
+    found = _others_that_load(path)
+    if found:
+        instead = f"take one that loads: {hub.listed(found)}"
+    else:
+        instead = f"take a file in these: {', '.join(READ_NAMES)}"
+    return CheckpointError(
+        f"{path}: {unread.total()} of {len(model.names)} tensors are of types that are not read: "
+        f"{types}; {instead}"
+    )
+
+
+def _unread(model: GgufModel) -> Counter[str]:
+    """How many tensors have each type that is not read."""
+    kinds = (model.file_of(name).tensors[name].type for name in model.names)
+    return Counter(kind.name for kind in kinds if kind.dtype is None)
+
+
+def _others_that_load(path: Path) -> list[str]:
+    """GGUF models of the same folder, by their headers, else of its repository, by their names."""
+    files = sorted(each.name for each in path.parent.glob(f"*{SUFFIX}") if not is_later_part(each))
+    beside = [path.with_name(name) for name in models_among(files) if name != path.name]
+    found = [str(each) for each in beside if _loads(each)]
+    repository = () if found else hub.ggufs_beside(path)
+    return found or [name for name in repository if is_read_of_name(quantization_of(name))]
+
+
+def _loads(path: Path) -> bool:
+    try:
+        model = open_gguf(path)
+        architecture_of(model)
+    except (CheckpointError, ConfigError):
+        return False
+    return not _unread(model)

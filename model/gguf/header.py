@@ -21,7 +21,7 @@ import numpy as np
 
 from hotcold.model.errors import LONGEST_POINTER, CheckpointError, refuse_pointer, shown
 from hotcold.model.gguf.file_names import MAGICS
-from hotcold.model.gguf.tensor_types import TENSOR_TYPES, TensorType
+from hotcold.model.gguf.tensor_types import TENSOR_TYPES, TensorType, about_unknown
 
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 256 << 20
@@ -216,10 +216,7 @@ class HeaderReader:
         sizes = [self._scalar("Q") for _ in range(num_dimensions)]
         code, offset = self._scalar("I"), self._scalar("Q")
         if code not in TENSOR_TYPES:
-            raise CheckpointError(
-                f"{self._path}: tensor {shown(name)} has the unknown type {code}; use a file in "
-                "another format, or download it again"
-            )
+            raise CheckpointError(f"{self._path}: tensor {shown(name)} is of {about_unknown(code)}")
         kind = TENSOR_TYPES[code]
         if not all(0 < size <= MAX_SIZE for size in sizes) or math.prod(sizes) > MAX_SIZE:
             raise self.fail(f"tensor {shown(name)} has the shape {shown(sizes)}")

@@ -60,6 +60,30 @@ TENSOR_TYPES |= {
     29: TensorType("IQ1_M", 256, 56),
     34: TensorType("TQ1_0", 256, 54),
     35: TensorType("TQ2_0", 256, 66),
+    40: TensorType("NVFP4", 64, 36),
+    41: TensorType("Q1_0", 128, 18),
 }
 TYPE_OF_NAME = {kind.name: kind for kind in TENSOR_TYPES.values()}
 READ_NAMES = tuple(kind.name for kind in TENSOR_TYPES.values() if kind.dtype is not None)
+# Types that llama.cpp has removed.
+_REPACKED = "which old builds for ARM read, and llama.cpp no longer does"
+_REMOVED = {4: "Q4_2", 5: "Q4_3"}
+_REMOVED |= {31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
+_REMOVED |= {36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
+
+
+def about_unknown(code: int) -> str:
+    """What a type that is not in TENSOR_TYPES is, and which file to take instead."""
+    name = _REMOVED.get(code)
+    if name is None:
+        return f"type {code}, of a newer llama.cpp; take a file in another format"
+    if code < 31:
+        return f"type {code} ({name}), which llama.cpp removed in 2023; take a newer file"
+    other = "; or it is I2_S, which only BitNet's program reads" if code == 36 else ""
+    return f"type {code} ({name}{other}), {_REPACKED}; take the model's Q4_0 file"
+
+
+def is_read_of_name(quantization: str) -> bool:
+    """Whether files of a quantization, as Q4_K_M, hold only types that are read, by its name."""
+    is_removed = quantization.startswith(tuple(_REMOVED.values()))
+    return quantization.startswith(READ_NAMES) and not is_removed

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from hotcold.model.config.json_reader import read_json_object
 from hotcold.model.errors import ConfigError, PromptError, shown
+from hotcold.model.files.side_files import require_own
 from hotcold.model.text.subprocess_worker import FailedError, RefusedError, SubprocessWorker
 from hotcold.model.text.tools import (
     TAGGED,
@@ -104,7 +105,7 @@ class ChatTemplate:
         tokens = special_tokens(directory)
         file = directory / "chat_template.jinja"
         if file.exists():
-            return cls(_read_text(file), str(file), tokens)
+            return cls(_read_text(require_own(file)), str(file), tokens)
         file = directory / "tokenizer_config.json"
         value = read_json_object(file).get("chat_template") if file.exists() else None
         text = _default_template(value, str(file))

@@ -30,6 +30,7 @@ from hotcold.model.files.safetensors_writer import (
     TensorSpec,
     require_disk_space,
 )
+from hotcold.model.files.side_files import require_own
 from hotcold.model.gguf.file_names import is_gguf
 from hotcold.model.weights.check import check_tensors, stored_config
 from hotcold.model.weights.embedding import head_name
@@ -93,8 +94,8 @@ def write_quantized(
     plan = _plan(checkpoint, config, dtype)
     part = _new_directory(out)
     try:
-        report = _write_tensors(checkpoint, plan, dtype, part, on_bytes)
         _copy_small_files(path, part)
+        report = _write_tensors(checkpoint, plan, dtype, part, on_bytes)
         values = read_json_object(path / "config.json") | {KEY: quantization_config(dtype)}
         (part / "config.json").write_text(json.dumps(values, indent=2) + "\n")
         _finish(part, out)
@@ -225,6 +226,7 @@ def _copy_small_files(path: Path, part: Path) -> None:
     """Copy tokenizer, generation settings, licence: files without weights.
 
     Folders are left out: profile and predictors in `hotcold` are those of the original's weights.
+    Errors:  ConfigError for a link out of the folder
     """
     for file in sorted(path.iterdir()):
         name = file.name
@@ -232,4 +234,4 @@ def _copy_small_files(path: Path, part: Path) -> None:
         if name == "config.json" or is_weights or not file.is_file():
             continue
         if file.stat().st_size <= _MAX_FILE_BYTES:
-            shutil.copyfile(file, part / name)
+            shutil.copyfile(require_own(file), part / name)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from hotcold.actors.setup.preflight import read_model
 from hotcold.jobs.cli import main
 from hotcold.model.errors import HotcoldError, UsageError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model
 from hotcold.model.files.ollama import ollama_file
-from tests.gguf_files import STRING, Draft, scalar
+from hotcold.model.text.chat_template import ChatTemplate
+from tests.gguf_files import STRING, Draft, scalar, small_llama
 
 CONFIG = (DEMO_DIRECTORY / "config.json").read_bytes()
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4567890\n"
@@ -66,6 +71,25 @@ def test_what_stands_for_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(CONFIG)
     (tmp_path / "model.safetensors").touch()
     assert locate_model(str(tmp_path / "model.safetensors")) == tmp_path
+
+
+def test_what_stands_beside_a_model_is_none(tmp_path: Path) -> None:
+    """By its name, or by what its header says."""
+    files = {
+        "m-F16.gguf": gguf_of(general__architecture="llama"),
+        "mmproj-F16.gguf": b"",
+        "m.imatrix.gguf": b"",
+        "m-MTP-F16.gguf": b"",
+        "eyes.gguf": gguf_of(general__architecture="clip"),
+        "tuned.gguf": gguf_of(general__architecture="llama", general__type="adapter"),
+        "weights.gguf": gguf_of(general__architecture="llama", general__type="imatrix"),
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    assert locate_model(str(tmp_path)) == tmp_path / "m-F16.gguf"
+    (tmp_path / "damaged.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UsageError, match=r"holds 2 GGUF models; .*damaged.gguf, .*m-F16.gguf$"):
+        locate_model(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -157,6 +181,102 @@ def test_files_that_are_no_model(tmp_path: Path) -> None:
             locate_model(str(tmp_path / name))
     with pytest.raises(UsageError, match="neither a directory nor a file with content"):
         locate_model("/dev/null")
+
+
+def of_types(path: Path, *types: int) -> Path:
+    """A Llama whose last tensors have these of ggml's types, by number."""
+    made = small_llama(width=256)
+    ends = dict(zip(range(-len(types), 0), types, strict=True))
+    tensors = [
+        replace(tensor, type=ends.get(place - len(made.tensors), 0))
+        for place, tensor in enumerate(made.tensors)
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(replace(made, tensors=tuple(tensors)).content())
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(HotcoldError) as caught:
+        read_model(path)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(str(path)) and "download it again" not in line
+    return line
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (
+            31,
+            r"type 31 \(Q4_0_4_4\), which old builds for ARM read, .*take the model's Q4_0 file",
+        ),
+        (33, r"type 33 \(Q4_0_8_8\).*Q4_0 file"),
+        (
+            36,
+            r"type 36 \(IQ4_NL_4_4; or it is I2_S, which only BitNet's .*\).*Q4_0 file",
+        ),
+        (38, r"type 38 \(IQ4_NL_8_8\).*Q4_0 file"),
+        (5, r"type 5 \(Q4_3\), which llama.cpp removed in 2023"),
+        (42, "type 42, of a newer llama.cpp; take a file in another format"),
+        (
+            40,
+            r"1 of \d+ tensors .*not read: NVFP4 \(1\); take a file in these:",
+        ),
+        (41, r"Q1_0 \(1\)"),
+    ],
+)
+def test_types_that_are_gone_or_new(number: int, says: str, tmp_path: Path) -> None:
+    assert re.search(says, refusal(of_types(tmp_path / "m.gguf", number)))
+
+
+def test_types_that_are_not_read_and_files_that_load(tmp_path: Path) -> None:
+    path = of_types(tmp_path / "m-UD-Q4_K_XL.gguf", 23, 21, 23)
+    assert re.search(r"3 of \d+ tensors .*: IQ4_XS \(2\), IQ3_S \(1\); take a file in these: F32,",
+                     refusal(path))  # fmt: skip
+    of_types(tmp_path / "m-IQ4_XS.gguf", 23)
+    of_types(tmp_path / "mmproj-F32.gguf")
+    good = of_types(tmp_path / "m-Q8_0.gguf", 8)
+    assert refusal(path).endswith(f"IQ3_S (1); take one that loads: {good}")
+
+
+def test_files_of_the_repository_that_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["m-UD-Q4_K_XL.gguf", "m-IQ4_XS.gguf", "m-Q4_K_M.gguf", "m-IQ4_NL.gguf",
+             "m-Q4_0_4_4.gguf", "mmproj-F16.gguf", "b/m-BF16-00001-of-00002.gguf",
+             "b/m-BF16-00002-of-00002.gguf", "m-TQ1_0.gguf", "config.json"]  # fmt: skip
+    siblings = [SimpleNamespace(rfilename=name) for name in names]
+    asked = []
+
+    def model_info(repo_id: str, **options: Any) -> SimpleNamespace:
+        asked.append(repo_id)
+        return SimpleNamespace(siblings=siblings)
+
+    monkeypatch.setattr("huggingface_hub.model_info", model_info)
+    folder = tmp_path / "models--org--m-GGUF" / "snapshots" / "0123"
+    line = refusal(of_types(folder / "m-UD-Q4_K_XL.gguf", 23))
+    found = ["m-BF16-00001-of-00002.gguf", "m-IQ4_NL.gguf", "m-Q4_K_M.gguf"]
+    told = ", ".join(f"org/m-GGUF:{name}" for name in found)
+    assert line.endswith(f"take one that loads: {told}") and asked == ["org/m-GGUF"]
+
+    def offline(repo_id: str, **options: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.model_info", offline)
+    assert "take a file in these: " in refusal(folder / "m-UD-Q4_K_XL.gguf")
+
+
+def test_a_chat_template_is_the_models_own_file(tmp_path: Path) -> None:
+    """What a template says reaches whoever asks; a link may lead to any file of the user."""
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (tmp_path / "key").write_text("secret")
+    (folder / "own").write_text("{{ messages }}")
+    (folder / "chat_template.jinja").symlink_to("own")
+    assert ChatTemplate.from_directory(folder) is not None
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").symlink_to(tmp_path / "key")
+    with pytest.raises(HotcoldError, match=r"chat_template.jinja: is a link out of the model's"):
+        ChatTemplate.from_directory(folder)
 
 
 def test_a_gguf_files_tensors_have_its_own_names(tmp_path: Path) -> None:

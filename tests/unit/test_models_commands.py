@@ -77,6 +77,18 @@ def run(local_hub: Hub, tmp_path: Path) -> Commands:
          ("a/x-00001-of-00002.gguf", "a/x-00002-of-00002.gguf")),
         (QUANTS, "q8_0", ("model-Q8_0.gguf",)),
         (["x.gguf", "x-2.gguf"], "x", ("x.gguf",)),
+        *((["m-F16.gguf", name], part, ("m-F16.gguf",))
+          for name in ("mmproj-F16.gguf", "m-mmproj.F16.gguf", "imatrix.gguf", "MTP/m-mtp-F16.gguf",
+                       "m-draft-F16.gguf")
+          for part in ("F16", "f16", None)),
+        (["mmproj-F16.gguf", "m-F16.gguf"], "mmproj-F16", ("mmproj-F16.gguf",)),
+        (["m-DRAFT-Q4_0.gguf", "m-DRAFT-F16.gguf"], "F16", ("m-DRAFT-F16.gguf",)),
+        (["m-DRAFT-Q4_0.gguf", "m-Q4_0.gguf"], "draft", ("m-DRAFT-Q4_0.gguf",)),
+        *((["m-UD-Q4_K_M.gguf", "m-UD-Q4_K_XL.gguf", "b/m-Q4_K_M-00001-of-00001.gguf",
+            "m-Q4_K_M_L.gguf", "m-BF16.gguf", "m-F16.gguf"], part, (name,))
+          for part, name in (("Q4_K_M", "b/m-Q4_K_M-00001-of-00001.gguf"), ("F16", "m-F16.gguf"),
+                             ("ud-q4_k_m", "m-UD-Q4_K_M.gguf"), ("BF16", "m-BF16.gguf"),
+                             ("UD-Q4_K_XL", "m-UD-Q4_K_XL.gguf"))),
     ],
 )  # fmt: skip
 def test_what_is_needed(names: list[str], part: str | None, files: tuple[str, ...]) -> None:
@@ -89,6 +101,12 @@ def test_what_is_needed(names: list[str], part: str | None, files: tuple[str, ..
         ([], None, "no model"),
         (["config.json", "pytorch_lora.bin", "model.onnx"], None, "no model"),
         (QUANTS, None, "3 GGUF models; choose one by org/x:NAME: model-F16-00001-of-00002.gguf"),
+        (["mmproj-F16.gguf", "imatrix.gguf"], None, "no model"),
+        (
+            ["mmproj-F16.gguf", "a-F16.gguf", "b-F16.gguf"],
+            "F16",
+            "2 GGUF models .*by org/x:NAME: a-F16.gguf, b-F16.gguf$",
+        ),
         (QUANTS, "Q2_K", "no GGUF models with 'Q2_K' in the name"),
         ([f"{n}.gguf" for n in range(100)], None, "and 88 more"),
     ],

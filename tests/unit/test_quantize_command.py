@@ -141,6 +141,30 @@ def test_small_files_come_along(run: Run, tmp_path: Path) -> None:
     assert (out / "tokenizer.json").read_text() == "tokenizer.json"
 
 
+def test_no_file_from_elsewhere_comes_along(run: Run, tmp_path: Path) -> None:
+    """A folder from the network may link to any file of the user, whose copy would be published."""
+    path, out = make_model("q-llama", tmp_path / "m"), tmp_path / "out"
+    (tmp_path / "key").write_text("secret")
+    (path / "LICENSE").symlink_to("../key")
+    status, _, err = run("quantize", path, out, "--dtype", "q4")
+    assert (status, err.count("\n")) == (1, 1) and "LICENSE: is a link out of the model's" in err
+    assert not out.exists()
+    (path / "LICENSE").unlink()
+    blobs, snapshot = (tmp_path / "models--org--m" / name for name in ("blobs", "snapshots/1"))
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (path / "notes").write_text("own")
+    (path / "same").symlink_to("notes")
+    for file in path.iterdir():
+        target = blobs / file.name
+        target.write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    for folder, name in ((path, "own"), (snapshot, "cached")):
+        assert run("quantize", folder, tmp_path / name, "--dtype", "q4")[0] == 0
+        assert (tmp_path / name / "same").read_text() == "own"
+        assert not (tmp_path / name / "same").is_symlink()
+
+
 def test_it_is_another_model(run: Run, tmp_path: Path) -> None:
     path = make_model("q-opt", tmp_path / "m")
     digests = {ModelIdentity.of(path).digest}
