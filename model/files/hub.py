@@ -235,8 +235,9 @@ def removal_of(name: str) -> Removal:
     if not models and parsed and parsed["name"]:
         beginning = f"{parsed['repo']}:"
         own = [model for model in cached_models() if model.name.startswith(beginning)]
-        names = _fitting([model.name.removeprefix(beginning) for model in own], parsed["name"])
-        models = [model for model in own if model.name.removeprefix(beginning) in names]
+        known = dict.fromkeys(model.name.removeprefix(beginning) for model in own)
+        fitting = _fitting(list(known), parsed["name"])
+        models = [model for model in own if model.name.removeprefix(beginning) in fitting]
         if len(names := {model.name for model in models}) > 1:
             raise UsageError(
                 f"{shown(name)} is in the names of {', '.join(sorted(names))}; name one"
