@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hotcold.jobs.kept.identity import Identity
+from hotcold.model.errors import UsageError
 from hotcold.model.files.atomic_write import part_of, remove_old_parts
 
 _SUFFIX, _SOCKET = ".json", ".sock"
@@ -77,10 +78,16 @@ class Registration:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Within it no other process registers a system. Errors: OSError."""
+    """Within it no other process registers a system. Errors: OSError, UsageError."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as problem:
+            raise UsageError(
+                f"{folder} cannot be locked ({problem.strerror}), so no system is kept there; name "
+                "a folder of a local disk in XDG_RUNTIME_DIR"
+            ) from None
         yield
     finally:
         os.close(lock)
@@ -90,7 +97,7 @@ def running(folder: Path) -> list[Record]:
     """The running systems, by name; stale records are removed. Not within `locked`."""
     found, has_stale = _read_all(folder)
     if has_stale:
-        with suppress(OSError), locked(folder):
+        with suppress(OSError, UsageError), locked(folder):
             return remove_dead(folder)
     return found
 

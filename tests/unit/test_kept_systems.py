@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import signal
@@ -96,6 +97,19 @@ def test_the_folder_is_made_for_its_user_alone(base: Path) -> None:
     made = folders.own_folder()
     assert made == base / "hotcold" and made.stat().st_mode & 0o777 == 0o700
     assert folders.own_folder() == folders.found_folder() == made
+
+
+def test_a_folder_without_locks_is_told(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS. A command that only looks goes on."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(registry.fcntl, "flock", flock)
+    (base / "old.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"cannot be locked \(No locks.* XDG_RUNTIME_DIR"):
+        claimed(base, "one")
+    assert registry.running(base) == []
 
 
 def _open(folder: Path) -> None:
