@@ -84,13 +84,14 @@ class Prompts:
         add_special_tokens: bool = True,
         unwanted: threading.Event | None = None,
     ) -> list[int]:
-        """The ids of a text; a long one is encoded in another process. Errors: PromptError.
+        """The ids of a text. Errors: PromptError.
 
-        Encoding may stop once `unwanted` is set.
+        One that may take long, and is then encoded in another process, is given up soon after
+        `unwanted` is set: a long one, and any where the model's own patterns may be slow.
         """
         if self.tokenizer is None:
             raise PromptError("this model has no tokenizer, so no text")
-        if len(text) > _LONG:
+        if len(text) > _LONG or not self.tokenizer.is_linear:
             return self._tokenizer_process.encode(text, add_special_tokens, unwanted)
         return self.tokenizer.encode(text, add_special_tokens)
 

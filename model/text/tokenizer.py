@@ -22,11 +22,13 @@ from hotcold.model.errors import (
     first_line,
     first_line_of_any,
     refuse_pointer_file,
+    shown,
 )
 from hotcold.model.gguf.file_names import is_gguf
 from hotcold.model.text.chat_template import ChatTemplate, Messages, Thinking
 from hotcold.model.text.gguf_tokenizer import gguf_chat_template, gguf_tokenizer
 from hotcold.model.text.legacy_tokenizers import legacy_tokenizer
+from hotcold.model.text.split_patterns import is_linear, patterns_of
 from hotcold.model.text.tools import CallSyntax, Tools
 
 # Characters or ids. The library takes over a millisecond for more, and lets other threads run
@@ -66,11 +68,23 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_buffer(file.read_bytes())
             backend.encode("a")  # some damage shows only here
+            slow = [one for one in patterns_of(backend.decoder) if not is_linear(one)]
         except BaseException as problem:
             reason = first_line_of_any(problem)
             refuse_pointer_file(file, ConfigError)
             raise ConfigError(f"{file}: not a tokenizer ({reason}); download it again") from None
+        if slow:  # it would run for each token, where all requests wait
+            raise ConfigError(
+                f"{file}: its decoder has the pattern {shown(slow[0])}, which may take for ever; "
+                "take the model from where you trust it"
+            )
         return cls(backend, ChatTemplate.from_directory(path))
+
+    @functools.cached_property
+    def is_linear(self) -> bool:
+        """Whether a text is known to be encoded in a time that grows with its length alone."""
+        parts = self._backend.normalizer, self._backend.pre_tokenizer
+        return all(is_linear(pattern) for part in parts for pattern in patterns_of(part))
 
     @property
     def vocab_size(self) -> int:
@@ -210,7 +224,9 @@ def _told() -> Iterator[None]:
         yield
     except (UnicodeEncodeError, TypeError):
         raise PromptError("the prompt is no valid Unicode text; give it in UTF-8") from None
-    except Exception as problem:  # the library raises nothing narrower
+    except BaseException as problem:  # a panic of Rust is no Exception
+        if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":
+            raise
         reason = first_line(problem)
         raise PromptError(f"the model's tokenizer cannot encode the prompt: {reason}") from None
 

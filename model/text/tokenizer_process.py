@@ -1,4 +1,4 @@
-"""A model's tokenizer in a subprocess that can be killed: some take minutes for a long text."""
+"""A model's tokenizer in a subprocess that can be killed: some take minutes, or for ever."""
 
 from __future__ import annotations
 
