@@ -138,6 +138,28 @@ def test_stream_of_half_a_character(tokenizer: Tokenizer) -> None:
     assert stream.finish() == ""
 
 
+def test_few_ids_are_decoded_for_each(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tokens that show nothing, and of bytes that never end a character, too."""
+    plain, most = tokenizer.decode, [0]
+
+    def decode(ids: list[int]) -> str:
+        most.append(len(ids))
+        return plain(ids)
+
+    begun = tokenizer.encode("🙂", add_special_tokens=False)[-3:-1]
+    end = tokenizer.encode(" hello", add_special_tokens=False)
+    for silent in ([1], [tokenizer.vocab_size], [1, *begun, 2], begun[-1:], begun):
+        ids = silent * 500 + end
+        monkeypatch.setattr(tokenizer, "decode", decode)
+        stream = tokenizer.stream_decoder(end)
+        pieces = [stream.push(one) for one in ids] + [stream.finish()]
+        monkeypatch.undo()
+        assert "".join(pieces) == plain(end + ids)[len(plain(end)) :]
+    assert max(most) < 30
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_bytes_of_tokens_equal_llguidances(name: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_model(write(tmp_path, BACKENDS[name]()))
