@@ -17,9 +17,8 @@ from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.formats import QUANT_GROUP
 from hotcold.numba_kernels.ir.int16_ir import GROUP_PAIRS
-from hotcold.numba_kernels.ir.lane_tile import TILE_ROWS
 from hotcold.numba_kernels.ir.target import LANES
-from hotcold.numba_kernels.prompt import float_matmul, int16_matmul
+from hotcold.numba_kernels.prompt import float_tiles, int16_matmul
 from hotcold.numba_kernels.prompt.block_tokens import (
     BlockTokens,
     CutRows,
@@ -27,11 +26,11 @@ from hotcold.numba_kernels.prompt.block_tokens import (
     Rows,
     WeightBlocks,
 )
+from hotcold.numba_kernels.prompt.float_items import num_items, row_stride, row_unit
 from hotcold.numba_kernels.prompt.float_matmul import (
     combine_kernel,
     linear_kernel,
     num_groups,
-    num_items,
     pack_rows_kernel,
     pack_tokens_kernel,
 )
@@ -94,11 +93,14 @@ class FloatMatmul:
     """
 
     _items: type  # what numbers are multiplied as; see `numba_kernels.prompt.float_matmul`
+    # Up to this share of a choice's neurons that fire, one by one is faster than `combine`, and
+    # what makes its numbers, over all (docs/lab_log.md).
+    few = 0.18
 
     def __init__(self, num_threads: int, then: Then) -> None:
         """`then` has a function called with every thread's number, after those before."""
         self._num_threads, self._then = num_threads, then
-        self._buffers = _buffers(float_matmul.BUFFER_ITEMS, num_threads, self._items)
+        self._buffers = _buffers(float_tiles.BUFFER_ITEMS, num_threads, self._items)
         self._tokens, self._sums = _Space(self._items), _Space(np.float32)
 
     def operand(self, x: Rows, weights: WeightBlocks, tokens: BlockTokens) -> FloatOperand:
@@ -130,9 +132,10 @@ class FloatMatmul:
         Dtypes:  h float32; rows as in `linear`, or of ROW_FORMATS
         """
         counts, items = np.diff(tokens.starts), num_items(row_widths(h, tokens), self._items)
-        starts = _starts(counts * items)
-        packed = self._tokens.shaped(int(starts[-1]) + TILE_ROWS * int(items.max(initial=0)))
-        most = -(-int(counts.max(initial=0)) // TILE_ROWS) * TILE_ROWS
+        strides, unit = row_stride(items, self._items), row_unit(self._items)
+        starts = _starts(counts * strides)
+        packed = self._tokens.shaped(int(starts[-1]) + unit * int(strides.max(initial=0)))
+        most = -(-int(counts.max(initial=0)) // unit) * unit
 
         def pack(thread: int) -> None:
             pack_rows_kernel(h, tokens, packed, starts, thread, self._num_threads)
@@ -150,7 +153,7 @@ class FloatMatmul:
         num_tokens: int,
         work: int,
     ) -> None:
-        sums = self._sums.shaped(self._num_threads, float_matmul.MAX_SUMS * num_tokens)
+        sums = self._sums.shaped(self._num_threads, float_tiles.MAX_SUMS * num_tokens)
 
         def multiply(thread: int, part: int, count: int) -> None:
             buffer, own = self._buffers[thread], sums[thread]
@@ -162,7 +165,14 @@ class FloatMatmul:
 class Bfloat16Matmul(FloatMatmul):
     """In bfloat16, to which weights and activations are rounded."""
 
-    _items = np.int32
+    _items: type = np.int32
+
+
+class AmxMatmul(Bfloat16Matmul):
+    """In bfloat16 by tiles of AMX."""
+
+    _items = np.uint32
+    few = 0.05
 
 
 class Float32Matmul(FloatMatmul):

@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from hotcold.actors.cpu.kernel_matmul import (
+    AmxMatmul,
     Bfloat16Matmul,
     Float32Matmul,
     Int16Matmul,
@@ -40,7 +41,7 @@ from hotcold.numba_kernels.prompt.block_tokens import (
 )
 from hotcold.placement.machine.pinning import pin_thread
 
-_FEATURES = ("avx512bf16", "avx512vnni")  # that decide, by LLVM's names
+_FEATURES = ("amx-bf16", "avx512bf16", "avx512vnni")  # that decide, by LLVM's names
 ThreadCores = Sequence[Sequence[int]]
 RowsPart = Callable[[int, int], object]  # of the first row and the one after the last
 # A class whose objects have operand(x, weights, tokens), linear(operand, weights, out) and most of
@@ -61,20 +62,22 @@ def matmul_kinds(dtype: np.dtype, features: Collection[str]) -> tuple[Kind, Kind
 
     It depends on nothing else, so that CPUs of one kind never differ in a bit:
 
-    | weights             | avx512bf16 | avx512vnni | others   |
-    | ------------------- | ---------- | ---------- | -------- |
-    | float32             | float32    | float32    | float32  |
-    | 16 bits, x @ w.T    | bfloat16   | int16      | float32  |
-    | 16 bits, h @ rows   | bfloat16   | float32    | float32  |
-    | quantized, x @ w.T  | integers   | integers   | integers |
-    | quantized, h @ rows | bfloat16   | float32    | float32  |
+    | weights             | amx-bf16           | avx512bf16 | avx512vnni | others   |
+    | ------------------- | ------------------ | ---------- | ---------- | -------- |
+    | float32             | float32            | float32    | float32    | float32  |
+    | 16 bits, x @ w.T    | bfloat16, in tiles | bfloat16   | int16      | float32  |
+    | 16 bits, h @ rows   | bfloat16, in tiles | bfloat16   | float32    | float32  |
+    | quantized, x @ w.T  | integers           | integers   | integers   | integers |
+    | quantized, h @ rows | bfloat16, in tiles | bfloat16   | float32    | float32  |
 
     A CPU is of the leftmost column whose feature it has. None of them lets a token's bits depend on
     its batch-mates. Figures: docs/lab_log.md.
     """
     if dtype == np.float32:
         return Float32Matmul, Float32Matmul
-    sums = Bfloat16Matmul if "avx512bf16" in features else Float32Matmul
+    sums: Kind = Bfloat16Matmul if "avx512bf16" in features else Float32Matmul
+    if {"amx-bf16", "avx512bf16"} <= set(features):  # numbers are rounded by the latter
+        sums = AmxMatmul
     if is_quantized(dtype):
         return QuantizedMatmul, sums
     if sums is Float32Matmul and "avx512vnni" in features:
@@ -258,6 +261,11 @@ class Matmul:
         Dtypes:  h, out float32; rows bits
         """
         self._kind(matmul_kinds(rows.array.dtype, self._features)[1]).combine(h, tokens, rows, out)
+
+    def few(self, rows: np.ndarray) -> float:
+        """Up to which share of neurons with such down rows one by one is faster than `combine`."""
+        share: float = matmul_kinds(rows.dtype, self._features)[1].few
+        return share
 
     def vectors(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray | QuantizedVectors:
         """What kernels multiply `weights` with: x (T, d), or its vectors until the next matmul."""

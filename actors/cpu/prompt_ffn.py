@@ -61,9 +61,6 @@ from hotcold.numba_kernels.prompt.prompt_ffn import (
     scale_kernel,
 )
 
-# Up to this share of a choice's neurons that fire, one by one is faster than a matmul over all
-# (docs/lab_log.md).
-_FEW = 0.18
 _NO_ROWS = ChoiceRows(np.empty(0, np.float32), np.zeros(1, np.int64))
 _NO_SUMS = np.empty((0, 0, 0), np.float32)
 
@@ -132,7 +129,7 @@ def prompt_ffn(
         is_few = np.zeros(num_fired.shape, bool)
         if skip_silent and isinstance(arrays, FfnArrays):
             widths = np.repeat(np.diff(shard.ends), np.diff(tokens.starts), axis=0).T
-            is_few = (num_fired <= _FEW * widths) & (widths > 0)
+            is_few = (num_fired <= matmul.few(arrays.down) * widths) & (widths > 0)
         tree = _Tree.of(matmul, shard, out)
         rest.add_by_choice(tokens, h, is_few, tree)
         for output, level in enumerate(range(1, tree.num_left)):
@@ -527,7 +524,7 @@ class _Rest(NamedTuple):
             share = split_range(num_columns * num_tokens, part, count, 1)
             prompt_down_kernel(down, tokens, fired, steps, left, *share, sums[thread], out)
 
-        num_products = int(parts.counts @ parts.widths * _FEW / 2) * tree.out.shape[1]
+        num_products = int(parts.counts @ parts.widths * matmul.few(down) / 2) * tree.out.shape[1]
         matmul.then(Shared(num_threads, num_products, scale))
         # Columns that are cut by tokens are read twice.
         matmul.then(Shared(num_threads, num_products, add, num_columns // num_threads))

@@ -167,6 +167,7 @@ def kernel_paths() -> str:
     counts = "a vector popcount" if has_feature("avx512vpopcntdq") else "byte tables"
     pairs = "int16" if has_feature("avx512vnni") else ""
     pairs = "bfloat16" if has_feature("avx512bf16") else pairs
+    pairs += ", in tiles of AMX" if has_feature("amx-bf16") else ""
     prompts = f"pairs of {pairs}" if pairs else "float32"
     slow = f"those slow to unpack {tiles(UNPACKED_TILES)}"
     slow = "unpacked once for four tokens or more" if UNPACKS else slow

@@ -110,6 +110,28 @@ def add_tile(
 
 
 @intrinsic
+def transpose(typingctx, matrix, row):
+    """Swap matrix[row + i, k] and matrix[row + k, i] for i, k < LANES.
+
+    matrix (N, LANES) of 32 bits, rows contiguous
+    """
+
+    def emit(given: Arguments) -> None:
+        places = given.array(0).rows(given.number(1), 0, LANES)
+        rows, lanes = [place.load(I32, LANES) for place in places], range(LANES)
+        for size in (1, 2, 4, 8):  # of blocks that change places with those beside them
+            low = [lane if not lane & size else LANES + lane - size for lane in lanes]
+            high = [lane + size if not lane & size else LANES + lane for lane in lanes]
+            for i in (i for i in lanes if not i & size):
+                first, second = rows[i], rows[i + size]
+                rows[i], rows[i + size] = first.take(low, second), first.take(high, second)
+        for place, values in zip(places, rows, strict=True):
+            place.store(values)
+
+    return types.void(matrix, _INDEX), codegen_of(emit)
+
+
+@intrinsic
 def fill_row(typingctx, matrix, row, column, count, out):
     """out[:count] = matrix[row, column : column + count], as float32 or, of int16, as bfloat16.
 

@@ -2,6 +2,8 @@
 
 from numba.core.registry import cpu_target
 
+from hotcold.numba_kernels.amx import may_use_amx
+
 LANES = 16  # LLVM splits or joins them for what the CPU has
 PAGE_BYTES = 4096
 LINE_BYTES = 64
@@ -11,10 +13,13 @@ LINES_AHEAD = 4  # the first lines of a page wake the TLB and the hardware's str
 def has_feature(name: str) -> bool:
     """Whether the CPU that kernels are compiled for has a feature, such as "avx512f".
 
-    It is this machine's, or what NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say.
+    It is this machine's, or what NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say. AMX counts only where
+    it works and the operating system lets this process use it: many virtual machines and sandboxes
+    do not.
     """
     features = cpu_target.target_context.codegen()._tm_features  # no public name for it
-    return f"+{name}" in features.split(",")
+    has_it = f"+{name}" in features.split(",")
+    return has_it and may_use_amx() if name.startswith("amx") else has_it
 
 
 # Lanes of a register.

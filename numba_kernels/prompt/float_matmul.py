@@ -1,4 +1,4 @@
-"""Matmul of many tokens (prefill) as floats: pairs of bfloat16 by AVX512-BF16, or float32.
+"""Matmul of many tokens (prefill) as floats: pairs of bfloat16 by AMX or AVX512-BF16, or float32.
 
 A block of weights, of rows of any format, is converted into a buffer and then multiplied with all
 tokens, a panel of them at a time: the buffer, the panel's part and the next block, which is
@@ -6,33 +6,18 @@ prefetched meanwhile, stay in the second-level cache. Sums wait in memory betwee
 result does not depend on its batch-mates, nor on where it stands among them.
 
 All numbers are items of 32 bits; what they are is the dtype of the arrays of tokens and of the
-buffer: int32 are pairs of bfloat16, of two columns of `linear` or two rows of `combine`; float32
-are numbers.
+buffer: uint32 (for AMX) and int32 are pairs of bfloat16, of two columns of `linear` or two rows of
+`combine`; float32 are numbers. AMX takes items by 16, so its rows are filled up with zeros.
 
 Source: "Anatomy of High-Performance Matrix Multiplication", K. Goto and R. van de Geijn, 2008.
 """
 
-from typing import TypeVar
-
 import numpy as np
-from numba.core import types
-from numba.extending import overload
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.formats import CHUNK, QUANT_GROUP
-from hotcold.numba_kernels.ir.lane_tile import MAX_GROUPS, ROWS_AHEAD, TILE_ROWS
-from hotcold.numba_kernels.ir.panel_ir import (
-    add_tile,
-    fill_groups,
-    fill_pairs,
-    fill_row,
-    prefetch_columns,
-    unpack_chunk,
-    unpack_groups,
-    unpack_pairs,
-)
-from hotcold.numba_kernels.ir.quantized_ir import format_of
+from hotcold.numba_kernels.formats import CHUNK
+from hotcold.numba_kernels.ir.panel_ir import transpose
 from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.prompt.block_tokens import (
     adds_rows,
@@ -42,26 +27,33 @@ from hotcold.numba_kernels.prompt.block_tokens import (
     end_sums,
     num_outputs,
 )
+from hotcold.numba_kernels.prompt.float_items import (
+    Count,
+    end_of_block,
+    fill_block,
+    fill_items,
+    is_in_lanes,
+    items_in,
+    numbers_an_item,
+    part_of_row,
+    unit_of,
+)
+from hotcold.numba_kernels.prompt.float_tiles import (
+    MAX_SUMS,
+    PAD,
+    add_tiles,
+    ahead_of_turn,
+    shapes_of,
+    start_tiles,
+    stop_tiles,
+)
 
-# Rows and items of columns in a block of `linear`, columns and items of rows in one of `combine`.
-_LINEAR_ROWS, _LINEAR_ITEMS = 16 * TILE_ROWS, 512
-_COMBINE_COLUMNS, _COMBINE_ITEMS = 128 * TILE_ROWS, 128
-_PAD = 16  # items behind each row of the buffer: a power of two between rows would fill one set
-_COMBINE_SPACE = _COMBINE_COLUMNS * (_COMBINE_ITEMS + 1)
-BUFFER_ITEMS = max(_LINEAR_ROWS * (_LINEAR_ITEMS + _PAD), _COMBINE_SPACE)
-MAX_SUMS = _COMBINE_COLUMNS  # rows of sums that a kernel wants
-Count = TypeVar("Count", int, np.ndarray)  # one, or of several blocks
-_ROWS_AHEAD = 8  # of a block of `combine` while it is filled
+_PACKED_ITEMS = 512  # of a token, at a time
 
 
 def num_groups(num_tokens: Count) -> Count:
     """Groups of LANES tokens."""
     return -(-num_tokens // LANES)
-
-
-def num_items(width: Count, dtype: type) -> Count:
-    """Items of `dtype` that hold `width` numbers."""
-    return width if dtype == np.float32 else -(-width // 2)
 
 
 @njit(nogil=True, cache=True)
@@ -98,17 +90,23 @@ def _packed_block(packed, starts, groups, block):
 def _pack_groups(x, ids, tokens, buffer, first, last):
     """Groups first..last-1 of `tokens` = items of x[ids], zeros where they end."""
     for group in range(first, last):
+        if (group + 1) * LANES > ids.shape[0]:
+            tokens[group] = 0
         for lane in range(LANES):
             t = group * LANES + lane
             if t >= ids.shape[0]:
-                for item in range(tokens.shape[1]):
-                    tokens[group, item, lane] = 0
                 continue
-            for begin in range(0, tokens.shape[1], _LINEAR_ITEMS):
-                end = min(begin + _LINEAR_ITEMS, tokens.shape[1])
-                _fill_items(x, ids[t], begin, end, buffer)
-                for item in range(begin, end):
+            for begin in range(0, tokens.shape[1], _PACKED_ITEMS):
+                end = min(begin + _PACKED_ITEMS, tokens.shape[1])
+                fill_items(x, ids[t], begin, end, buffer)
+                whole = begin + (end - begin) // LANES * LANES
+                for item in range(begin, whole, LANES):
+                    for i in range(LANES):
+                        tokens[group, item + lane, i] = buffer[item - begin + i]
+                for item in range(whole, end):
                     tokens[group, item, lane] = buffer[item - begin]
+        for item in range(0, tokens.shape[1] // LANES * LANES, LANES):
+            transpose(tokens[group], item)
 
 
 @njit(nogil=True, cache=True)
@@ -121,6 +119,7 @@ def linear_kernel(weights, places, tokens, packed, starts, buffer, sums, out, th
     packed, starts: see `pack_tokens_kernel`; buffer (BUFFER_ITEMS,) like packed
     sums (MAX_SUMS * groups * LANES,) float32, of the block with the most groups
     """
+    start_tiles(buffer)
     for b in range(starts.shape[0] - 1):
         matrix = block_matrix(weights, places[b])
         first, last = split_range(num_outputs(out, matrix.shape[0]), thread, num_threads, LANES)
@@ -133,6 +132,7 @@ def linear_kernel(weights, places, tokens, packed, starts, buffer, sums, out, th
                 buffer, _block_sums(sums, groups), own, ids, adds_rows(out, b), first, last,
             )  # fmt: skip
         end_sums(out, b, 0, own.shape[0], first, last)
+    stop_tiles(buffer)
 
 
 @njit(nogil=True, cache=True)
@@ -143,27 +143,27 @@ def _block_sums(sums, groups):
 @njit(nogil=True, cache=True)
 def _multiply_rows(weights, tokens, buffer, sums, out, ids, adds, first, last):
     """out[ids[t], n] = weights[n] . x[t], or adds it, for rows first..last-1."""
-    count, stride = tokens.shape[1], _LINEAR_ITEMS + _PAD
-    columns_an_item = _numbers_an_item(buffer)
-    block = buffer[: _LINEAR_ROWS * stride].reshape(_LINEAR_ROWS, stride)
+    (tile_rows, tile_groups), (most_rows, items), _ = shapes_of(buffer)
+    count, stride = tokens.shape[1], items + PAD
+    columns_an_item = numbers_an_item(buffer)
+    block = buffer[: most_rows * stride].reshape(most_rows, stride)
     ahead_bytes = weights.itemsize * columns_an_item
-    for row in range(first, last, _LINEAR_ROWS):
-        num_rows = min(_LINEAR_ROWS, last - row)
+    turns = -(-tokens.shape[0] // tile_groups)
+    for row in range(first, last, most_rows):
+        num_rows = min(most_rows, last - row)
         sums[:num_rows] = 0
-        for begin in range(0, count, _LINEAR_ITEMS):
-            end = min(begin + _LINEAR_ITEMS, count)
+        for begin in range(0, count, items):
+            end = min(begin + items, count)
             for r in range(num_rows):
-                _fill_items(weights, row + r, begin, end, block[r])
+                fill_items(weights, row + r, begin, end, block[r])
             next_row, column = row, columns_an_item * end
             if end == count:
-                next_row, column = row + _LINEAR_ROWS, 0
-            for group in range(0, tokens.shape[0], MAX_GROUPS):
-                ahead = next_row + min(group // MAX_GROUPS, 1) * ROWS_AHEAD
-                for r in range(0, num_rows, TILE_ROWS):
-                    _add_tiles(
-                        tokens, group, block, r, begin, end, sums,
-                        weights, ahead + r, column, ahead_bytes,
-                    )  # fmt: skip
+                next_row, column = row + most_rows, 0
+            for group in range(0, tokens.shape[0], tile_groups):
+                first_ahead, rows_ahead = ahead_of_turn(buffer, group // tile_groups, turns)
+                for r in range(0, num_rows, tile_rows):
+                    place = next_row + r + first_ahead, column, ahead_bytes, rows_ahead
+                    add_tiles(tokens, group, block, r, begin, end, sums, (weights, *place))
         store_sums(sums, num_rows, out, ids, adds, row)
 
 
@@ -172,7 +172,7 @@ def pack_rows_kernel(h, tokens, packed, starts, thread, num_threads):
     """A thread's share of `packed` = items of each block's rows of h; checks nothing.
 
     h, tokens as in `pack_tokens_kernel`; of block b packed[starts[b] : starts[b + 1]] is
-    (choices, items of a row)
+    (choices, `row_stride`), zeros where a row ends
     """
     for b in range(starts.shape[0] - 1):
         own, ids = block_rows(h, tokens, b)
@@ -181,7 +181,7 @@ def pack_rows_kernel(h, tokens, packed, starts, thread, num_threads):
             items = (starts[b + 1] - starts[b]) // ids.shape[0]
             for t in range(first, last):
                 begin = starts[b] + t * items
-                _fill_items(own, ids[t], 0, items, packed[begin : begin + items])
+                fill_items(own, ids[t], 0, items, packed[begin : begin + items])
 
 
 @njit(nogil=True, cache=True)
@@ -190,21 +190,25 @@ def combine_kernel(rows, places, tokens, packed, starts, buffer, sums, out, thre
 
     out[t] = sum over rows n of h[t, n] rows[n] of choice t of a block, added up as `LaneSums` say
     rows as `weights` in `linear_kernel`, or of ROW_FORMATS; packed, starts: see `pack_rows_kernel`,
-    with TILE_ROWS rows behind the last one; sums (MAX_SUMS * choices,) float32 of the block with
-    the most choices, rounded up to TILE_ROWS; the rest as in `linear_kernel`
+    with `row_unit` rows behind the last one; sums (MAX_SUMS * choices,) float32 of the block with
+    the most choices, rounded up to `row_unit`; the rest as in `linear_kernel`
     """
+    start_tiles(buffer)
+    unit = unit_of(buffer)
     for b in range(starts.shape[0] - 1):
         own, ids = block_rows(out, tokens, b)
         first, last = split_range(own.shape[1], thread, num_threads, LANES)
         matrix, count = block_matrix(rows, places[b]), ids.shape[0]
         begin_sums(out, b, first, last)
         if first < last and count and matrix.shape[0]:
-            items = (starts[b + 1] - starts[b]) // count
-            whole = (count + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-            h = packed[starts[b] : starts[b] + whole * items].reshape(whole, items)
-            _sum_rows(matrix, h, buffer, sums, out, b, own, ids, first, last)
+            stride = (starts[b + 1] - starts[b]) // count
+            whole = (count + unit - 1) // unit * unit
+            h = packed[starts[b] : starts[b] + whole * stride].reshape(whole, stride)
+            items = items_in(matrix.shape[0], buffer)
+            _sum_rows(matrix, h[:, :items], buffer, sums, out, b, own, ids, first, last)
         if adds_rows(out, b):
             end_sums(out, b, 0, own.shape[0], first, last)
+    stop_tiles(buffer)
 
 
 @njit(nogil=True, cache=True, _nrt=True)
@@ -216,36 +220,37 @@ def _sum_rows(rows, h, buffer, sums, of_lanes, b, out, ids, first, last):
 
     Columns are the lanes of tiles, and so the tokens are what is broadcast to them.
     """
-    count, rows_an_item, adds = h.shape[1], _numbers_an_item(buffer), adds_rows(of_lanes, b)
-    block = buffer[:_COMBINE_SPACE].reshape(_COMBINE_COLUMNS // LANES, _COMBINE_ITEMS + 1, LANES)
+    count, rows_an_item, adds = h.shape[1], numbers_an_item(buffer), adds_rows(of_lanes, b)
+    (tile_rows, tile_groups), _, (most_columns, items) = shapes_of(buffer)
+    block = buffer[: most_columns * (items + 1)].reshape(most_columns // LANES, items + 1, LANES)
     space = np.empty((2, CHUNK), np.float32)
     column = first
     while column < last:
-        end_column = _end_of_block(rows, column, last)
+        end_column = end_of_block(rows, column, last, most_columns)
         num_columns = end_column - column
-        place, row_bytes = _part_of_row(rows, column, num_columns)
-        ahead_bytes = row_bytes // _COMBINE_ITEMS
+        place, row_bytes = part_of_row(rows, column, num_columns)
+        ahead_bytes = row_bytes // items
         groups = (num_columns + LANES - 1) // LANES
         own = sums[: h.shape[0] * groups * LANES].reshape(h.shape[0], groups, LANES)
         own[:] = 0
         columns = block[:groups]
-        num_tiles = (groups + MAX_GROUPS - 1) // MAX_GROUPS * (h.shape[0] // TILE_ROWS)
-        for begin in range(0, count, _COMBINE_ITEMS):
-            end = min(begin + _COMBINE_ITEMS, count)
-            _fill_block(rows, begin, end, column, num_columns, block, space)
+        num_tiles = -(-groups // tile_groups) * -(-h.shape[0] // tile_rows)
+        rows_ahead = -(-rows_an_item * items // num_tiles)
+        for begin in range(0, count, items):
+            end = min(begin + items, count)
+            fill_block(rows, begin, end, column, num_columns, block, space)
             next_row, next_place, tile = rows_an_item * end, place, 0
             if end == count:
                 next_row, next_place = 0, place + row_bytes // rows.itemsize
-            for group in range(0, groups, MAX_GROUPS):
-                for t in range(0, h.shape[0], TILE_ROWS):
-                    ahead = next_row + tile * rows_an_item * _COMBINE_ITEMS // num_tiles
+            for group in range(0, groups, tile_groups):
+                for t in range(0, h.shape[0], tile_rows):
+                    row = next_row + tile * rows_an_item * items // num_tiles
                     tile += 1
-                    _add_columns(
-                        columns, group, h, t, begin, end, own, rows, ahead, next_place, ahead_bytes
-                    )
-        in_lanes = _is_in_lanes(rows, column, num_columns)
+                    ahead = rows, row, next_place, ahead_bytes, rows_ahead
+                    add_tiles(columns, group, h[:, begin:end], t, 0, end - begin, own, ahead)
+        in_lanes = is_in_lanes(rows, column, num_columns)
         for t in range(ids.shape[0]):
-            _store_columns(own[t].reshape(-1), in_lanes, out[ids[t], column:end_column], adds)
+            _store_columns(own[t], in_lanes, out[ids[t], column:end_column], adds)
             if not adds:
                 end_sums(of_lanes, b, t, t + 1, column, end_column)
         column = end_column
@@ -253,196 +258,45 @@ def _sum_rows(rows, h, buffer, sums, of_lanes, b, out, ids, first, last):
 
 @njit(nogil=True, cache=True)
 def _store_columns(sums, in_lanes, out, adds):
-    """out = sums, or adds them; `in_lanes` they are 16 groups of 32 columns, a group a lane."""
+    """out = sums, or adds them; `in_lanes` they are 16 groups of 32 columns, a group a lane.
+
+    Changes sums.
+    """
+    whole = out.shape[0] // LANES
     if in_lanes:
-        for group in range(LANES):
-            for i in range(QUANT_GROUP):
-                total = sums[i * LANES + group]
-                n = group * QUANT_GROUP + i
-                out[n] = out[n] + total if adds else total
-    elif adds:
-        for n in range(out.shape[0]):
-            out[n] += sums[n]
-    else:
-        for n in range(out.shape[0]):
-            out[n] = sums[n]
-
-
-def _numbers_an_item(items):  # type: ignore[no-untyped-def]
-    """2 of pairs, else 1; for compiled code, as the functions below."""
-    raise NotImplementedError
-
-
-@overload(_numbers_an_item)
-def _numbers_an_item_of(items):  # type: ignore[no-untyped-def]
-    number = 2 if items.dtype == types.int32 else 1
-    return lambda items: number
-
-
-def _fill_items(matrix, row, first, last, out):  # type: ignore[no-untyped-def]
-    """out = items first..last-1 of matrix[row]; the last pair's second half may be 0."""
-    raise NotImplementedError
-
-
-@overload(_fill_items)
-def _fill_items_of(matrix, row, first, last, out):  # type: ignore[no-untyped-def]
-    def floats(matrix, row, first, last, out):  # type: ignore[no-untyped-def]
-        fill_row(matrix, row, first, last - first, out)
-
-    def pairs(matrix, row, first, last, out):  # type: ignore[no-untyped-def]
-        length = min(2 * last, matrix.shape[1]) - 2 * first
-        bits = out.view(np.int16)
-        fill_row(matrix, row, 2 * first, length, bits)
-        if length % 2:
-            bits[length] = 0
-
-    return pairs if out.dtype == types.int32 else floats
-
-
-def _end_of_block(rows, column, last):  # type: ignore[no-untyped-def]
-    """Where a block of `combine` ends that begins at `column`; a quantized one has one chunk."""
-    raise NotImplementedError
-
-
-@overload(_end_of_block)
-def _end_of_block_of(rows, column, last):  # type: ignore[no-untyped-def]
-    if format_of(rows.dtype):
-        return lambda rows, column, last: min((column // CHUNK + 1) * CHUNK, last)
-    return lambda rows, column, last: min(column + _COMBINE_COLUMNS, last)
-
-
-def _part_of_row(rows, column, count):  # type: ignore[no-untyped-def]
-    """Of `count` columns from `column` on: the index of their first item in a row, and bytes."""
-    raise NotImplementedError
-
-
-@overload(_part_of_row)
-def _part_of_row_of(rows, column, count):  # type: ignore[no-untyped-def]
-    row_format = format_of(rows.dtype)
-    if not row_format:
-        return lambda rows, column, count: (column, count * rows.itemsize)
-    chunk_bytes = row_format.chunk_bytes
-    return lambda rows, column, count: (column // CHUNK * chunk_bytes, chunk_bytes)
-
-
-def _is_in_lanes(rows, column, count):  # type: ignore[no-untyped-def]
-    """Whether these columns are a whole chunk of quantized rows, unpacked with a group a lane."""
-    raise NotImplementedError
-
-
-@overload(_is_in_lanes)
-def _is_in_lanes_of(rows, column, count):  # type: ignore[no-untyped-def]
-    if format_of(rows.dtype):
-        return lambda rows, column, count: count == CHUNK
-    return lambda rows, column, count: False
-
-
-def _fill_block(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
-    """out[k // LANES, i - first, k % LANES] = column k of item i, for k < count, first <= i < last.
-
-    Items are of `rows` from `column` on. Quantized columns are of one chunk; a whole one's are in
-    the order of `_is_in_lanes`. space (2, CHUNK) float32
-    """
-    raise NotImplementedError
-
-
-@overload(_fill_block)
-def _fill_block_of(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
-    is_quantized, has_pairs = format_of(rows.dtype) is not None, out.dtype == types.int32
-
-    def floats(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
-        for i in range(first, last):
-            prefetch_columns(rows, i + _ROWS_AHEAD, column, count)
-            fill_groups(rows, i, column, count, out, i - first)
-
-    def pairs(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
-        for i in range(first, last):
-            prefetch_columns(rows, 2 * i + _ROWS_AHEAD, column, count)
-            prefetch_columns(rows, 2 * i + 1 + _ROWS_AHEAD, column, count)
-            if 2 * i + 1 < rows.shape[0]:
-                fill_pairs(rows, 2 * i, column, count, out, i - first)
-            else:  # a row without a second one
-                fill_groups(rows, 2 * i, column, count, out, i - first)
-
-    def unpacked_floats(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
-        chunk, begin = column // CHUNK, column % CHUNK
-        for i in range(first, last):
-            prefetch_columns(rows, i + _ROWS_AHEAD, column, count)
-            if count == CHUNK:
-                unpack_groups(rows, i, chunk, out, i - first)
-            else:
-                unpack_chunk(rows, i, chunk, space[0])
-                fill_groups(space, 0, begin, count, out, i - first)
-
-    def unpacked_pairs(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
-        chunk, begin = column // CHUNK, column % CHUNK
-        bits = space.view(np.int16)
-        for i in range(first, last):
-            has_second = 2 * i + 1 < rows.shape[0]
-            prefetch_columns(rows, 2 * i + _ROWS_AHEAD, column, count)
-            prefetch_columns(rows, 2 * i + 1 + _ROWS_AHEAD, column, count)
-            if count == CHUNK:
-                if has_second:
-                    unpack_pairs(rows, 2 * i, chunk, out, i - first)
-                else:
-                    unpack_groups(rows, 2 * i, chunk, out, i - first)
-                continue
-            unpack_chunk(rows, 2 * i, chunk, bits[0])
-            if has_second:
-                unpack_chunk(rows, 2 * i + 1, chunk, bits[1])
-                fill_pairs(bits, 0, begin, count, out, i - first)
-            else:
-                fill_groups(bits, 0, begin, count, out, i - first)
-
-    if is_quantized:
-        return unpacked_pairs if has_pairs else unpacked_floats
-    return pairs if has_pairs else floats
-
-
-@njit(nogil=True, cache=True, inline="always")
-def _add_columns(columns, group, h, row, first, last, sums, ahead, ahead_row, column, ahead_bytes):
-    """`_add_tiles` whose lanes are columns: sums[row + r, group] += h[row + r] . columns[group].
-
-    Items first..last-1 of h are 0.. of columns.
-    """
-    own = h[:, first:last]
-    _add_tiles(
-        columns, group, own, row, 0, last - first, sums, ahead, ahead_row, column, ahead_bytes
-    )
-
-
-@njit(nogil=True, cache=True, inline="always")
-def _add_tiles(
-    tokens, group, weights, row, first, last, sums, ahead, ahead_row, column, ahead_bytes
-):
-    """`add_tile` with as many groups as there are from `group` on, at most MAX_GROUPS."""
-    left = min(tokens.shape[0] - group, MAX_GROUPS)
-    if left >= 4:
-        add_tile(
-            tokens, group, 4, weights, row, first, last, sums, ahead, ahead_row, column, ahead_bytes
-        )
-    elif left == 3:
-        add_tile(
-            tokens, group, 3, weights, row, first, last, sums, ahead, ahead_row, column, ahead_bytes
-        )
-    elif left == 2:
-        add_tile(
-            tokens, group, 2, weights, row, first, last, sums, ahead, ahead_row, column, ahead_bytes
-        )
-    else:
-        add_tile(
-            tokens, group, 1, weights, row, first, last, sums, ahead, ahead_row, column, ahead_bytes
-        )
+        transpose(sums, 0)
+        transpose(sums, LANES)
+    for i in range(whole):
+        row = i // 2 + i % 2 * LANES if in_lanes else i
+        _put(sums[row], out, i * LANES, adds)
+    for n in range(whole * LANES, out.shape[0]):
+        total = sums[whole, n - whole * LANES]
+        out[n] = out[n] + total if adds else total
 
 
 @njit(nogil=True, cache=True)
 def store_sums(sums, count, out, ids, adds, first):
-    """out[ids[t], first + i] = sums[i] of token t, or adds it, for i < count."""
-    for t in range(ids.shape[0]):
-        group, lane, row = t // LANES, t % LANES, ids[t]
-        if adds:
-            for i in range(count):
-                out[row, first + i] += sums[i, group, lane]
-        else:
-            for i in range(count):
-                out[row, first + i] = sums[i, group, lane]
+    """out[ids[t], first + i] = sums[i] of token t, or adds it, for i < count; changes sums."""
+    whole = count // LANES * LANES
+    for group in range(num_groups_of(ids.shape[0])):
+        of_group = sums[:, group]
+        for i in range(0, whole, LANES):
+            transpose(of_group, i)
+        for lane in range(min(LANES, ids.shape[0] - group * LANES)):
+            target = out[ids[group * LANES + lane]]
+            for i in range(0, whole, LANES):
+                _put(of_group[i + lane], target, first + i, adds)
+            for i in range(whole, count):
+                total = of_group[i, lane]
+                target[first + i] = target[first + i] + total if adds else total
+
+
+@njit(nogil=True, cache=True)
+def _put(numbers, out, first, adds):
+    """out[first : first + LANES] = numbers, or adds them."""
+    if adds:
+        for i in range(LANES):
+            out[first + i] += numbers[i]
+    else:
+        for i in range(LANES):
+            out[first + i] = numbers[i]

@@ -29,7 +29,8 @@ from hotcold.numba_kernels.prompt.block_tokens import (
     end_sums,
     num_outputs,
 )
-from hotcold.numba_kernels.prompt.float_matmul import Count, num_groups_of, store_sums
+from hotcold.numba_kernels.prompt.float_items import Count
+from hotcold.numba_kernels.prompt.float_matmul import num_groups_of, store_sums
 
 _ROWS, _GROUPS = 16 * TILE_ROWS, 16  # of a block: 96 x 1024
 _PART = 4  # groups of columns: 64 tokens' 32 KiB

@@ -23,6 +23,7 @@ from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.cpu import matmul
 from hotcold.actors.cpu.cpu_service import CpuService
 from hotcold.actors.cpu.kernel_matmul import (
+    AmxMatmul,
     Bfloat16Matmul,
     Float32Matmul,
     Int16Matmul,
@@ -134,16 +135,18 @@ def test_a_matmul_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ZEN_4 = {"avx512bf16", "avx512vnni"}  # and Zen 5, Cooper Lake
+SAPPHIRE_RAPIDS = {"amx-bf16", *ZEN_4}
 
 
 @pytest.mark.parametrize(
     ("features", "halves", "quantized_sums"),
     [
+        (SAPPHIRE_RAPIDS, (AmxMatmul, AmxMatmul), AmxMatmul),
         (ZEN_4, (Bfloat16Matmul, Bfloat16Matmul), Bfloat16Matmul),
         ({"avx512vnni"}, (Int16Matmul, Float32Matmul), Float32Matmul),
         (set(), (Float32Matmul, Float32Matmul), Float32Matmul),
     ],
-    ids=["BF16", "VNNI", "AVX2"],
+    ids=["AMX", "BF16", "VNNI", "AVX2"],
 )
 def test_features_and_format_choose_the_kind(
     features: set[str], halves: tuple[type, type], quantized_sums: type

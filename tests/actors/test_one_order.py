@@ -15,8 +15,10 @@ from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.setup.shards import can_keep_transposed, service_specs
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.numba_kernels.decode.activations import Thresholds
+from hotcold.numba_kernels.ir.target import has_feature
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_gguf_mixtures import quantized
+from tests.actors.test_in_process import as_on_a_cpu_with, multiply_as_amx
 from tests.conftest import TinyCheckpoint
 from tests.mxfp4_models import make_mxfp4
 from tests.quantized_models import make_model
@@ -77,8 +79,20 @@ def test_logits_are_the_same_whoever_computes_them(
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_prompts_of_two_bytes_a_weight(tmp_path: Path, dtype: str) -> None:
-    """With few of the neurons firing, with many, and with both among a prompt's tokens."""
+@pytest.mark.parametrize("cpu", ["this", "amx", "avx512bf16"])
+def test_prompts_of_two_bytes_a_weight(
+    tmp_path: Path, cpu: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few of the neurons firing, with many, and with both among a prompt's tokens.
+
+    On this CPU; by AMX's sums in NumPy; as without AMX.
+    """
+    if cpu == "amx":
+        multiply_as_amx(monkeypatch)
+    elif cpu != "this":
+        if not has_feature(cpu):
+            pytest.skip(f"a CPU with {cpu}")
+        as_on_a_cpu_with(monkeypatch, cpu)
     path = make_model("q-llama-wide", tmp_path / "model", dtype=dtype)
 
     def start(services: int, threads: int) -> InProcessSystem:

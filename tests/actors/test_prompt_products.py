@@ -11,14 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hotcold.actors.cpu.kernel_matmul import AmxMatmul
 from hotcold.actors.cpu.matmul import matmul_kinds
 from hotcold.numba_kernels.ir.target import has_feature
+from tests.kernels.amx import EmulatedAmxMatmul
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.products import combine, in_turn, linear
 from tests.kernels.quantized_rows import KINDS, SUMMED, random_rows
 
 pytestmark = pytest.mark.sweep
 WAYS = {
+    "amx": ({"amx-bf16", "avx512bf16", "avx512vnni"}, "amx-bf16"),
+    "amx emulated": ({"amx-bf16", "avx512bf16", "avx512vnni"}, ""),
     "bf16": ({"avx512bf16", "avx512vnni"}, "avx512bf16"),
     "vnni": ({"avx512vnni"}, "avx512vnni"),
     "plain": (set[str](), ""),
@@ -53,7 +57,12 @@ def test_bits_do_not_depend_on_company_or_place(way: str, name: str, kind: str) 
     else:
         weights = random_bits(1, BITS[kind], HEIGHT, WIDTH)
     x = random_floats(2, max(COMPANIES), WIDTH if name == "linear" else HEIGHT)
-    matmul = in_turn(matmul_kinds(weights.dtype, features)[name == "combine"], THREADS)
+    chosen = matmul_kinds(weights.dtype, features)[name == "combine"]
+    if way == "amx emulated":
+        if chosen is not AmxMatmul or kind not in ("f16", "q4"):
+            pytest.skip("the same without AMX, or slow and nothing else")
+        chosen = EmulatedAmxMatmul
+    matmul = in_turn(chosen, THREADS)
     expected = product(matmul, name, x, weights)
     assert np.isfinite(expected).all()
     draw = np.random.default_rng(3)

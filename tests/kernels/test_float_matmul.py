@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from hotcold.actors.cpu.kernel_matmul import Bfloat16Matmul, Float32Matmul, FloatMatmul
+from hotcold.actors.cpu.kernel_matmul import (
+    AmxMatmul,
+    Bfloat16Matmul,
+    Float32Matmul,
+    FloatMatmul,
+)
 from hotcold.numba_kernels.ir.target import has_feature
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
@@ -15,6 +20,11 @@ from tests.kernels.quantized_rows import SUMMED, random_rows
 
 pytestmark = pytest.mark.sweep
 FORMATS = [
+    pytest.param(
+        AmxMatmul,
+        id="amx",
+        marks=pytest.mark.skipif(not has_feature("amx-bf16"), reason="a CPU with AMX"),
+    ),
     pytest.param(
         Bfloat16Matmul,
         id="bfloat16",
@@ -29,7 +39,7 @@ Format = type[FloatMatmul]
 def rounded(kind: Format, array: np.ndarray) -> np.ndarray:
     """What is multiplied: the numbers, or the nearest bfloat16 ones as torch finds them."""
     floats = torch.from_numpy(array.astype(np.float32))
-    return (floats.to(torch.bfloat16) if kind is Bfloat16Matmul else floats).double().numpy()
+    return (floats if kind is Float32Matmul else floats.to(torch.bfloat16)).double().numpy()
 
 
 def run(

@@ -1,0 +1,72 @@
+"""The tiles of AMX against the same sums in NumPy, to the bit, and these against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hotcold.actors.cpu.kernel_matmul import AmxMatmul
+from hotcold.numba_kernels.ir.target import has_feature
+from tests.kernels import reference
+from tests.kernels.amx import EmulatedAmxMatmul, bfloat16_of
+from tests.kernels.arrays import BITS, random_bits, random_floats
+from tests.kernels.products import combine, in_turn, linear
+from tests.kernels.quantized_rows import SUMMED, random_rows
+
+SIZES = [(1, 1, 1), (5, 37, 71), (33, 101, 1027), (70, 97, 544), (40, 600, 96)]
+needs_amx = pytest.mark.skipif(not has_feature("amx-bf16"), reason="a CPU with AMX")
+
+
+def products(
+    kind: type, num_threads: int, x: np.ndarray, weights: np.ndarray, name: str, width: int
+) -> np.ndarray:
+    """x @ weights.T ("linear") or x @ weights ("combine"), so many columns."""
+    out = np.full((len(x), width), np.nan, np.float32)
+    (linear if name == "linear" else combine)(in_turn(kind, num_threads), x, weights, out)
+    return out
+
+
+@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize("name", ["linear", "combine"])
+@pytest.mark.parametrize(("num_tokens", "height", "width"), SIZES)
+@needs_amx
+def test_tiles_add_up_as_emulated(
+    kind: str, name: str, num_tokens: int, height: int, width: int
+) -> None:
+    """Also numbers whose sums are below the normal ones."""
+    for scale in (1.0, 1e-20):
+        weights = random_bits(1, BITS[kind], height, width)
+        x = random_floats(2, num_tokens, width if name == "linear" else height)
+        x = (x * scale * np.where(np.arange(x.shape[1]) % 3, scale, 1)).astype(np.float32)
+        columns = height if name == "linear" else width
+        for num_threads in (1, 3):
+            found, expected = (
+                products(own, num_threads, x, weights, name, columns)
+                for own in (AmxMatmul, EmulatedAmxMatmul)
+            )
+            assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("kind", SUMMED)
+@pytest.mark.parametrize("width", [512, 1184])
+@needs_amx
+def test_quantized_rows_add_up_as_emulated(kind: str, width: int) -> None:
+    rows = random_rows(1, kind, 75, width).rows
+    h = random_floats(2, 40, 75)
+    found, expected = (
+        products(own, 2, h, rows, "combine", width) for own in (AmxMatmul, EmulatedAmxMatmul)
+    )
+    assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize("name", ["linear", "combine"])
+def test_emulated_sums(kind: str, name: str) -> None:
+    weights = random_bits(1, BITS[kind], 60, 90)
+    x = random_floats(2, 35, 90 if name == "linear" else 60)
+    rows = bfloat16_of(reference.widened(weights).astype(np.float32)).astype(np.float64)
+    rows = rows.T if name == "linear" else rows
+    exact_x = bfloat16_of(x).astype(np.float64)
+    found = products(EmulatedAmxMatmul, 2, x, weights, name, rows.shape[1])
+    sizes = np.abs(exact_x) @ np.abs(rows)
+    assert (np.abs(found - exact_x @ rows) <= 2e-6 * sizes).all()

@@ -1,0 +1,117 @@
+"""AMX is used where a child process has tried it and the operating system permits it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotcold.actors.cpu import matmul
+from hotcold.actors.cpu.kernel_matmul import AmxMatmul
+from hotcold.numba_kernels import amx
+from hotcold.numba_kernels.ir import target
+from hotcold.numba_kernels.ir.target import has_feature
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="an x86 CPU")
+ROOT = Path(__file__).resolve().parents[2]
+DIES = bytes.fromhex("0f0b")  # ud2
+
+
+@pytest.fixture(autouse=True)
+def asked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A home of its own, in which nothing was tried; what this process has found is found again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(amx, "_ask", lambda: True)
+    amx.may_use_amx.cache_clear()
+    yield
+    amx.may_use_amx.cache_clear()
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands of children that try it."""
+    found: list[list[str]] = []
+    run = subprocess.run
+
+    def noted(command: list[str], **options: object) -> object:
+        found.append(command)
+        return run(command, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "run", noted)
+    return found
+
+
+def test_what_a_child_dies_of_is_not_used(
+    children: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it tried again, by this process or another."""
+    source = Path(amx.__file__).read_text()
+    start = source.index("_CODE = bytes.fromhex(")
+    end = source.index(")", start) + 1
+    dies = tmp_path / "dies.py"
+    dies.write_text(f"{source[:start]}_CODE = {DIES!r}{source[end:]}")
+    monkeypatch.setattr(amx, "__file__", str(dies))
+    for _ in range(2):
+        assert not amx.may_use_amx()
+        amx.may_use_amx.cache_clear()
+    assert len(children) == 1
+    assert [file.read_text() for file in (tmp_path / "hotcold/cpu").iterdir()] == ["fails"]
+
+
+@pytest.mark.skipif(not has_feature("amx-bf16"), reason="a CPU with AMX")
+def test_what_works_is_tried_once(children: list[list[str]]) -> None:
+    for _ in range(2):
+        assert amx.may_use_amx()
+        amx.may_use_amx.cache_clear()
+    assert len(children) == 1
+
+
+def test_without_permission_nothing_is_tried(
+    children: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(amx, "_ask", lambda: False)
+    assert not amx.may_use_amx() and not children
+
+
+def test_a_home_that_keeps_nothing(
+    children: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    found = amx.may_use_amx()
+    amx.may_use_amx.cache_clear()
+    assert amx.may_use_amx() == found and len(children) == 2
+
+
+@pytest.mark.parametrize("may", [True, False])
+def test_the_flags_alone_do_not_decide(may: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "may_use_amx", lambda: may)
+    codegen = target.cpu_target.target_context.codegen()
+    monkeypatch.setattr(codegen, "_tm_features", "+avx512bf16,+amx-bf16")
+    assert ("amx-bf16" in matmul.matmul_features()) == may
+    monkeypatch.setattr(codegen, "_tm_features", "+avx512bf16,-amx-bf16")
+    assert "amx-bf16" not in matmul.matmul_features()
+
+
+def test_it_can_be_forbidden() -> None:
+    """As other features of the CPU, by NUMBA_CPU_FEATURES."""
+    codegen = target.cpu_target.target_context.codegen()
+    allowed = [name for name in codegen._tm_features.split(",") if "amx" not in name]
+    code = "from hotcold.actors.cpu.matmul import *; import numpy as np\n"
+    code += "print([kind.__name__ for kind in matmul_kinds(np.dtype('u2'), matmul_features())])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"NUMBA_CPU_FEATURES": ",".join(allowed)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    features = matmul.matmul_features() - {"amx-bf16"}
+    kinds = [kind.__name__ for kind in matmul.matmul_kinds(np.dtype(np.uint16), features)]
+    assert done.stdout.strip() == str(kinds) and AmxMatmul.__name__ not in kinds
