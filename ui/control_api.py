@@ -7,7 +7,8 @@ Other versions' commands use these paths too.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import asdict
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -21,8 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar, SystemConfig, TokenEvent
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api import sse
-from hotcold.ui.api.answer import first_then_rest
-from hotcold.ui.api.backend import Backend
+from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.errors import ApiError, as_api_error, unavailable
 from hotcold.ui.api.fields import StrictModel
 from hotcold.ui.api.logprobs import MIN_LOGPROB
@@ -252,7 +252,7 @@ async def _answer(backend: Backend, request: GenerateRequest) -> Response:
     """The answer, once it has begun. Errors: ApiError."""
     try:
         answers = await backend.start(1, lambda: backend.encoded(request))
-        events = await first_then_rest(answers)
+        events = await _first_then_rest(answers)
     except Exception as error:
         raise as_api_error(error) from error
 
@@ -268,6 +268,27 @@ async def _answer(backend: Backend, request: GenerateRequest) -> Response:
             yield sse.line(as_api_error(error).body)
 
     return sse.LineStream(pieces(), answers.deadline, answers.close)
+
+
+async def _first_then_rest(answers: Answers) -> AsyncIterator[tuple[int, TokenEvent]]:
+    """All events, once the first has come: an error before it can still be an HTTP status.
+
+    Errors:  ApiError, HotcoldError
+    """
+    events = answers.events()
+    try:
+        first = await anext(events)
+    except BaseException:
+        answers.close()
+        raise
+
+    async def all_events() -> AsyncGenerator[tuple[int, TokenEvent], None]:
+        async with aclosing(events):
+            yield first
+            async for later in events:
+                yield later
+
+    return all_events()
 
 
 def _line(event: TokenEvent) -> dict[str, Any]:

@@ -142,7 +142,13 @@ def test_the_state_is_that_of_the_open_conversation() -> None:
 
 def test_each_error_says_what_to_do() -> None:
     long = ApiError(400, "too long", code="context_length_exceeded")
-    problems = [long, timed_out(1.0), unavailable("queue"), ApiError(400, "a"), ApiError(500, "b")]
+    problems = [
+        long,
+        timed_out(1.0, "why"),
+        unavailable("queue"),
+        ApiError(400, "a"),
+        ApiError(500, "b"),
+    ]
     found = [remedy(problem) for problem in problems]
     assert len(set(found)) == len(found)
     assert "new conversation" in found[0] and all("Retry" in text for text in found[1:])

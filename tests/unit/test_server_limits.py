@@ -238,9 +238,12 @@ def test_an_answer_is_put_together() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_takes_too_long_is_cancelled(stream: bool) -> None:
+    """A stream has its head by then."""
     client = Client(last=2)
     answer, backend = ask(client, prompt=[1, 2], n=2, stream=stream)
-    assert answer.status_code == 504 and answer.json()["error"]["type"] == "timeout"
+    assert answer.status_code == (200 if stream else 504)
+    (error,) = [json.loads(line)["error"] for line in re.findall(r"\{.*\}", answer.text)]
+    assert error["type"] == "timeout" and "4 tokens of prompts" in error["message"]
     assert sorted(client.cancelled) == ["1", "2"] and backend.num_active == 0
 
 
@@ -250,6 +253,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
     first, last = (json.loads(line[6:]) for line in answer.text.split("\n\n")[:2])
     assert answer.status_code == 200
     assert first["choices"][0]["text"] == "a" and last["error"]["type"] == "timeout"
+    assert "1 tokens were written by then; ask for fewer" in last["error"]["message"]
     assert "[DONE]" not in answer.text
     assert client.cancelled == ["1"] and backend.num_active == 0
 

@@ -1,6 +1,6 @@
 """Answers collected from their events, for both kinds of completions."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -60,27 +60,6 @@ async def collect(answers: Answers) -> list[Answer]:
     finally:
         answers.close()
     return [found[index] for index in range(len(found))]
-
-
-async def first_then_rest(answers: Answers) -> AsyncIterator[tuple[int, TokenEvent]]:
-    """All events, once the first has come: an error before it can still be an HTTP status.
-
-    Errors:  ApiError, HotcoldError
-    """
-    events = answers.events()
-    try:
-        first = await anext(events)
-    except BaseException:
-        answers.close()
-        raise
-
-    async def all_events() -> AsyncGenerator[tuple[int, TokenEvent], None]:
-        async with aclosing(events):
-            yield first
-            async for later in events:
-                yield later
-
-    return all_events()
 
 
 def usage(

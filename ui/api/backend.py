@@ -26,7 +26,7 @@ from hotcold.model.errors import PromptError, ServiceError
 from hotcold.model.sampling import SamplingParams, eos_ids
 from hotcold.model.text.tools import CallSyntax
 from hotcold.ui.api.cached import of_client
-from hotcold.ui.api.errors import ApiError, timed_out, unavailable
+from hotcold.ui.api.errors import LOADING_TOOK, ApiError, timed_out, unavailable
 from hotcold.ui.api.logprobs import TokenTexts
 from hotcold.ui.api.metrics import Metrics
 
@@ -271,6 +271,8 @@ class Answers:
         self._submitting: set[asyncio.Task[None]] = set()
         self._num_places = min(count, backend.num_parallel)
         self._num_unread = count
+        self._num_new = 0  # tokens
+        self._failure: BaseException | None = None  # before anything else came
         self._is_stopped = False
         self._logprobs_bytes = 0  # of prompts and answers until now
         backend.num_active += self._num_places
@@ -299,7 +301,22 @@ class Answers:
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         except TimeoutError:
-            raise timed_out(self._backend.settings.request_timeout_s) from None
+            raise self._timed_out() from None
+        if self._failure is not None:
+            raise self._failure
+
+    def _timed_out(self) -> ApiError:
+        if self._client is None:
+            why = LOADING_TOOK
+        elif self._num_new:
+            why = f"{self._num_new} tokens were written by then; ask for fewer"
+        else:
+            sizes = [len(request.prompt_ids or ()) for request in self.requests]
+            why = (
+                f"{sum(sizes)} tokens of prompts had to be read, or other requests came first; "
+                "ask again, as what was read may be cached"
+            )
+        return timed_out(self._backend.settings.request_timeout_s, why)
 
     async def _submit_next(self, client: AsyncClient) -> None:
         """Queue the next request, if there is one. Errors: those of `submit`."""
@@ -326,7 +343,7 @@ class Answers:
                     async with asyncio.timeout_at(self.deadline):
                         index, event = await self._events.get()
                 except TimeoutError:
-                    raise timed_out(self._backend.settings.request_timeout_s) from None
+                    raise self._timed_out() from None
                 if isinstance(event, BaseException):
                     raise event
                 if event.result is not None:
@@ -364,7 +381,10 @@ class Answers:
             return
         if isinstance(event, BaseException) or event.result is not None:
             self._leave(index)
-        if isinstance(event, TokenEvent):
+        if isinstance(event, BaseException):
+            self._failure = event if self._events.empty() else None
+        else:
+            self._num_new += event.num_tokens
             self._count(index, event)
             if event.result is not None and self._unsubmitted and self._client is not None:
                 task = asyncio.create_task(self._submit_later(self._client))

@@ -131,7 +131,7 @@ class ChatRoute(Route):
         ]
 
     async def stream(self, body: ChatRequest) -> sse.EventStream:
-        """The answer as events; it has begun. Errors: ApiError, HotcoldError."""
+        """The answer as events; it is queued. Errors: ApiError, HotcoldError."""
         started = await self._start(body)
 
         def choice(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class ChatRoute(Route):
                 reason = all_deltas[index].finish_reason(event.result.finish_reason)
                 yield choice(index, {}, finish_reason=reason, **more)
 
-        return await self._chunks(
+        return self._chunks(
             body,
             started,
             self._head("chatcmpl", "chat.completion.chunk"),

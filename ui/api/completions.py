@@ -34,7 +34,7 @@ class CompletionRoute(Route):
         return {**head, "choices": choices, "usage": _usage(body, requests, answers)}
 
     async def stream(self, body: CompletionRequest) -> sse.EventStream:
-        """The answer as events; it has begun. Errors: ApiError, HotcoldError."""
+        """The answer as events; it is queued. Errors: ApiError, HotcoldError."""
         started = await self._start(body)
         try:
             writers = await asyncio.to_thread(
@@ -49,7 +49,7 @@ class CompletionRoute(Route):
             piece.add(event)
             return [writers[index].choice(index, piece)]
 
-        return await self._chunks(
+        return self._chunks(
             body,
             started,
             self._head("cmpl", "text_completion"),

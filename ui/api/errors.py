@@ -92,10 +92,16 @@ def unavailable(message: str, code: str | None = None) -> ApiError:
     return ApiError(503, message, "service_unavailable_error", code=code, headers=headers)
 
 
-def timed_out(limit_s: float) -> ApiError:
-    """504: the answer took longer than the server allows."""
+LOADING_TOOK = "the model was still loading; ask again"
+
+
+def timed_out(limit_s: float, why: str) -> ApiError:
+    """504: the answer took longer than the server allows; `why`, and what helps."""
     return ApiError(
-        504, f"the answer took longer than {limit_s:g} s; ask for fewer tokens", "timeout"
+        504,
+        f"the answer took longer than {limit_s:g} s: {why}, or have the server started with a "
+        "longer --request-timeout",
+        "timeout",
     )
 
 

@@ -6,6 +6,7 @@ Source:  llama.cpp, tools/server/README.md
 import asyncio
 import re
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import fields
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from pydantic import Field, field_validator
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent, TokenLogprob
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api import sse
-from hotcold.ui.api.answer import Answer, collect, first_then_rest
+from hotcold.ui.api.answer import Answer, collect
 from hotcold.ui.api.backend import Answers
 from hotcold.ui.api.errors import ApiError, as_api_error
 from hotcold.ui.api.logprobs import MIN_LOGPROB, content_tokens
@@ -152,20 +153,22 @@ class LlamaCompletionRoute(Route):
         Errors:  ApiError, HotcoldError
         """
         body, started = await self._start(body)
-        events = await first_then_rest(started)
         done = [Answer() for _ in started.requests]
 
         async def pieces() -> AsyncGenerator[bytes, None]:
             try:
-                async for index, event in events:
-                    answer, request = done[index], started.requests[index]
-                    answer.add(event)
-                    if (event.text or event.token_ids) and body.max_tokens:
-                        yield sse.event(self._piece(body, index, request, answer, event))
-                    if event.result is not None:
-                        last = await asyncio.to_thread(self._whole, body, index, request, answer)
-                        last.pop("completion_probabilities", None)
-                        yield sse.event({**last, "content": "", "tokens": []})
+                async with aclosing(started.events()) as events:
+                    async for index, event in events:
+                        answer, request = done[index], started.requests[index]
+                        answer.add(event)
+                        if (event.text or event.token_ids) and body.max_tokens:
+                            yield sse.event(self._piece(body, index, request, answer, event))
+                        if event.result is not None:
+                            last = await asyncio.to_thread(
+                                self._whole, body, index, request, answer
+                            )
+                            last.pop("completion_probabilities", None)
+                            yield sse.event({**last, "content": "", "tokens": []})
             except Exception as error:
                 yield sse.event(as_api_error(error).body)
 

@@ -5,6 +5,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -13,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from hotcold.actors.protocol.messages import TokenEvent
 from hotcold.ui.api import sse
-from hotcold.ui.api.answer import Answer, first_then_rest
+from hotcold.ui.api.answer import Answer
 from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.errors import as_api_error
 from hotcold.ui.api.schemas import SamplingRequest
@@ -87,7 +88,7 @@ class Route:
             "system_fingerprint": None,
         }
 
-    async def _chunks(
+    def _chunks(
         self,
         body: SamplingRequest,
         answers: Answers,
@@ -98,10 +99,8 @@ class Route:
     ) -> sse.EventStream:
         """A chunk a choice: those of `opening`, then those that `choices_of` makes of each event.
 
-        The answer has begun when this returns. A later error is the last event.
-        Errors:  ApiError, HotcoldError
+        An error is the last event.
         """
-        events = await first_then_rest(answers)
         if body.has_usage_chunk:
             head = {**head, "usage": None}
 
@@ -113,10 +112,11 @@ class Route:
             try:
                 for chunk in chunks(opening):
                     yield chunk
-                async for index, event in events:
-                    done[index].add(event)
-                    for chunk in chunks(choices_of(index, event)):
-                        yield chunk
+                async with aclosing(answers.events()) as events:
+                    async for index, event in events:
+                        done[index].add(event)
+                        for chunk in chunks(choices_of(index, event)):
+                            yield chunk
                 if body.has_usage_chunk:
                     counts = await asyncio.to_thread(usage_of, done)
                     yield sse.event({**head, "choices": [], "usage": counts})

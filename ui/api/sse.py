@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 _Result = TypeVar("_Result")
 
+KEEP_ALIVE_S = 3.0  # some proxies and clients give up after five seconds of silence
 DONE = b"data: [DONE]\n\n"
 # Unicode's other line ends, where some clients split; JSON escapes control characters itself.
 _LINE_ENDS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
@@ -56,12 +58,14 @@ def line(content: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Sends what a generator yields, each piece at once, and closes it in any case.
+    """Sends its head, then what a generator yields, each piece at once, and closes it in any case.
 
-    Once a client that reads nothing has filled the buffers, sending waits, `deadline` at most.
+    While nothing comes, `keep_alive` is sent every few seconds. Once a client that reads nothing
+    has filled the buffers, sending waits, `deadline` at most.
     """
 
     media_type = "text/event-stream"
+    keep_alive = b": still working\n\n"  # a comment
 
     def __init__(
         self,
@@ -91,19 +95,38 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         headers = self.raw_headers
+        sent_at = time.monotonic()
 
         async def in_time(message: Message) -> None:
+            nonlocal sent_at
             async with asyncio.timeout_at(self.deadline):
                 await send(message)
+            sent_at = time.monotonic()
+
+        async def keep_alive() -> None:
+            while self.keep_alive:
+                await asyncio.sleep(max(0.0, sent_at + KEEP_ALIVE_S - time.monotonic()))
+                if time.monotonic() >= sent_at + KEEP_ALIVE_S:
+                    await in_time(_body(self.keep_alive))
 
         start = {"type": "http.response.start", "status": self.status_code, "headers": headers}
         await in_time(start)
-        async for piece in self._content:
-            await in_time({"type": "http.response.body", "body": piece, "more_body": True})
+        keeping = asyncio.ensure_future(keep_alive())
+        try:
+            async for piece in self._content:
+                await in_time(_body(piece))
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
         await in_time({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _body(piece: bytes) -> Message:
+    return {"type": "http.response.body", "body": piece, "more_body": True}
 
 
 class LineStream(EventStream):
     """Lines of JSON, each at once."""
 
     media_type = "application/x-ndjson"
+    keep_alive = b""

@@ -16,9 +16,8 @@ from pydantic import ValidationError
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from hotcold.model.text.tools import CallSyntax
 from hotcold.ui.api import sse
-from hotcold.ui.api.answer import first_then_rest
 from hotcold.ui.api.backend import Answers, Backend
-from hotcold.ui.api.errors import as_api_error, refusal, timed_out
+from hotcold.ui.api.errors import LOADING_TOOK, as_api_error, refusal, timed_out
 from hotcold.ui.api.logprobs import chat_logprobs, content_tokens
 from hotcold.ui.api.ollama.options import other_fields
 from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaGenerate
@@ -29,6 +28,12 @@ from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
 
 Line = dict[str, Any]
 Body = OllamaGenerate | OllamaChat
+
+
+class _Lines(sse.LineStream):
+    """Lines of an answer; before one JSON allows blanks."""
+
+    keep_alive = b" "
 
 
 class OllamaAnswer:
@@ -66,23 +71,23 @@ class OllamaAnswer:
         return last | self._said(text, thought, calls, logprobs)
 
     async def stream(self) -> sse.LineStream:
-        """The answer as lines; it has begun. Errors: ApiError, HotcoldError."""
+        """The answer as lines; it is queued. Errors: ApiError, HotcoldError."""
         answers = await self._start()
-        events = await first_then_rest(answers)
 
         async def lines() -> AsyncGenerator[bytes, None]:
             try:
-                async for _, event in events:
-                    for piece in self._pieces(event):
-                        calls = [] if piece.call is None else [piece.call]
-                        said = self._said(piece.text, piece.thought, calls, piece.logprobs)
-                        yield sse.line({**_head(self._body), **said, "done": False})
-                    if event.result is not None:
-                        yield sse.line(self._end(event.result) | self._said("", "", [], []))
+                async with aclosing(answers.events()) as events:
+                    async for _, event in events:
+                        for piece in self._pieces(event):
+                            calls = [] if piece.call is None else [piece.call]
+                            said = self._said(piece.text, piece.thought, calls, piece.logprobs)
+                            yield sse.line({**_head(self._body), **said, "done": False})
+                        if event.result is not None:
+                            yield sse.line(self._end(event.result) | self._said("", "", [], []))
             except Exception as error:
                 yield sse.line({"error": as_api_error(error).message})
 
-        return sse.LineStream(lines(), answers.deadline, answers.close)
+        return _Lines(lines(), answers.deadline, answers.close)
 
     async def _start(self) -> Answers:
         backend, request = self._backend, self._request
@@ -154,7 +159,7 @@ async def loaded_or_ended(backend: Backend, body: Body) -> Line:
         async with asyncio.timeout(limit_s):
             await backend.ready()
     except TimeoutError:
-        raise timed_out(limit_s) from None
+        raise timed_out(limit_s, LOADING_TOOK) from None
     return _done(body, "load")
 
 

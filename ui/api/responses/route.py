@@ -16,7 +16,6 @@ from pydantic_core import to_json
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from hotcold.model.errors import PromptTooLongError
 from hotcold.ui.api import sse
-from hotcold.ui.api.answer import first_then_rest
 from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.errors import ApiError, as_api_error, refusal
 from hotcold.ui.api.requests import chat_requests
@@ -73,9 +72,8 @@ class ResponsesRoute:
         )
 
     async def stream(self, body: ResponsesRequest) -> sse.EventStream:
-        """The response as events; it has begun. Errors: ApiError, HotcoldError."""
+        """The response as events; it is queued. Errors: ApiError, HotcoldError."""
         response, answers = await self._start(body)
-        events = await first_then_rest(answers)
         number = 0
 
         def sent(events: Iterable[Event]) -> Iterator[bytes]:
@@ -88,9 +86,10 @@ class ResponsesRoute:
             try:
                 for piece in sent(response.opening()):
                     yield piece
-                async for _, event in events:
-                    for piece in sent(response.take(event)):
-                        yield piece
+                async with aclosing(answers.events()) as events:
+                    async for _, event in events:
+                        for piece in sent(response.take(event)):
+                            yield piece
             except Exception as error:
                 for piece in sent(response.failing(as_api_error(error))):
                     yield piece
