@@ -10,14 +10,19 @@ from collections.abc import Sequence
 from urllib.parse import unquote, urlsplit
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hotcold.model.errors import UsageError, shown
 from hotcold.ui.api.cached import client
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.keys import Keys, client_of
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _OPEN_PATHS = ("/health", "/v1/health")
+_ASKED_METHOD = "access-control-request-method"
+_ORIGIN = re.compile(r"(([a-z][a-z0-9+.-]*)://[^\s/?#@*]+)/?")
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which a browser leaves out
 _WHOLE_ADDRESS = re.compile(rb"(?i:https?)://([^/]+)(/.*)?")  # as proxies are sent
 
 # A model may write an image's address, which a browser would fetch: nothing leaves this host.
@@ -37,12 +42,46 @@ _HEADERS = {
 }
 
 
-def with_headers(message: Message) -> Message:
-    """An answer's start with the security headers; other messages unchanged."""
+def with_headers(message: Message, more: dict[bytes, bytes]) -> Message:
+    """An answer's start with the security headers and `more`; other messages unchanged."""
     if message["type"] != "http.response.start":
         return message
-    given = [(name, value) for name, value in message["headers"] if name.lower() not in _HEADERS]
-    return {**message, "headers": [*given, *_HEADERS.items()]}
+    added = _HEADERS | more
+    given = [(name, value) for name, value in message["headers"] if name.lower() not in added]
+    return {**message, "headers": [*given, *added.items()]}
+
+
+def origin_of(address: str) -> str:
+    """What a browser sends as the Origin of a page there.
+
+    Errors:  UsageError where the address is more than a scheme, a host and a port
+    """
+    found = _ORIGIN.fullmatch(address.lower())
+    if found is None:
+        raise UsageError(
+            f"{shown(address)} is no origin: give a scheme and a host, such as "
+            "https://chat.example.org or app://obsidian.md"
+        )
+    return found[1].removesuffix(_DEFAULT_PORTS.get(found[2], ""))
+
+
+def _readable_by(origin: str) -> dict[bytes, bytes]:
+    """The headers by which a browser lets a page of that origin read an answer."""
+    return {b"access-control-allow-origin": origin.encode("latin-1"), b"vary": b"Origin"}
+
+
+def _may_send(headers: Headers) -> dict[str, str]:
+    """The headers of the answer to a preflight."""
+    wanted = headers.get("access-control-request-headers", "").lower().split(",")
+    names = dict.fromkeys(("authorization", *(name.strip() for name in wanted)))
+    found = {
+        "access-control-allow-methods": "GET, HEAD, POST, DELETE",
+        "access-control-allow-headers": ", ".join(filter(None, names)),
+        "access-control-max-age": "600",
+    }
+    if "access-control-request-private-network" in headers:
+        found["access-control-allow-private-network"] = "true"
+    return found
 
 
 def is_loopback(host: str) -> bool:
@@ -60,13 +99,20 @@ class Gate:
 
     Without keys a web page elsewhere could make a browser send requests here, by a domain of its
     own that resolves to this machine (DNS rebinding): so the Host must be a local name. Another
-    Origin is refused too, also with a key that the browser sends by itself as a password.
+    Origin is refused too, also with a key that the browser sends by itself as a password. Pages of
+    the `origins` may ask, and read the answers.
     """
 
     def __init__(
-        self, app: ASGIApp, *, keys: Sequence[str], local: bool, max_body_bytes: int
+        self,
+        app: ASGIApp,
+        *,
+        keys: Sequence[str],
+        local: bool,
+        max_body_bytes: int,
+        origins: Sequence[str] = (),
     ) -> None:
-        """`local`: the server listens at a loopback address.
+        """`local`: the server listens at a loopback address; `origins` as `origin_of` writes them.
 
         With `keys` one of them is required, and any Host is allowed: a proxy on this machine may
         pass on requests for another name.
@@ -75,6 +121,7 @@ class Gate:
         self._keys = Keys(keys)
         self._local = local and not keys
         self._max_body_bytes = max_body_bytes
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI request."""
@@ -82,11 +129,20 @@ class Gate:
             await self._app(scope, receive, send)
             return
         scope = _origin_form(scope)
-        limit = _BodyLimit(receive, send, self._max_body_bytes)
+        headers = Headers(scope=scope)
+        is_allowed = headers.get("origin", "").lower() in self._origins
+        readable = _readable_by(headers["origin"]) if is_allowed else {}
+        limit = _BodyLimit(receive, send, self._max_body_bytes, readable)
         try:
             address = (scope.get("client") or ("",))[0]
-            headers = Headers(scope=scope)
-            self._check(scope.get("method", ""), scope["path"], headers, address)
+            method = scope.get("method", "")
+            is_preflight = method == "OPTIONS" and _ASKED_METHOD in headers
+            self._check(method, scope["path"], headers, address, is_allowed, is_preflight)
+            if is_preflight:
+                await Response(status_code=204, headers=_may_send(headers))(
+                    scope, limit.receive, limit.send
+                )
+                return
             client.set(client_of(given_key(headers)) if self._keys else "")
             await self._app(scope, limit.receive, limit.send)
         except ApiError as error:
@@ -95,12 +151,25 @@ class Gate:
             elif not limit.has_answered:
                 await send_error(limit.send, error, scope["path"])
 
-    def _check(self, method: str, path: str, headers: Headers, address: str) -> None:
+    def _check(
+        self,
+        method: str,
+        path: str,
+        headers: Headers,
+        address: str,
+        is_allowed: bool,
+        is_preflight: bool,
+    ) -> None:
+        """Errors:  ApiError. A preflight has no key."""
         if self._local and _name_of(headers.get("host", "")) not in _LOCAL_NAMES:
             raise ApiError(403, "this server answers to localhost alone", code="host_refused")
-        by_password = self._require_key(path, headers, address)
-        if (self._local or by_password) and _is_of_another_page(method, headers):
-            raise ApiError(403, "pages of other servers may not ask", code="origin_refused")
+        by_password = False if is_preflight else self._require_key(path, headers, address)
+        is_guarded = is_preflight or self._local or by_password
+        if is_guarded and not is_allowed and _is_of_another_page(method, headers):
+            raise ApiError(
+                403, "pages of other servers may not ask; `hotcold serve --origin` allows one",
+                code="origin_refused",
+            )  # fmt: skip
         length = headers.get("content-length", "0")
         if not length.isascii() or not length.isdigit() or int(length[:20]) > self._max_body_bytes:
             raise too_large(self._max_body_bytes)
@@ -124,8 +193,12 @@ class Gate:
 class _BodyLimit:
     """Counts the bytes of a request's body, whatever its headers say."""
 
-    def __init__(self, receive: Receive, send: Send, most_bytes: int) -> None:
+    def __init__(
+        self, receive: Receive, send: Send, most_bytes: int, headers: dict[bytes, bytes]
+    ) -> None:
+        """`headers` are added to the answer."""
         self.has_answered = False
+        self._headers = headers
         self._receive = receive
         self._send = send
         self._most_bytes = most_bytes
@@ -140,7 +213,7 @@ class _BodyLimit:
 
     async def send(self, message: Message) -> None:
         self.has_answered = True
-        await self._send(with_headers(message))
+        await self._send(with_headers(message, self._headers))
 
 
 def _origin_form(scope: Scope) -> Scope:

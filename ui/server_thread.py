@@ -105,8 +105,11 @@ class ServerThread:
         limits: ConnectionLimits,
         log: str = "none",
         control: tuple[socket.socket, ASGIApp] | None = None,
+        origins: Sequence[str] = (),
     ) -> None:
         """`listener` is bound, `log` "none" or a kind of `AccessLog`. Serves until `stop`.
+
+        `origins`: of pages elsewhere that may ask.
 
         `control`: a Unix socket that only this user can reach, and the application that answers
         there without keys. Without a `listener` there is only that one.
@@ -118,18 +121,20 @@ class ServerThread:
         self._opened: set[asyncio.Future[None]] = set()  # what serves at more Unix sockets
         self._loop = asyncio.new_event_loop()
         if listener is not None:
-            self._servers.append((self._server(loading_gate, keys, local), listener))
+            self._servers.append((self._server(loading_gate, keys, local, origins), listener))
         if control is not None:
             self._servers.append((self._server(control[1], (), True), control[0]))
         self._lifespan = contextlib.AsyncExitStack()
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
         self._thread.start()
 
-    def _server(self, app: ASGIApp, keys: Sequence[str], local: bool) -> QuietServer:
+    def _server(
+        self, app: ASGIApp, keys: Sequence[str], local: bool, origins: Sequence[str] = ()
+    ) -> QuietServer:
         """A server of `app` behind a `Gate` and an `AccessLog`."""
         max_body_bytes, log = self._settings
         made: Any = self._connections  # where uvicorn's types have a class
-        app = Gate(app, keys=keys, local=local, max_body_bytes=max_body_bytes)
+        app = Gate(app, keys=keys, local=local, max_body_bytes=max_body_bytes, origins=origins)
         if log != "none":
             app = AccessLog(app, log, partial(click.echo, err=True))
         config = uvicorn.Config(

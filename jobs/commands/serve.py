@@ -58,6 +58,14 @@ _LAST_BYTES_S = 2.0  # to send what was answered; an open page would wait for ev
     "command line, so better in HOTCOLD_API_KEY.",
 )
 @click.option(
+    "--origin",
+    "origins",
+    multiple=True,
+    metavar="URL",
+    help="A page elsewhere that may ask, such as https://chat.example.org or app://obsidian.md; "
+    "may be given several times.",
+)
+@click.option(
     "--queue",
     "max_queue",
     type=click.IntRange(0, 100_000),
@@ -97,6 +105,7 @@ def serve(
     host: str,
     port: int,
     keys: tuple[str, ...],
+    origins: tuple[str, ...],
     max_queue: int,
     max_tokens_limit: int | None,
     timeout_s: float,
@@ -114,9 +123,10 @@ def serve(
     require_extra("ui", "serve")
     if not no_page and importlib.util.find_spec("gradio") is not None:
         require_known_gradio()
-    from hotcold.ui.gate import is_loopback
+    from hotcold.ui.gate import is_loopback, origin_of
 
     _check_keys(host, keys, is_loopback(host))
+    allowed_origins = [origin_of(one) for one in origins]
     with interrupts_after():
         share_imports(*_MODULES)
     from hotcold.actors.protocol.ray_memory import free_bytes
@@ -144,7 +154,7 @@ def serve(
         signals = stack.enter_context(Signals())
         server = ServerThread(
             listener, loading_gate, keys, is_loopback(host), limits.max_body_bytes,
-            ConnectionLimits(max_connections), log,
+            ConnectionLimits(max_connections), log, origins=allowed_origins,
         )  # fmt: skip
         stack.callback(server.stop)
         click.echo(f"loading {name}; {url} says how far it is", err=True)

@@ -15,13 +15,13 @@ from hotcold.model.config.json_reader import read_json_object
 from hotcold.model.errors import ConfigError, PromptError, shown
 from hotcold.model.files.side_files import require_own
 from hotcold.model.text.subprocess_worker import FailedError, RefusedError, SubprocessWorker
+from hotcold.model.text.system_messages import one_at_the_start, plainer
 from hotcold.model.text.tools import (
     TAGGED,
     CallSyntax,
     Tools,
     described_in_system_prompt,
     syntax_of,
-    without_system,
 )
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -120,6 +120,8 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation of {"role", "content"} messages.
 
+        System messages at the start are one; those that the template refuses become the user's.
+
         tools:     what the model may call (`model/text/tools.py`); messages may then hold
                    tool_calls, whose arguments are objects, and have the role tool
         variables: more JSON values for the template, by name, such as enable_thinking;
@@ -135,14 +137,17 @@ class ChatTemplate:
             "documents": None,
             **(variables or {}),
         }
-        if tools is None or self._own_syntax is not None:
-            return self._rendered({**given, "messages": list(messages), "tools": tools})
-        described = described_in_system_prompt(messages, tools)
-        try:
-            return self._rendered({**given, "messages": described, "tools": None})
-        except PromptError:  # some templates refuse system messages
-            messages = without_system(described)
-            return self._rendered({**given, "messages": messages, "tools": None})
+        messages = one_at_the_start(messages)
+        if tools is not None and self._own_syntax is None:
+            messages, tools = described_in_system_prompt(messages, tools), None
+        refusal: PromptError | None = None
+        for told in plainer(messages):
+            try:
+                return self._rendered({**given, "messages": told, "tools": tools})
+            except PromptError as problem:
+                refusal = refusal or problem
+        assert refusal is not None
+        raise refusal
 
     def _rendered(self, variables: dict[str, Any]) -> str:
         self.check()

@@ -78,14 +78,6 @@ def described_in_system_prompt(
     return [{"role": "system", "content": text}, *_joined(plain)]
 
 
-def without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the conversation with the system message moved into the first user message."""
-    system, *rest = messages
-    if not rest or rest[0]["role"] != "user":
-        return [{"role": "user", "content": system["content"]}, *rest]
-    return _joined([{"role": "user", "content": system["content"]}, *rest])
-
-
 def _plain_message(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content") or ""
     if message["role"] == "tool":

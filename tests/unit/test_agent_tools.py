@@ -296,3 +296,25 @@ def test_an_input_comes_in_any_pieces(text: str, is_ascii: bool, cuts: list[int]
     reader = InputReader()
     pieces = [whole[a:b] for a, b in itertools.pairwise(places)]
     assert "".join(map(reader.push, pieces)) == text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": HELLO}, "max_completion_tokens"),
+        ("/v1/responses", {"input": "Hello"}, "max_output_tokens"),
+        ("/v1/responses", {"input": "Hello"}, "max_tokens"),
+        ("/v1/completions", {"prompt": "Hello"}, "max_tokens"),
+        ("/completion", {"prompt": "Hello"}, "max_tokens"),
+        ("/completion", {"prompt": "Hello"}, "n_predict"),
+    ],
+)
+def test_minus_one_token_is_no_limit(path: str, body: dict[str, Any], field: str) -> None:
+    """As clients of llama.cpp and LM Studio mean it; the server's limit stays."""
+    client = answering("Well.")
+    assert post(client, path, **body, **{field: -1}).status_code == 200
+    most = server()[0].settings.max_tokens
+    assert client.requests[0].sampling.max_tokens == most
+    refused = post(client, path, **body, **{field: -3})
+    assert refused.status_code == 400 and field in refused.text

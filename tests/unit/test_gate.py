@@ -13,8 +13,9 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hotcold.model.errors import UsageError
 from hotcold.ui.api import sse
-from hotcold.ui.gate import Gate, is_loopback
+from hotcold.ui.gate import Gate, is_loopback, origin_of
 
 
 async def _length(scope: Any, receive: Any, send: Any) -> None:
@@ -249,3 +250,85 @@ def test_a_client_that_goes_away_closes_the_generator() -> None:
     run_stream(content(), gone)
     assert run_stream(content(), gone) in ([], [b""], [b"", b"a"])
     assert closed
+
+
+PAGE = "app://obsidian.md"
+PREFLIGHT = {
+    "Origin": PAGE,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+}
+
+
+def open_gate(keys: list[str], app: Any = _length) -> Gate:
+    """One that lets the page ask."""
+    return Gate(app, keys=keys, local=True, max_body_bytes=100, origins=[origin_of(PAGE + "/")])
+
+
+@pytest.mark.parametrize("keys", [[], ["k"]])
+def test_an_allowed_page_may_ask_and_read(keys: list[str]) -> None:
+    """A preflight has no key; the request has, and each answer may be read, refusals too."""
+    told = ask(open_gate(keys), "OPTIONS", headers=PREFLIGHT)
+    assert (told.status_code, told.content) == (204, b"")
+    assert told.headers["access-control-allow-origin"] == PAGE
+    names = told.headers["access-control-allow-headers"].split(", ")
+    assert names == ["authorization", "content-type", "x-stainless-os"]
+    assert "POST" in told.headers["access-control-allow-methods"].split(", ")
+    assert "access-control-allow-private-network" not in told.headers
+    asked = {**PREFLIGHT, "Access-Control-Request-Private-Network": "true"}
+    asked.pop("Access-Control-Request-Headers")
+    told = ask(open_gate(keys), "OPTIONS", headers=asked)
+    assert told.headers["access-control-allow-private-network"] == "true"
+    assert told.headers["access-control-allow-headers"] == "authorization"
+    sent = {"Origin": PAGE, "Authorization": "Bearer k"}
+    for status, size in ((200, 1), (413, 101)):
+        answer = ask(open_gate(keys), "POST", headers=sent, content=b"a" * size)
+        assert answer.status_code == status
+        assert answer.headers["access-control-allow-origin"] == PAGE
+        assert answer.headers["vary"] == "Origin"
+    if keys:
+        refused = ask(open_gate(keys), "POST", headers={"Origin": PAGE})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == PAGE
+
+
+@pytest.mark.parametrize("keys", [[], ["k"]])
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "app://obsidian.md.evil", ""])
+def test_other_pages_may_not_even_ask_whether_they_may(keys: list[str], origin: str) -> None:
+    for one in (open_gate(keys), gate(keys)):
+        told = ask(one, "OPTIONS", headers={**PREFLIGHT, "Origin": origin})
+        assert told.status_code == 403 and "access-control-allow-origin" not in told.headers
+        if not keys:
+            assert ask(one, "POST", headers={"Origin": origin}).status_code == 403
+    assert ask(gate(keys), "OPTIONS", headers=PREFLIGHT).status_code == 403
+
+
+def test_an_allowed_page_reads_streams() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: a\n\n"
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await Request(scope, receive).body()
+        await sse.EventStream(events())(scope, receive, send)
+
+    answer = ask(open_gate([], stream), "POST", headers={"Origin": PAGE})
+    assert answer.text == "data: a\n\n" and answer.headers["access-control-allow-origin"] == PAGE
+
+
+@pytest.mark.parametrize(
+    ("address", "origin"),
+    [
+        ("https://Chat.Example.org/", "https://chat.example.org"),
+        ("https://chat.example.org:443", "https://chat.example.org"),
+        ("http://localhost:3000", "http://localhost:3000"),
+        ("chrome-extension://abc", "chrome-extension://abc"),
+        ("*", None), ("null", None), ("chat.example.org", None), ("https://*.example.org", None),
+        ("https://a.example/page", None), ("https://", None), ("", None),
+    ],
+)  # fmt: skip
+def test_an_origin_is_a_scheme_and_a_host(address: str, origin: str | None) -> None:
+    if origin is not None:
+        assert origin_of(address) == origin
+    else:
+        with pytest.raises(UsageError, match="is no origin: give a scheme and a host"):
+            origin_of(address)

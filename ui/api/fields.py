@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from itertools import islice
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from hotcold.model.sampling import PARAMETERS
 from hotcold.ui.api.errors import ApiError
@@ -20,6 +20,14 @@ from hotcold.ui.api.errors import ApiError
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 1024
 Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+def _or_no_limit(given: Any) -> Any:
+    return None if type(given) is int and given == -1 else given
+
+
+# -1 is no limit, as clients of llama.cpp and LM Studio say it.
+NewTokens = Annotated[Positive | None, BeforeValidator(_or_no_limit)]
 
 # Where the access log reads which unknown fields of the request in this context were ignored.
 ignored: ContextVar[list[str] | None] = ContextVar("ignored", default=None)

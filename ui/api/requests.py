@@ -63,7 +63,7 @@ async def completion_requests(backend: Backend, body: CompletionRequest) -> list
     Errors:  PromptError, UsageError
     """
     wanted = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    sampling = body.sampling(max(wanted, 1), backend.defaults)
+    sampling = body.sampling(None if wanted < 0 else max(wanted, 1), backend.defaults)
     asked = [
         GenerateRequest(sampling, prompt=prompt)
         if isinstance(prompt, str)

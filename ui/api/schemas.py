@@ -9,7 +9,7 @@ from hotcold.model.text.roles import ALWAYS_SAY, TEMPLATE_ROLES
 from hotcold.ui.api.cached import Cached
 from hotcold.ui.api.drawn import Drawn, TokenId
 from hotcold.ui.api.errors import ApiError, refusal
-from hotcold.ui.api.fields import MAX_MESSAGES, AnyJson, Positive, Request, StrictModel
+from hotcold.ui.api.fields import MAX_MESSAGES, AnyJson, NewTokens, Request, StrictModel
 from hotcold.ui.api.parts import ContentPart, Declined, LeftOut, text_of
 from hotcold.ui.api.structured_output import (
     ConstrainedRequest,
@@ -236,11 +236,14 @@ def thinking_variables(effort: str | None, thinks: bool | None) -> dict[str, Any
 class ChatRequest(SamplingRequest, Rendered):
     """POST /v1/chat/completions."""
 
-    unchanging: ClassVar[dict[str, tuple[Any, ...]]] = {"add_special_tokens": (False,)}
+    unchanging: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "add_special_tokens": (False,),
+        "max_output_tokens": (-1,),
+    }
 
     messages: Messages
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
+    max_tokens: NewTokens = None
+    max_completion_tokens: NewTokens = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP)] | None = None
     tool_choice: ToolChoice | None = None
@@ -285,7 +288,7 @@ class CompletionRequest(SamplingRequest):
     """POST /v1/completions."""
 
     prompt: Prompt = Field(union_mode="left_to_right")
-    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    max_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: no limit
     logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP)] | None = None
     echo: bool | None = None
 

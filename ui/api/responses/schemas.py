@@ -1,14 +1,14 @@
 """Schemas of /v1/responses, and the same request as a chat completion."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from hotcold.ui.api.cached import Cached
 from hotcold.ui.api.drawn import Drawn
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.fields import MAX_TOOLS, AnyJson, Positive, StrictModel
+from hotcold.ui.api.fields import MAX_TOOLS, AnyJson, NewTokens, StrictModel
 from hotcold.ui.api.responses.conversation import (
     ITEMS,
     MAX_ITEMS,
@@ -98,10 +98,15 @@ _MetadataText = Annotated[str, Field(max_length=512)]
 class ResponsesRequest(Drawn, Cached):
     """POST /v1/responses."""
 
+    unchanging: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "max_completion_tokens": (-1,),
+        "max_tokens": (-1,),
+    }
+
     input: str | Items
     model: str | None = None
     instructions: str | None = None
-    max_output_tokens: Positive | None = None
+    max_output_tokens: NewTokens = None
     tools: Tools | None = None
     tool_choice: (
         Literal["none", "auto", "required"] | NamedTool | AllowedTools | ForeignChoice | None

@@ -1,0 +1,136 @@
+"""System messages in templates that allow one, at the start, or none; as published ones do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hotcold.model.errors import PromptError
+from hotcold.model.text.chat_template import ChatTemplate
+from tests.unit.ollama_routes import Recording, post, server
+from tests.unit.test_kept_responses import prompt_of
+
+SAY = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+ONE = (  # Qwen 3.5's, Mistral's
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning') }}{% endif %}{% endfor %}" + SAY
+)
+ALTERNATE = (  # Mistral's: user and assistant in turn, tools after calls
+    "{% set ns = namespace(user=true) %}{% for m in messages %}"
+    "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{% if (m.role == 'user') != ns.user %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set ns.user = not ns.user %}{% endif %}"
+    "{% if m.role == 'tool' and loop.previtem.role == 'user' %}"
+    "{{ raise_exception('a result follows its call') }}{% endif %}{% endfor %}"
+)
+NONE = (  # Gemma 2's
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}" + ALTERNATE + SAY
+)
+DROPS = (  # SmolLM3's: what is not the first is no message
+    "{% if messages[0].role == 'system' %}<system>{{ messages[0].content }}{% endif %}"
+    "{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def talk(*said: str) -> list[dict[str, Any]]:
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    return [{"role": roles[one[0]], "content": one} for one in said]
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "expected"),
+    [
+        (SAY, ["s1", "u1"], "<system>s1<user>u1"),
+        (SAY, ["s1", "u1", "a1", "s2", "u2"], "<system>s1<user>u1<assistant>a1<system>s2<user>u2"),
+        (SAY, ["u1", "u2"], "<user>u1<user>u2"),
+        (ONE, ["s1", "s2", "u1"], "<system>s1\n\ns2<user>u1"),
+        (ONE, ["s1", "u1", "s2", "a1"], "<system>s1<user>u1\n\ns2<assistant>a1"),
+        (ONE, ["s1", "u1", "a1", "s2"], "<system>s1<user>u1<assistant>a1<user>s2"),
+        (DROPS, ["s1", "s2", "u1"], "<system>s1\n\ns2<user>u1"),
+        (NONE, ["s1", "u1", "a1", "u2"], "<user>s1\n\nu1<assistant>a1<user>u2"),
+        (NONE, ["s1", "u1", "a1", "s2", "u2"], "<user>s1\n\nu1<assistant>a1<user>s2\n\nu2"),
+        (NONE, ["s1"], "<user>s1"),
+        (NONE, ["u1", "u2", "a1"], "<user>u1\n\nu2<assistant>a1"),
+    ],
+)
+def test_a_template_is_told_what_it_takes(template: str, said: list[str], expected: str) -> None:
+    assert ChatTemplate(template, "a test", {}).render(talk(*said)) == expected
+
+
+def test_what_no_words_help_is_refused_in_the_templates_own() -> None:
+    template = ChatTemplate("{{ raise_exception(messages[0].role) }}", "a test", {})
+    with pytest.raises(PromptError, match="refuses the messages: system"):
+        template.render(talk("s1", "u1"))
+
+
+CALL = {"type": "function_call", "call_id": "c", "name": "look_up", "arguments": "{}"}
+OTHER = CALL | {"call_id": "d"}
+RESULT = {"type": "function_call_output", "call_id": "c", "output": "one"}
+SAID = {"role": "assistant", "content": "Well."}
+HELLO = {"role": "user", "content": "Hello"}
+PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+LINE = {"type": "input_text", "text": "[image left out]"}
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's model has a template that is as strict as any, for tools too."""
+    tokenizer = server()[0].prompts.tokenizer
+    assert tokenizer is not None
+    text = (
+        "{% if tools %}<tool_call> \"arguments\"{% endif %}" + ALTERNATE + ONE.replace(
+            "{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")
+    )  # fmt: skip
+    monkeypatch.setattr(tokenizer, "_template", ChatTemplate(text, "a test", {}))
+
+
+@pytest.mark.usefixtures("strict")
+@pytest.mark.parametrize(
+    ("items", "same"),
+    [
+        ([HELLO, CALL, SAID, RESULT], [HELLO, SAID, CALL, RESULT]),
+        ([HELLO, SAID, SAID], [HELLO, SAID | {"content": "Well.\nWell."}]),
+        (
+            [HELLO, CALL, RESULT | {"output": [PICTURE]}],
+            [HELLO, CALL, RESULT | {"output": [LINE]}],
+        ),
+        (
+            [{"role": "user", "content": [{"type": "input_text", "text": "Look:"}, PICTURE]}],
+            [{"role": "user", "content": "Look:\n[image left out]"}],
+        ),
+        ([{"role": "developer", "content": "b"}, HELLO], [HELLO]),
+    ],
+)
+def test_a_history_is_told_in_order(items: list[Any], same: list[Any]) -> None:
+    """Instructions are there, too; the second history is what a template takes as it comes."""
+    instructions = ["a", "a\n\nb" if items[0]["role"] == "developer" else "a"]
+    first, second = prompts(instructions, (items, same))
+    assert first == second and first.startswith("<system>a")
+
+
+def prompts(instructions: list[str], histories: tuple[list[Any], ...]) -> list[str]:
+    client = Recording()
+    for told, history in zip(instructions, histories, strict=True):
+        answer = post(client, "/v1/responses", input=history, instructions=told)
+        assert answer.status_code == 200, answer.text
+    return [prompt_of(request) for request in client.requests]
+
+
+@pytest.mark.parametrize(
+    ("items", "same"),
+    [
+        ([HELLO, CALL, HELLO, RESULT], [HELLO, CALL, RESULT, HELLO]),
+        (
+            [HELLO, CALL, OTHER, RESULT | {"call_id": "d"}, HELLO, RESULT],
+            [HELLO, CALL, OTHER, RESULT | {"call_id": "d"}, RESULT, HELLO],
+        ),
+    ],
+)
+def test_results_follow_their_calls_whatever_was_said_meanwhile(
+    items: list[Any], same: list[Any]
+) -> None:
+    first, second = prompts(["a", "a"], (items, same))
+    assert first == second
