@@ -104,7 +104,9 @@ def _requests(described: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 async def _ask_all() -> tuple[int, list[tuple[float, str]]]:
     """How many places there are; beside all of a place, how long after another /health answered."""
-    app = create_app(ServedModels([make_backend(Client(END))]))
+    backend = make_backend(Client(END))
+    backend.capacity = len(TEXTS)  # all of a place at once
+    app = create_app(ServedModels([backend]))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     found: list[tuple[float, str]] = []
     async with httpx.AsyncClient(
