@@ -48,6 +48,13 @@ def own_folder(*names: str) -> Path:
     return folder
 
 
+def host_cpu() -> str:
+    """LLVM's name of this CPU, and its features: a hypervisor may leave out some of a name's."""
+    import llvmlite.binding as llvm
+
+    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+
+
 def write_checked(path: Path, content: bytes) -> None:
     """Write a file and its checksum; others find all of it or nothing. Errors: OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # which may have been removed

@@ -33,7 +33,7 @@ _OPTIONS = (
 )
 _ROOT = Path(__file__).resolve().parents[2]
 _SOURCES = ("actors", "cuda_kernels", "model", "numba_kernels")
-_LIBRARIES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "cupy")
+_LIBRARIES = ("numba", "llvmlite", "numpy", "cupy-cuda12x", "cupy-cuda13x", "cupy")
 
 
 def arithmetic_identity(

@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import llvmlite.binding
 import numpy as np
 
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
@@ -41,12 +40,12 @@ from hotcold.actors.setup.shards import arena_layout, served_config, service_spe
 from hotcold.actors.setup.storage import offloaded_share
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig, RopeConfig
-from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.artifact import ModelIdentity, sampled_digest
 from hotcold.model.files.atomic_write import write_atomic
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.numba_kernels.compiling_process import only_compile
 from hotcold.numba_kernels.kernel_cache import sources_digest
-from hotcold.numba_kernels.own_cache import own_folder
+from hotcold.numba_kernels.own_cache import host_cpu, own_folder
 from hotcold.numba_kernels.serve.mailbox import SharedBuffers
 from hotcold.placement.machine.core_affinity import CoreAffinity
 from hotcold.placement.machine.pinning import find_cores
@@ -146,9 +145,10 @@ def _missing_marker(system: SystemConfig) -> Path | None:
 
     None where it is there, or there is no kernel cache.
     """
-    kernels = llvmlite.binding.get_host_cpu_name(), os.environ.get("NUMBA_CPU_NAME", "")
+    cpu = host_cpu(), *(os.environ.get(f"NUMBA_CPU_{name}", "") for name in ("NAME", "FEATURES"))
     options = system.mode, system.weight_dtype, system.kv_dtype, system.has_down_norms, system.draft
-    key = [ModelIdentity.of(system.model_path).digest, system.predictors_path, *kernels, *options]
+    files = ModelIdentity.of(system.model_path).digest, sampled_digest(system.predictors_path)
+    key = [*files, *cpu, *options]
     key += [system.down_transposed, system.storage is not None]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     try:

@@ -8,13 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import llvmlite.binding
-
 from hotcold.actors.protocol.messages import AUTO_MODE, PREDICTED_MODES, THRESHOLD, SystemConfig
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
-from hotcold.model.files.artifact import ModelIdentity, check_artifact
+from hotcold.model.files.artifact import ModelIdentity, check_artifact, sampled_digest
 from hotcold.numba_kernels.kernel_cache import sources_digest
+from hotcold.numba_kernels.own_cache import host_cpu
 from hotcold.placement.solver.cost import RowBytes
 from hotcold.predictors.magnitude_thresholds import Calibrated, read_thresholds, thresholds_path
 from hotcold.predictors.predictor_file import Predictors, predictors_path, read_predictors
@@ -67,14 +66,10 @@ def trial_key(system: SystemConfig) -> dict[str, Any]:
     key = asdict(system) | {
         "model_path": ModelIdentity.of(system.model_path).digest,
         "kernels": sources_digest(),
-        "cpu": llvmlite.binding.get_host_cpu_name(),
+        "cpu": host_cpu(),
         "instructions": [os.environ.get(name, "") for name in _INSTRUCTIONS],
     }
-    for name in _FILES:
-        if key[name]:
-            found = Path(key[name]).stat()
-            key[name] = [found.st_size, found.st_mtime_ns]
-    return key
+    return key | {name: sampled_digest(key[name]) for name in _FILES}
 
 
 def has_thresholds(config: ModelConfig) -> bool:

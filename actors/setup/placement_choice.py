@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ from hotcold.actors.protocol.messages import PREDICTED_MODES, SystemConfig
 from hotcold.model.byte_sizes import binary_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
-from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.artifact import ModelIdentity, sampled_digest
 from hotcold.model.files.artifact_places import artifact_path, artifacts_like
 from hotcold.placement.machine.survey import read_layout
 from hotcold.placement.machine.this_machine import read_cached
@@ -20,7 +19,6 @@ from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, read_prof
 from hotcold.placement.solver.cost import PredictorCost
 from hotcold.predictors.predictor_file import Predictors, read_predictors
 
-_HEAD_BYTES = 1 << 20
 _UNMEASURED_FACTOR = 2.0
 _CHANGE = 0.1  # of memory or speed that a plan's user is told of
 _UNMEASURED = f"predictors choose {_UNMEASURED_FACTOR:g} neurons for each that fires"
@@ -43,7 +41,7 @@ def plan_request(
         num_cpu_actors=system.num_cpu_actors,
         machine=machine,
         profile_digest="" if profile is None else profile.digest,
-        predictor_digest=_predictor_digest(system),
+        predictor_digest=sampled_digest(system.predictors_path),
         weight_dtype=system.weight_dtype,
     )
 
@@ -148,13 +146,3 @@ def plan_note(system: SystemConfig, config: ModelConfig) -> str:
 
 def _differ(then: float, now: float) -> bool:
     return abs(now - then) > _CHANGE * then
-
-
-def _predictor_digest(system: SystemConfig) -> str:
-    """A digest of the file's first MiB, with its header, and of its size; "" without a file."""
-    if not system.predictors_path:
-        return ""
-    path = Path(system.predictors_path)
-    with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-    return hashlib.sha256(head + str(path.stat().st_size).encode()).hexdigest()

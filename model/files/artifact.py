@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from hotcold.model.files.weights_digest import ModelFiles, weights_digest
 VERSION = 1
 _KEY = "hotcold"
 _SAMPLED_TENSORS, _SAMPLED_BYTES = 64, 1024
+_HEAD_BYTES = 1 << 20
 # The command that makes each kind of file.
 COMMANDS = {
     "profile": "hotcold profile",
@@ -34,6 +36,15 @@ COMMANDS = {
     "thresholds": "hotcold profile",
     "plan": "hotcold plan",
 }
+
+
+def sampled_digest(path: str | Path) -> str:
+    """Of a file's first MiB, with its header, and of its size; "" for no file. Errors: OSError."""
+    if not path:
+        return ""
+    with Path(path).open("rb") as file:
+        head, size = file.read(_HEAD_BYTES), os.fstat(file.fileno()).st_size
+    return hashlib.sha256(head + str(size).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

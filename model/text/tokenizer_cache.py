@@ -1,4 +1,4 @@
-"""A cache of tokenizers that take seconds to build, as tokenizer.json files of this user.
+"""A cache of tokenizers that take seconds to build, as files of this user: checksum and JSON.
 
 SentencePiece's vocabularies have no merges: to find half a million of them for Gemma's 262,144
 pieces takes longer than reading the result.
@@ -13,10 +13,9 @@ from pathlib import Path
 import tokenizers
 
 from hotcold.model.errors import first_line_of_any
-from hotcold.model.files.atomic_write import write_atomic
-from hotcold.numba_kernels.own_cache import own_folder
+from hotcold.numba_kernels.own_cache import own_folder, read_checked, write_checked
 
-_VERSION = 1  # raise it when tokenizers are built in another way
+_VERSION = 2  # raise it when tokenizers are built in another way
 
 
 def cached_tokenizer(key: str, build: Callable[[], tokenizers.Tokenizer]) -> tokenizers.Tokenizer:
@@ -35,14 +34,14 @@ def cached_tokenizer(key: str, build: Callable[[], tokenizers.Tokenizer]) -> tok
     if found is None:
         found = build()
         with contextlib.suppress(OSError):
-            write_atomic(file, str(found.to_str()).encode())
+            write_checked(file, str(found.to_str()).encode())
     return found
 
 
 def _read(file: Path) -> tokenizers.Tokenizer | None:
     """The file's tokenizer; None where the file is missing or damaged."""
     try:
-        return tokenizers.Tokenizer.from_buffer(file.read_bytes())
+        return tokenizers.Tokenizer.from_buffer(read_checked(file))
     except BaseException as problem:
         first_line_of_any(problem)
         return None

@@ -14,12 +14,10 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-import llvmlite.binding
 import numpy as np
 
 from hotcold.model.config.model_config import RopeConfig
-from hotcold.model.files.atomic_write import write_atomic
-from hotcold.numba_kernels.own_cache import own_folder
+from hotcold.numba_kernels.own_cache import host_cpu, own_folder, read_checked, write_checked
 
 
 def inv_freq(rope: RopeConfig, head_dim: int, num_positions: int = 0) -> np.ndarray:
@@ -31,9 +29,8 @@ def inv_freq(rope: RopeConfig, head_dim: int, num_positions: int = 0) -> np.ndar
     found = _read_cached(path, rope.rotary_dim(head_dim) // 2)
     if found is None:
         found = rope.inv_freq(head_dim, num_positions)
-        bits = found.astype("<f4").tobytes()
         with contextlib.suppress(OSError):
-            write_atomic(path, hashlib.sha256(bits).digest() + bits)
+            write_checked(path, found.astype("<f4").tobytes())
     return found
 
 
@@ -47,7 +44,7 @@ def rope_cache_path(rope: RopeConfig, head_dim: int, num_positions: int = 0) -> 
         "head_dim": head_dim,
         "length": rope.length_that_counts(num_positions),
         "torch": metadata.version("torch"),
-        "cpu": llvmlite.binding.get_host_cpu_name(),
+        "cpu": host_cpu(),
         "instructions": os.environ.get("ATEN_CPU_CAPABILITY", ""),
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
@@ -57,10 +54,7 @@ def rope_cache_path(rope: RopeConfig, head_dim: int, num_positions: int = 0) -> 
 def _read_cached(path: Path, size: int) -> np.ndarray | None:
     """(size,) float32; None where the file is missing or damaged."""
     try:
-        content = path.read_bytes()
-    except OSError:
+        bits = read_checked(path)
+    except (OSError, ValueError):
         return None
-    digest, bits = content[:32], content[32:]
-    if len(bits) != 4 * size or hashlib.sha256(bits).digest() != digest:
-        return None
-    return np.frombuffer(bits, "<f4").astype(np.float32)
+    return np.frombuffer(bits, "<f4").astype(np.float32) if len(bits) == 4 * size else None

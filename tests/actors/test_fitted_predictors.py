@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -200,7 +201,11 @@ def test_what_a_trial_is_kept_for(tiny: Tiny, fitted: dict[str, Path], tmp_path:
     assert json.loads(json.dumps(key)) == json.loads(json.dumps(trial_key(replace(system))))
     moved = path.rename(tmp_path / "moved")
     assert trial_key(replace(system, predictors_path=str(moved))) == key
-    moved.write_bytes(moved.read_bytes() + b" ")
+    os.utime(moved, (0, 0))
+    assert trial_key(replace(system, predictors_path=str(moved))) == key
+    content = moved.read_bytes()
+    moved.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(moved, (0, 0))
     others = [
         replace(system, predictors_path=str(moved)),
         replace(system, model_path=str(tiny("llama-gqa").path), predictors_path=""),

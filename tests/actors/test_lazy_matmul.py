@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 import ray
@@ -92,7 +93,10 @@ def test_damaged_angles_are_computed_again(tmp_path: Path, monkeypatch: pytest.M
         np.testing.assert_array_equal(inv_freq(rope, 16), expected)
         assert path.read_bytes() == whole
     others = [rope_cache_path(replace(rope, theta=9999.0), 16), rope_cache_path(rope, 18)]
-    assert len({path, *others}) == 3
+    with monkeypatch.context() as patch:  # as in a guest whose hypervisor leaves features out
+        patch.setattr(llvm, "get_host_cpu_features", lambda: llvm.FeatureMap())
+        others.append(rope_cache_path(rope, 16))
+    assert len({path, *others}) == 4
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     np.testing.assert_array_equal(inv_freq(rope, 16), expected)
 

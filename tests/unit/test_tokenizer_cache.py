@@ -40,9 +40,13 @@ def test_it_is_built_once(file: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(module, "_sentencepiece", never)
         assert ids(file) == first
-    there.write_bytes(there.read_bytes()[:100])
-    assert ids(file) == first  # and mended
-    assert len(there.read_bytes()) > 1000
+    whole = there.read_bytes()
+    swapped = whole.replace(b'"h":', b'"?":').replace(b'"w":', b'"h":').replace(b'"?":', b'"w":')
+    for damaged in (whole[:100], swapped):
+        assert damaged != whole
+        there.write_bytes(damaged)
+        assert ids(file) == first  # and mended
+        assert there.read_bytes() == whole
 
 
 def test_another_vocabulary_is_another_file(file: Path, tmp_path: Path) -> None:
