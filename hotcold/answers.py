@@ -45,7 +45,7 @@ class Answer:
         """Take the next event; returns what it brings."""
         said, thought = event.text, ""
         if self._reader is not None:
-            said, thought = self._reader.push(event.text, event.result is not None)
+            said, thought = self._reader.push(event)
         self._logprobs += event.logprobs
         self.prompt_logprobs += event.prompt_logprobs
         self.result = event.result

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-from hotcold.actors.protocol.messages import GenerateRequest, Grammar
+from hotcold.actors.protocol.messages import GenerateRequest, Grammar, TokenEvent
 from hotcold.model.errors import PromptError, UsageError, shown, unknown_option
 from hotcold.model.text.roles import ALWAYS_SAY, TEMPLATE_ROLES
 from hotcold.outputs import ToolCall
@@ -16,7 +14,7 @@ from hotcold.outputs import ToolCall
 if TYPE_CHECKING:
     from hotcold.model.text.tokenizer import Tokenizer
     from hotcold.ui.api.tools.grammar import Callable
-    from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
+    from hotcold.ui.api.tools.reader import AnswerReader
 
 Message = Mapping[str, Any]
 _KEPT_KEYS = ("name", "tool_call_id", "reasoning_content")
@@ -82,12 +80,9 @@ def _text_of(part: Any) -> str:
 
 
 def _template_call(call: Message) -> dict[str, Any]:
-    """Its arguments as an object, where they are whole."""
     try:
         function = dict(call["function"])
         arguments = function.get("arguments") or "{}"
-        with suppress(ValueError, RecursionError, TypeError):
-            arguments = json.loads(arguments)
         return {**call, "function": {"name": function["name"], "arguments": arguments}}
     except (KeyError, TypeError, ValueError):
         raise PromptError(f"{shown(call)} is no tool call in OpenAI's format") from None
@@ -157,30 +152,18 @@ class Chat(NamedTuple):
     """How the answers to one conversation are held, and read."""
 
     grammar: Grammar | None
-    thoughts: Thoughts | None
     syntax: Any  # of calls; None where nothing may be called
 
     @classmethod
-    def of(
-        cls,
-        tokenizer: Tokenizer,
-        prompt_ids: Sequence[int],
-        wanted: Callable | None,
-        shape: Grammar | None,
-    ) -> Chat:
+    def of(cls, tokenizer: Tokenizer, wanted: Callable | None, shape: Grammar | None) -> Chat:
         """`shape`: what the answer is held to beside calls. Errors: UsageError, ConfigError."""
-        from hotcold.ui.api.tools.thoughts import Thoughts
-
         syntax, grammar = None, shape
         if wanted is not None:
             if shape is not None and shape.kind != "json_schema":
                 raise UsageError("tools and a grammar were both given; leave one out")
             syntax = tokenizer.call_syntax
             grammar = grammars().calls_grammar(wanted, syntax, shape.text if shape else None)
-        thoughts = Thoughts.of(tokenizer, prompt_ids)
-        if grammar is not None and thoughts is not None:
-            grammar = thoughts.before(grammar)
-        return cls(grammar, thoughts, syntax)
+        return cls(grammar, syntax)
 
     def reader(self) -> ChatReader:
         """Reads one answer."""
@@ -191,20 +174,20 @@ class ChatReader:
     """Puts one answer together from its text, as it comes."""
 
     def __init__(self, chat: Chat) -> None:
-        from hotcold.ui.api.tools.thoughts import AnswerReader
+        from hotcold.ui.api.tools.reader import AnswerReader
 
-        self._reader: AnswerReader = AnswerReader(chat.thoughts, chat.syntax)
+        self._reader: AnswerReader = AnswerReader(chat.syntax)
         self.said = self.thought = ""
         self._calls: list[ToolCall] = []
 
-    def push(self, text: str, is_last: bool) -> tuple[str, str]:
-        """Take more text; returns what more of it is said, and thought."""
+    def push(self, event: TokenEvent) -> tuple[str, str]:
+        """Take the next event; returns what more is said, and thought."""
         from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, ReasoningPart, TextPart
 
         said = thought = ""
-        for part in self._reader.push(text, is_last):
+        for part in self._reader.push(event):
             match part:
-                case TextPart(more):
+                case TextPart(more, _):
                     said += more
                 case ReasoningPart(more):
                     thought += more

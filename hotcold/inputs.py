@@ -100,8 +100,8 @@ class Inputs:
             ids = self.prompts.ids(asked)
             tokenizer = self.prompts.tokenizer
             assert tokenizer is not None  # or it has no ids
-            chat = Chat.of(tokenizer, ids, wanted, params.shape())
-            request = GenerateRequest(self.default_sampling, prompt_ids=ids)
+            chat = Chat.of(tokenizer, wanted, params.shape())
+            request = GenerateRequest(self.default_sampling, prompt_ids=ids, is_chat=True)
             return Task(messages, self._requests(request, params, chat.grammar), chat)
 
         return make

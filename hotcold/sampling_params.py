@@ -21,6 +21,7 @@ _HELD = f"one of {', '.join(_SHAPES)}"
 _OTHER_NAMES = {  # elsewhere: here
     **dict.fromkeys(("max_new_tokens", "num_predict", "n_predict", "max_length"), "max_tokens"),
     **dict.fromkeys(("structured_outputs", "guided_decoding", "response_format"), _HELD),
+    **dict.fromkeys(("thinking_budget", "reasoning_budget"), "thinking_token_budget"),
     "best_of": "n",
 }
 

@@ -25,23 +25,18 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import click
 
 from hotcold.actors.protocol.messages import (
-    GenerateRequest,
     Generation,
     SystemConfig,
     TokenEvent,
     TokenLogprob,
 )
-from hotcold.chats import Chat
 from hotcold.connections import Connection, find
-from hotcold.inputs import Inputs
 from hotcold.jobs.answer_file import AnswerFile
 from hotcold.jobs.cli import run
 from hotcold.jobs.cluster_system import job_system
@@ -177,31 +172,8 @@ def _answer(line: RequestLine, llm: LLM) -> Future[tuple[Generation, _Logprobs]]
     if line.request is None:
         answer.set_exception(UsageError(line.error))
         return answer
-    try:
-        request = _after_thoughts(line.request, llm)
-    except HotcoldError as problem:
-        answer.set_exception(problem)
-    else:
-        llm.begin(request, take)
+    llm.begin(line.request, take)
     return answer
-
-
-def _after_thoughts(request: GenerateRequest, llm: LLM) -> GenerateRequest:
-    """The request to a model that thinks: what holds the answer holds what follows its thoughts.
-
-    Errors:  PromptError, ConfigError
-    """
-    if request.grammar is None or request.messages is None:
-        return request
-    prompts = _inputs(llm.model_path, llm.context_length).prompts
-    ids, tokenizer = prompts.ids(request), prompts.tokenizer
-    assert tokenizer is not None  # or it has no ids
-    return replace(request, grammar=Chat.of(tokenizer, ids, None, request.grammar).grammar)
-
-
-@cache
-def _inputs(model_path: Path, context_length: int) -> Inputs:
-    return Inputs(model_path, context_length)
 
 
 def _write_oldest(pending: deque[_Pending], answers: AnswerFile, counts: _Counts) -> None:

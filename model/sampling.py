@@ -60,6 +60,10 @@ class SamplingParams:
     `stop` text, at one of `stop_token_ids`, or at an end token unless `ignore_eos`. The answer
     includes these only with `include_stop_str_in_output`.
 
+    Texts and ids stop the answer of a chat, not the thoughts before it. Thoughts end after
+    `thinking_token_budget` tokens (-1: when the model ends them), or with an end token: the mark
+    that ends them is written then, and at least a word of the answer.
+
     Each parameter is declared here alone: `PARAMETERS` is what the command line, HTTP, Ollama's
     API and the page read.
     Errors:  UsageError naming the value that is out of range
@@ -137,6 +141,9 @@ class SamplingParams:
     penalize_prompt: bool = _parameter(True, Switch(), http=False)
     stop_token_ids: Sequence[int] = _parameter((), TokenIds())
     min_tokens: int = _parameter(0, Whole(0, _MANY))
+    thinking_token_budget: int = _parameter(
+        -1, Whole(-1, _MANY), "Most tokens that the model thinks before it answers; -1: any.",
+        ollama="thinking_token_budget")
     include_stop_str_in_output: bool = _parameter(False, Switch())
     logit_bias: Sequence[tuple[int, float]] | Mapping[int, float] = _parameter(
         (), Biases(), "Add to a token's logit, like 1234=-5; may be given several times.",

@@ -46,7 +46,6 @@ class ControlGrammar(StrictModel):
 
     kind: Literal["json_schema", "regex", "lark", "calls"]
     text: str
-    frame: str = ""
 
 
 class ControlPrompt(StrictModel):
@@ -56,6 +55,7 @@ class ControlPrompt(StrictModel):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     prompt_ids: list[int] | None = None
+    is_chat: bool = False
     tools: list[dict[str, Any]] | None = None
     template_variables: dict[str, Any] | None = None
     grammar: ControlGrammar | None = None
@@ -298,11 +298,13 @@ def _line(event: TokenEvent) -> dict[str, Any]:
         "num_tokens": event.num_tokens,
         "token_ids": event.token_ids,
         "num_prompt_tokens": event.num_prompt_tokens,
+        "thought": event.thought,
+        "said_at": event.said_at,
     }
     for name in ("logprobs", "prompt_logprobs"):
         if scored := getattr(event, name):
             line[name] = [
-                (one.token_id, _finite(one.logprob), [(i, _finite(x)) for i, x in one.top])
+                (one.token_id, _finite(one.logprob), [(i, _finite(x)) for i, x in one.top], one.at)
                 for one in scored
             ]
     return line

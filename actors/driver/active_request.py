@@ -1,9 +1,11 @@
 """One request, from prompt to last token: what is left of it, and what it has produced."""
 
+import math
 import time
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from hotcold.actors.driver.outputs import (
 )
 from hotcold.actors.driver.prompts import Prompts
 from hotcold.actors.driver.streams import Stream
+from hotcold.actors.driver.thoughts import ThoughtReader, Thoughts
 from hotcold.actors.driver.token_sampler import TokenSampler
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.messages import (
@@ -78,6 +81,17 @@ def compile_extras(config: ModelConfig, embedding: EmbeddingWeights) -> None:
     StateMean(config, embedding).add(0, np.zeros(config.hidden_size, np.float32))
 
 
+class _Ends(NamedTuple):
+    """Tokens that end what is written; `places`: their ids as an array."""
+
+    ids: frozenset[int]
+    places: np.ndarray
+
+    @classmethod
+    def of(cls, ids: frozenset[int]) -> "_Ends":
+        return cls(ids, np.array(sorted(ids), np.int64))
+
+
 class ActiveRequest:
     """A request that waits or runs. Only its constructor is called by other threads.
 
@@ -126,18 +140,38 @@ class ActiveRequest:
         free = generator.context_length - len(self.tokens)
         self._max_tokens = 0 if self.embeds else min(sampling.max_tokens or free, free)
         eos_ids = frozenset() if sampling.ignore_eos else generator.eos_ids
-        self._end_ids = eos_ids.union(sampling.stop_token_ids)
-        self._end_places = np.array(sorted(self._end_ids), np.int64)
+        self._ends_in_thoughts = _Ends.of(eos_ids)
+        self._ends_in_answer = _Ends.of(eos_ids.union(sampling.stop_token_ids))
         is_included = sampling.include_stop_str_in_output
         self._shown_ids = frozenset(sampling.stop_token_ids if is_included else ())
         self._num_emitted = 0  # new tokens in events so far
         self._constraint: Constraint | None = None
-        if request.grammar is not None:
-            self._constraint = generator.grammars.constraint(request.grammar)
+        self._begin_thoughts(request)
         self._logprobs = AnswerLogprobs(request.num_logprobs)
         self._prompt_logprobs = PromptLogprobs(self.tokens, request.num_prompt_logprobs)
         # When it was submitted, was admitted, had its first token; seconds.
         self._moments = [time.monotonic()]
+
+    def _begin_thoughts(self, request: GenerateRequest) -> None:
+        """What the answer begins with, and what it is held to then. Errors: UsageError."""
+        tokenizer = self._generator.prompts.tokenizer
+        thoughts = Thoughts.of(tokenizer, self.tokens) if request.may_think else None
+        self._reader = ThoughtReader(thoughts)
+        if request.grammar is not None:
+            constraint = self._generator.grammars.constraint(request.grammar, thoughts)
+            if tokenizer and request.grammar.kind == "calls":
+                mark, may_call = tokenizer.call_syntax.begin, constraint.takes_after_thoughts
+                self._reader = ThoughtReader(thoughts, mark, may_call)
+            self._constraint = constraint
+        budget = self._sampling.thinking_token_budget
+        self._thoughts_left: float = budget if budget >= 0 else math.inf  # tokens
+        self._num_thought = 0  # tokens, marks included
+        self._end_mark: list[int] = []
+        if thoughts is not None and tokenizer is not None:
+            self._end_mark = tokenizer.encode(thoughts.way.end, add_special_tokens=False)
+        self._forced: list[int] = []  # what is still to be written of it
+        self._was_forced = False
+        self._thought, self._said_at = "", 0  # of the next event
 
     def num_positions(self, ahead: int) -> int:
         """Positions of the KV cache for its tokens and the next `ahead`, if it may have so many."""
@@ -227,9 +261,11 @@ class ActiveRequest:
 
     def useful(self, draft: list[int]) -> list[int]:
         """The beginning of a draft that may follow, by the end tokens and the grammar."""
-        ends = [at + 1 for at, token_id in enumerate(draft) if token_id in self._end_ids]
+        ends = [at + 1 for at, token_id in enumerate(draft) if token_id in self._ends.ids]
         draft = draft[: ends[0]] if ends else draft
-        return draft if self._constraint is None else self._constraint.beginning(draft)
+        if self._constraint is None or self._reader.is_thinking:
+            return draft
+        return self._constraint.beginning(draft)
 
     def verify(self, rows: Sequence[np.ndarray], draft: Sequence[int]) -> bool:
         """Choose tokens as long as they are the draft's; True where one was the answer's last.
@@ -256,21 +292,26 @@ class ActiveRequest:
         if self.embeds:
             return self.end("stop")
         self._prompt_logprobs.check()
-        params, constraint = self._sampling, self._constraint
-        token_id = self._sampler.draw(self._processed(logits))
+        params, was_thinking = self._sampling, self._reader.is_thinking
+        token_id = self._chosen(logits)
         if not self.has_answered:
             self._moments.append(time.monotonic())
         self.tokens.append(token_id)
         if place < len(draft) and token_id == draft[place]:
             self.drafts.accept(place)
             self.num_done += 1
-        ended = constraint is not None and constraint.accept(token_id)
         self._logprobs.add(logits, token_id, self._decoder)
-        is_end = token_id in self._end_ids
+        is_end = token_id in self._ends.ids
         text = ""
         if self._decoder and (token_id in self._shown_ids or not is_end):
             may_stop = self._num_new > params.min_tokens
-            text = self._stop.push(self._decoder.push(token_id), may_stop)
+            text = self._shown(self._decoder.push(token_id), may_stop)
+        if was_thinking or self._reader.is_thinking:
+            self._num_thought = self._num_new
+            self._thoughts_left -= was_thinking
+            ended = False
+        else:
+            ended = self._constraint is not None and self._constraint.accept(token_id)
         if is_end or self._stop.found or ended:
             return self.end("stop", text)
         if self._num_new >= self._max_tokens:
@@ -279,20 +320,66 @@ class ActiveRequest:
             self._emit(text)
         return False
 
+    def _chosen(self, logits: np.ndarray) -> int:
+        """The next token: drawn, or of the mark that ends thoughts by force."""
+        if self._reader.is_thinking and self._thoughts_left <= 0:
+            self._end_thoughts()
+        if self._forced:
+            return self._forced.pop(0)
+        processed = self._processed(logits)
+        token_id = self._sampler.draw(processed)
+        if not self._reader.is_thinking:
+            return token_id
+        while self._breaks_grammar(token_id):
+            processed = processed.copy()
+            processed[token_id] = -np.inf
+            token_id = self._sampler.draw(processed)
+        if token_id in self._ends.ids:
+            self._end_thoughts()
+        return self._forced.pop(0) if self._forced else token_id
+
+    def _end_thoughts(self) -> None:
+        if not self._was_forced:
+            self._forced, self._was_forced = list(self._end_mark), True
+
+    def _breaks_grammar(self, token_id: int) -> bool:
+        """Whether a token of thoughts would end them with text that no answer begins with."""
+        if self._constraint is None or self._decoder is None:
+            return False
+        said = self._reader.said_after(self._decoder.peek(token_id))
+        return bool(said) and not self._constraint.takes_after_thoughts(said)
+
+    def _shown(self, text: str, may_stop: bool = True, is_last: bool = False) -> str:
+        """Take more text; returns what of it, and of what was held back, can be shown."""
+        was_thinking = self._reader.is_thinking
+        piece = self._reader.push(text, is_last)
+        if was_thinking and not self._reader.is_thinking and self._constraint is not None:
+            self._constraint.resume(piece.said)
+        self._thought += piece.thought
+        self._said_at += len(piece.before)
+        before = self._stop.push(piece.before, may_stop=False) if piece.before else ""
+        return before + self._stop.push(piece.said, may_stop)
+
     def _processed(self, logits: np.ndarray) -> np.ndarray:
         """The logits that the next token is drawn from."""
         processed = self._penalties.applied(logits, self.tokens)
         if self._dry is not None:
             processed = processed.copy() if processed is logits else processed
             self._dry.lower(processed, self.tokens)
-        if self._constraint is not None:
+        if self._constraint is not None and not self._reader.is_thinking:
             processed = self._constraint.masked(processed)
-        if self._num_new < self._sampling.min_tokens and self._end_ids:
+        has_said = self._reader.has_answered or not self._was_forced
+        is_too_short = self._num_new < self._sampling.min_tokens or not has_said
+        if is_too_short and self._ends.ids:
             without_end = processed.copy()
-            without_end[self._end_places] = -np.inf
+            without_end[self._ends.places] = -np.inf
             if np.isfinite(without_end).any():  # a grammar may have come to its end
                 return without_end
         return processed
+
+    @property
+    def _ends(self) -> _Ends:
+        return self._ends_in_thoughts if self._reader.is_thinking else self._ends_in_answer
 
     @property
     def _num_new(self) -> int:
@@ -316,7 +403,7 @@ class ActiveRequest:
     def end(self, finish_reason: str, text: str = "") -> bool:
         """Emit the result, after `text` and what was held back until now; True."""
         tail = self._decoder.finish() if self._decoder else ""
-        text += self._stop.push(tail) + self._stop.flush()
+        text += self._shown(tail, is_last=True) + self._stop.flush()
         self._emit(text, self._result(finish_reason))
         return True
 
@@ -332,9 +419,12 @@ class ActiveRequest:
                 self._prompt_logprobs.take(),
                 tuple(self.tokens[self._num_prompt_tokens + self._num_emitted :]),
                 self._num_prompt_tokens,
+                self._thought,
+                self._said_at,
             )
         )
         self._num_emitted = num_new
+        self._thought, self._said_at = "", 0
 
     def fail(self, error: BaseException) -> None:
         """Emit an error instead of a result."""
@@ -362,4 +452,5 @@ class ActiveRequest:
             reads=self.times.per_step_reads(),
             embedding=self._mean.mean() if self._mean and self.num_left == 0 else None,
             drafts=self.drafts,
+            num_thought_tokens=self._num_thought,
         )

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hotcold.actors.driver.thoughts import Thoughts
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.errors import UsageError, shown
 from hotcold.model.sampling import SamplingParams
@@ -30,6 +31,7 @@ _MAX_PROBLEM_CHARS = 200  # of what is wrong with a grammar
 # Of a grammar: 50 MB, and what it may take of the engine's thread, for each token and beside that.
 _LIMITS: Any = {"max_lexer_states": 25_000}
 _A_TOKEN_S, _ONCE_S = 0.001, 0.5
+_BLANKS = "/[ \\n]{0,4}/"  # in Lark: between the end of thoughts and the answer
 
 _CLASSES = {r"\d": "[0-9]", r"\w": r"[\w&&[\x{0}-\x{FFFF}]]"}  # of a regex
 
@@ -101,15 +103,20 @@ class Penalties:
 
 
 class Constraint:
-    """One answer's place in its grammar.
+    """One answer's place in its grammar, which is free while the model thinks.
 
     Ambiguous grammars take longer from token to token, and all requests wait meanwhile: one that
     has taken far more of its thread's time than grammars do is ended.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
-        """`matcher`: an llguidance matcher of this object's own."""
-        self._matcher = matcher
+    def __init__(self, table: Any, vocab_size: int, ways: list[Any], after: Any = None) -> None:
+        """`ways`: llguidance matchers of this object's own, by any of which the answer may go on.
+
+        `after`: the one by which it goes on after thoughts, at its start; `table`: its tokens.
+        """
+        self._table = table
+        self._ways = ways
+        self._after = after
         self._vocab_size = vocab_size
         self._bits = np.zeros(-(-vocab_size // 32), np.uint32)
         self._left_s = _ONCE_S  # that the grammar may take now
@@ -120,10 +127,13 @@ class Constraint:
         Errors:  UsageError where the grammar allows nothing, or became too complex
         """
         self._left_s += _A_TOKEN_S
+        found = np.zeros_like(self._bits)
         with self._timed():
-            self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+            for way in self._ways:
+                way.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+                found |= self._bits
         self._require_valid()
-        allowed = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._vocab_size]
+        allowed = np.unpackbits(found.view(np.uint8), bitorder="little")[: self._vocab_size]
         if not allowed.any():
             raise UsageError("no token of the model can continue the answer by the grammar")
         return np.where(allowed, logits, np.float32(-np.inf))
@@ -135,14 +145,28 @@ class Constraint:
         """
         # In a copy, as an error would stay in the matcher.
         with self._timed():
-            return ids[: self._matcher.deep_copy().validate_tokens(ids)]
+            return ids[: max(way.deep_copy().validate_tokens(ids) for way in self._ways)]
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token; True where none can follow it. Errors: UsageError."""
         with self._timed():
-            self._matcher.consume_token(token_id)
+            for way in self._ways:
+                way.consume_token(token_id)
         self._require_valid()
-        return bool(self._matcher.is_stopped())
+        return all(way.is_stopped() for way in self._ways)
+
+    def takes_after_thoughts(self, text: str) -> bool:
+        """Whether the answer that follows thoughts may begin with `text`."""
+        ids = self._table.greedy_tokenize(text)
+        with self._timed():
+            return int(self._after.deep_copy().validate_tokens(ids)) == len(ids)
+
+    def resume(self, text: str) -> None:
+        """Go on after thoughts with an answer that begins with `text`. Errors: UsageError."""
+        self._ways = [self._after]
+        with self._timed():
+            self._after.consume_tokens(self._table.greedy_tokenize(text))
+        self._require_valid()
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -151,9 +175,11 @@ class Constraint:
         self._left_s -= time.thread_time() - began_s
 
     def _require_valid(self) -> None:
-        if self._matcher.is_error():
-            problem = _one_line(self._matcher.get_error())
+        valid = [way for way in self._ways if not way.is_error()]
+        if not valid:
+            problem = _one_line(self._ways[0].get_error())
             raise UsageError(f"the answer cannot follow the grammar any further: {problem}")
+        self._ways = valid
         if self._left_s < 0:
             raise UsageError(
                 "the grammar takes too long for each token; write it with fewer ways to read one "
@@ -174,8 +200,8 @@ class Grammars:
         self._table: Any = None
         self._making = threading.Lock()
 
-    def constraint(self, grammar: Grammar) -> Constraint:
-        """A constraint at the grammar's start.
+    def constraint(self, grammar: Grammar, thoughts: Thoughts | None = None) -> Constraint:
+        """A constraint at the grammar's start; `thoughts` come before it.
 
         Errors:  UsageError for text that is no such grammar, or where llguidance is missing
         """
@@ -185,27 +211,22 @@ class Grammars:
             raise UsageError(
                 "grammars need llguidance, which is not installed; pip install llguidance"
             ) from None
-        table = self._token_table()
-        try:
-            if grammar.kind == "json_schema":
-                source = LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_OPTIONS)
-            elif grammar.kind == "regex":
-                if re.search(r"(?<!\\)(\\\\)*\\\Z", grammar.text):  # llguidance leaves it out
-                    raise ValueError("a backslash ends it")
-                source = LLMatcher.grammar_from_regex(_with_usual_classes(grammar.text))
-            else:
-                source = LLMatcher.grammar_from_lark(grammar.text)
-        except ValueError as problem:
-            raise _grammar_error(grammar, str(problem)) from None
-        if grammar.frame:
-            is_lark = grammar.kind in ("lark", "calls")
-            inner = {"lark_grammar": source} if is_lark else json.loads(source)["grammars"][0]
-            frame = {"lark_grammar": grammar.frame}
-            source = json.dumps({"grammars": [frame, {**inner, "name": "answer"}]})
-        matcher = LLMatcher(table, source, log_level=0, limits=LLParserLimits(**_LIMITS))
-        if matcher.is_error():
-            raise _grammar_error(grammar, matcher.get_error())
-        return Constraint(matcher, self._vocab_size)
+        table, size, limits = self._token_table(), self._vocab_size, LLParserLimits(**_LIMITS)
+        source = _source_of(grammar)
+
+        def matcher(source: str) -> Any:
+            found = LLMatcher(table, source, log_level=0, limits=limits)
+            if found.is_error():
+                raise _grammar_error(grammar, found.get_error())
+            return found
+
+        if thoughts is None:
+            return Constraint(table, size, [matcher(source)])
+        after = matcher(_after_blanks(source, grammar.kind in ("lark", "calls")))
+        if thoughts.are_open:
+            return Constraint(table, size, [], after)
+        mark = LLMatcher.grammar_from_lark(f"start: {_BLANKS} {json.dumps(thoughts.way.begin)}")
+        return Constraint(table, size, [matcher(source), matcher(mark)], after)
 
     def _token_table(self) -> Any:
         from llguidance import LLTokenizer, TokenizerWrapper
@@ -221,6 +242,29 @@ class Grammars:
                     table = LLTokenizer(tokens, self._vocab_size, eos)
                 self._table = table
         return self._table
+
+
+def _source_of(grammar: Grammar) -> str:
+    """A grammar as llguidance takes it. Errors: UsageError."""
+    from llguidance import LLMatcher
+
+    try:
+        if grammar.kind == "json_schema":
+            return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_OPTIONS)
+        if grammar.kind != "regex":
+            return LLMatcher.grammar_from_lark(grammar.text)
+        if re.search(r"(?<!\\)(\\\\)*\\\Z", grammar.text):  # llguidance leaves it out
+            raise ValueError("a backslash ends it")
+        return LLMatcher.grammar_from_regex(_with_usual_classes(grammar.text))
+    except ValueError as problem:
+        raise _grammar_error(grammar, str(problem)) from None
+
+
+def _after_blanks(source: str, is_lark: bool) -> str:
+    """The same grammar, before which there may be a little white space."""
+    inner = {"lark_grammar": source} if is_lark else json.loads(source)["grammars"][0]
+    frame = {"lark_grammar": f"start: {_BLANKS} @answer"}
+    return json.dumps({"grammars": [frame, {**inner, "name": "answer"}]})
 
 
 def _with_usual_classes(regex: str) -> str:

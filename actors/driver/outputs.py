@@ -85,8 +85,10 @@ class StopStrings:
         return shown
 
 
-def token_logprob(logits: np.ndarray, token_id: int, num_top: int) -> TokenLogprob:
+def token_logprob(logits: np.ndarray, token_id: int, num_top: int, at: int = 0) -> TokenLogprob:
     """log softmax(logits)[token_id], and the `num_top` largest of all, largest first.
+
+    `at`: where its text begins in the answer's, in characters.
 
     Shapes:  logits (V,) float32
     Errors:  ValueError where the logits hold a NaN or the largest is infinite
@@ -97,7 +99,7 @@ def token_logprob(logits: np.ndarray, token_id: int, num_top: int) -> TokenLogpr
     ids = largest(logits, min(num_top, logits.size)) if num_top else np.empty(0, np.int64)
     values = logits[ids].astype(np.float64) - log_sum
     top = list(zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprob(token_id, float(logits[token_id]) - log_sum, top)
+    return TokenLogprob(token_id, float(logits[token_id]) - log_sum, top, at)
 
 
 class AnswerLogprobs:
@@ -108,19 +110,19 @@ class AnswerLogprobs:
 
     def __init__(self, num_top: int | None) -> None:
         self._num_top = num_top  # None: no logprobs are wanted
-        self._held: deque[tuple[int, TokenLogprob]] = deque()  # each with where its text begins
+        self._held: deque[TokenLogprob] = deque()
 
     def add(self, logits: np.ndarray, token_id: int, decoder: StreamDecoder | None) -> None:
         """Add a chosen token, which `decoder` has not seen yet. Errors: ValueError."""
         if self._num_top is not None:
-            begin = decoder.num_chars if decoder is not None else -1
-            self._held.append((begin, token_logprob(logits, token_id, self._num_top)))
+            at = decoder.num_chars if decoder is not None else -1
+            self._held.append(token_logprob(logits, token_id, self._num_top, at))
 
     def take(self, num_shown: int | None) -> tuple[TokenLogprob, ...]:
         """The logprobs of the answer's first `num_shown` characters; None: all."""
         taken = []
-        while self._held and (num_shown is None or self._held[0][0] < num_shown):
-            taken.append(self._held.popleft()[1])
+        while self._held and (num_shown is None or self._held[0].at < num_shown):
+            taken.append(self._held.popleft())
         return tuple(taken)
 
 

@@ -40,6 +40,7 @@ class Prompts:
         """The same request with `ids` in place of its text. Errors: PromptError."""
         return replace(
             request,
+            is_chat=request.is_chat or request.messages is not None,
             prompt=None,
             messages=None,
             tools=None,

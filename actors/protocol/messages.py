@@ -223,7 +223,6 @@ class Grammar:
 
     kind: Literal["json_schema", "regex", "lark", "calls"]
     text: str
-    frame: str = ""  # a Lark grammar around it, in which it is @answer; "": it is all of the answer
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -236,15 +235,21 @@ class TokenLogprob:
 
     token_id: int
     logprob: float | None  # None for the first token of a prompt, which nothing precedes
+    at: int  # where its text begins in the answer's, in characters
     _top: bytes = field(repr=False)
 
     def __init__(
-        self, token_id: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()
+        self,
+        token_id: int,
+        logprob: float | None,
+        top: Sequence[tuple[int, float]] = (),
+        at: int = 0,
     ) -> None:
         ids, logprobs = zip(*top, strict=True) if top else ((), ())
         for name, value in (
             ("token_id", token_id),
             ("logprob", logprob),
+            ("at", at),
             ("_top", struct.pack(f"<{len(ids)}d{len(ids)}i", *logprobs, *ids)),
         ):
             object.__setattr__(self, name, value)
@@ -268,6 +273,7 @@ class GenerateRequest:
 
     tools: that an answer to messages may call (`model/text/tools.py`)
     template_variables: more values for the chat template, JSON by their names
+    is_chat: whether `prompt_ids` are a conversation: messages always are
     request_id: for cancelling; unique
     use_cache: whether the prompt's beginning is taken from the KV cache, and kept there for others
     cache_salt: only requests of one salt share
@@ -279,6 +285,7 @@ class GenerateRequest:
     tools: list[dict[str, Any]] | None = None
     template_variables: dict[str, Any] | None = None
     prompt_ids: list[int] | None = None
+    is_chat: bool = False
     request_id: str = ""
     grammar: Grammar | None = None
     # How many likeliest tokens beside each new token's logprob, or each prompt token's; None: no
@@ -289,6 +296,11 @@ class GenerateRequest:
     wants_embedding: bool = False
     use_cache: bool = True
     cache_salt: str = ""
+
+    @property
+    def may_think(self) -> bool:
+        """Whether the answer may begin with thoughts. All of it is text in others."""
+        return self.is_chat or self.messages is not None or self.sampling.thinking_token_budget >= 0
 
 
 @dataclass
@@ -352,6 +364,7 @@ class Generation:
     embedding: list[float] | None = None
     num_cached_tokens: int = 0  # of the prompt, in the KV cache before: not computed again
     drafts: DraftCounts = field(default_factory=DraftCounts)
+    num_thought_tokens: int = 0  # of `ids`, the marks around thoughts included
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -390,15 +403,26 @@ class Generation:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """New text of a running request; the last event has the whole result."""
+    """New text of a running request; the last event has the whole result.
+
+    text: thoughts with their marks and the white space around them, then, from `said_at` on, the
+    answer itself
+    """
 
     text: str
     result: Generation | None = None
     num_tokens: int = 0  # chosen since the last event
-    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens that `text` begins or ends in
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens whose text begins in `text`
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in one event, the first
     token_ids: tuple[int, ...] = ()  # those chosen since the last event
     num_prompt_tokens: int = 0  # of the request; 0: not known
+    thought: str = ""  # of `text`, the thoughts alone
+    said_at: int = 0
+
+    @property
+    def said(self) -> str:
+        """Of `text`, the answer itself."""
+        return self.text[self.said_at :]
 
     def __add__(self, later: TokenEvent) -> TokenEvent:
         """This event and a later one as one."""
@@ -410,6 +434,8 @@ class TokenEvent:
             self.prompt_logprobs + later.prompt_logprobs,
             self.token_ids + later.token_ids,
             later.num_prompt_tokens,
+            self.thought + later.thought,
+            self.said_at + later.said_at,
         )
 
 

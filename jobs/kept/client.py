@@ -269,11 +269,19 @@ def _event(line: dict[str, Any]) -> TokenEvent:
     whole = None if result is None else Generation.of_values(result)
     logprobs, prompt_logprobs = (
         tuple(
-            TokenLogprob(token_id, logprob, tuple((other, value) for other, value in top))
-            for token_id, logprob, top in line.get(name, ())
+            TokenLogprob(token_id, logprob, tuple((other, value) for other, value in top), *at)
+            for token_id, logprob, top, *at in line.get(name, ())
         )
         for name in ("logprobs", "prompt_logprobs")
     )
-    ids, num_asked = tuple(line["token_ids"]), line.get("num_prompt_tokens", 0)
-    new = line["num_tokens"]
-    return TokenEvent(line["text"], whole, new, logprobs, prompt_logprobs, ids, num_asked)
+    return TokenEvent(
+        line["text"],
+        whole,
+        line["num_tokens"],
+        logprobs,
+        prompt_logprobs,
+        tuple(line["token_ids"]),
+        line.get("num_prompt_tokens", 0),
+        line.get("thought", ""),
+        line.get("said_at", 0),
+    )

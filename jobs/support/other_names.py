@@ -22,6 +22,7 @@ OTHER_NAMES = {
     "--dtype": ("-q", "--quantize", "--quantization"),
     "--kv-dtype": ("-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "--kv-cache-dtype"),
     "--keep": ("--keepalive",),
+    "--thinking-token-budget": ("--reasoning-budget", "--thinking-budget"),
 }  # fmt: skip
 
 

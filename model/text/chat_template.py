@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ from hotcold.model.text.tools import (
 MAX_TEMPLATE_BYTES = 1 << 20
 RENDER_TIMEOUT_S = 5
 _MAX_MEMORY_BYTES = 1 << 29
+# A template that holds it prints the arguments of a call as they were written.
+_PRINTS_TEXT = re.compile(r"\barguments\s{1,9}is\s{1,9}(?:not\s{1,9})?string\b")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 Messages = Sequence[dict[str, Any]]
@@ -98,6 +101,10 @@ class ChatTemplate:
     def _own_syntax(self) -> CallSyntax | None:
         return syntax_of(self.text, bool(self._facts))
 
+    @functools.cached_property
+    def _prints_text(self) -> bool:
+        return _PRINTS_TEXT.search(self.text) is not None
+
     @classmethod
     def from_directory(cls, path: str | Path) -> ChatTemplate | None:
         """Return the template of chat_template.jinja, else of tokenizer_config.json, else None."""
@@ -123,7 +130,8 @@ class ChatTemplate:
         System messages at the start are one; those that the template refuses become the user's.
 
         tools:     what the model may call (`model/text/tools.py`); messages may then hold
-                   tool_calls, whose arguments are objects, and have the role tool
+                   tool_calls, whose arguments are objects or JSON text, and have the role tool.
+                   A template that asks whether they are text gets the text, any other objects
         variables: more JSON values for the template, by name, such as enable_thinking;
                    they do not replace messages and tools
 
@@ -140,6 +148,8 @@ class ChatTemplate:
         messages = one_at_the_start(messages)
         if tools is not None and self._own_syntax is None:
             messages, tools = described_in_system_prompt(messages, tools), None
+        if not self._prints_text:
+            messages = list(map(_with_objects, messages))
         refusal: PromptError | None = None
         for told in plainer(messages):
             try:
@@ -173,6 +183,25 @@ def special_tokens(directory: Path) -> dict[str, str]:
             if isinstance(value, str):
                 found.setdefault(key, value)
     return found
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its calls' arguments as objects, where they are whole."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": list(map(_with_object, calls))}
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        found = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": found}}
 
 
 def _as_json(variables: dict[str, Any]) -> bytes:

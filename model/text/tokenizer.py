@@ -6,6 +6,7 @@ post-processor, the other formats in `add_ends` of `model/text/bpe.py`.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import re
@@ -290,6 +291,12 @@ class StreamDecoder:
         final = (count for count in counts if piece.startswith(self._pending(count)))
         count = next(final, last)
         return self._write(self._pending(count), count)
+
+    def peek(self, token_id: int) -> str:
+        """Return what `push` would, and add nothing."""
+        ahead = copy.copy(self)
+        ahead._ids = list(self._ids)
+        return ahead.push(token_id)
 
     def finish(self) -> str:
         """Return the rest, an incomplete character as U+FFFD."""

@@ -15,24 +15,18 @@ Tools = Sequence[dict[str, Any]]
 
 
 class CallSyntax(NamedTuple):
-    """How a model writes a call: begin, {"name": NAME, ARGUMENTS: {...}}, end."""
+    """How a model writes a call: begin, {"name": NAME, ARGUMENTS: {...}}, end.
 
-    begin: str  # only calls hold it; empty: a call is the whole answer
+    White space may stand between all of these, and within the braces.
+    """
+
+    begin: str  # what only calls hold, before a brace; empty: a call is the whole answer
     end: str
     arguments: str  # the key
 
-    def opening(self, name: str) -> str:
-        """All before the arguments."""
-        return f'{self.begin}{{"name": "{name}", "{self.arguments}": '
-
-    @property
-    def closing(self) -> str:
-        """All after the arguments."""
-        return "}" + self.end
-
 
 # Hermes, Qwen 2.5 and 3, SmolLM; and what `described_in_system_prompt` asks for.
-TAGGED = CallSyntax("<tool_call>\n", "\n</tool_call>", "arguments")
+TAGGED = CallSyntax("<tool_call>", "</tool_call>", "arguments")
 # Llama 3.
 BARE = CallSyntax("", "", "parameters")
 
@@ -83,10 +77,21 @@ def _plain_message(message: dict[str, Any]) -> dict[str, Any]:
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     calls = [
-        f"{TAGGED.begin}{json.dumps(call['function'], ensure_ascii=False)}{TAGGED.end}"
+        f"{TAGGED.begin}\n{_written(call['function'])}\n{TAGGED.end}"
         for call in message.get("tool_calls") or ()
     ]
     return {"role": message["role"], "content": "\n".join(filter(None, [content, *calls]))}
+
+
+def _written(function: dict[str, Any]) -> str:
+    """A call as the model writes it; arguments that are whole JSON text stay as they are."""
+    name, arguments = json.dumps(function["name"], ensure_ascii=False), function["arguments"]
+    try:
+        is_json = isinstance(arguments, str) and json.loads(arguments) is not None
+    except (ValueError, RecursionError):
+        is_json = False
+    text = arguments if is_json else json.dumps(arguments, ensure_ascii=False)
+    return f'{{"name": {name}, "arguments": {text}}}'
 
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -23,14 +23,11 @@ from hotcold.actors.protocol.messages import (
 )
 from hotcold.connections import Deliver
 from hotcold.jobs.answer_file import AnswerFile
-from hotcold.jobs.generate import WINDOW, _after_thoughts, _serve
+from hotcold.jobs.generate import WINDOW, _serve
 from hotcold.jobs.request_lines import RequestLine, read_requests
 from hotcold.llm import LLM
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
-from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
-from hotcold.model.text.chat_template import Thinking
-from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.ui.api.schemas import CompletionRequest
 from hotcold.ui.api.tools.grammar import schema_grammar
 
@@ -127,24 +124,6 @@ def test_an_answer_is_held_to_what_http_holds_it_to(name: str, tmp_path: Path) -
     asked = CompletionRequest.model_validate(body)
     assert line.request.grammar == schema_grammar(asked.output_grammar, None)
     assert line.request.sampling == replace(DEFAULTS, top_k=3)
-
-
-def test_what_follows_thoughts_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampling = {"choice": ["yes", "no"], "max_tokens": 30}
-    lines = [
-        {"id": 1, "messages": [{"role": "user", "content": "x"}], "sampling": sampling},
-        {"id": 2, "prompt": "x", "sampling": sampling},
-    ]
-    chat, text = read(tmp_path, "\n".join(map(json.dumps, lines)).encode())
-    assert chat.request and text.request
-    system = FakeConnection()
-    system.config = SystemConfig(str(DEMO_DIRECTORY), context_length=64)
-    with LLM.over(system) as llm:  # type: ignore[arg-type]
-        assert _after_thoughts(chat.request, llm) == chat.request  # of a model that does not think
-        monkeypatch.setattr(Tokenizer, "thinking", Thinking("<think>", "</think>"))
-        found = _after_thoughts(chat.request, llm).grammar
-        assert found is not None and "thoughts" in found.frame
-        assert _after_thoughts(text.request, llm) == text.request
 
 
 def test_logprobs_are_written(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ GIVEN: dict[str, Any] = {
     "top_n_sigma": 1.0, "typical_p": 0.5, "xtc_probability": 0.5, "xtc_threshold": 0.2,
     "mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.2, "dry_multiplier": 0.8,
     "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": 99,
-    "dry_sequence_breakers": [".", "x"],
+    "dry_sequence_breakers": [".", "x"], "thinking_token_budget": 5,
 }  # fmt: skip
 WITHOUT_WINDOW = {"presence_penalty": 1.0, "frequency_penalty": 0.5, REPETITION: 1.25}
 

@@ -35,5 +35,5 @@ def test_variables_of_a_request_reach_the_template(tmp_path: Path) -> None:
     told = replace(request, template_variables={"thinks": True})
     assert prompts.ids(told) == [5, 6]
     assert prompts.checked(told) == replace(
-        told, messages=None, template_variables=None, prompt_ids=[5, 6]
+        told, messages=None, template_variables=None, prompt_ids=[5, 6], is_chat=True
     )

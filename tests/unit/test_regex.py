@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 
 from hotcold.actors.driver.logits_processors import Grammars
+from hotcold.actors.driver.thoughts import Thoughts
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.text.chat_template import Thinking
 from hotcold.model.text.tokenizer import Tokenizer
 
 
-@pytest.mark.parametrize("frame", ["", 'start: "x" @answer'])
-def test_a_regex_matches_what_python_takes_for_it(frame: str) -> None:
+@pytest.mark.parametrize("thoughts", [None, Thoughts(Thinking("<a>", "</a>"), are_open=True)])
+def test_a_regex_matches_what_python_takes_for_it(thoughts: Thoughts | None) -> None:
     """The whole answer, and the end there alone."""
     tokenizer = Tokenizer.from_model(DEMO_DIRECTORY)
     assert tokenizer is not None
@@ -23,8 +25,10 @@ def test_a_regex_matches_what_python_takes_for_it(frame: str) -> None:
     grammars = Grammars(tokenizer, tokenizer.vocab_size, [end])
     for pattern, text in (("a/b\\/\n[cd]+", "a/b/\ncdc"), (r'"\w{2}"', '"é_"'), ("[/\\\\]", "\\")):
         assert re.fullmatch(pattern, text)
-        constraint = grammars.constraint(Grammar("regex", pattern, frame))
-        for token in [*tokenizer.encode("x" * bool(frame) + text, False), end]:
+        constraint = grammars.constraint(Grammar("regex", pattern), thoughts)
+        if thoughts is not None:
+            constraint.resume("")
+        for token in [*tokenizer.encode(text, False), end]:
             masked = constraint.masked(np.zeros(tokenizer.vocab_size, np.float32))
             assert masked[token] == 0
             constraint.accept(token)

@@ -154,7 +154,7 @@ def test_all_of_it_reaches_a_system_of_another_process() -> None:
         "top_n_sigma": 1.0, "typical_p": 0.5, "xtc_probability": 0.5, "xtc_threshold": 0.2,
         "mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.2, "dry_multiplier": 0.8,
         "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": 99,
-        "dry_sequence_breakers": (".",),
+        "dry_sequence_breakers": (".",), "thinking_token_budget": 5,
     }  # fmt: skip
     assert set(changed) == {field.name for field in fields(SamplingParams)}
     sampling = SamplingParams(**changed)  # type: ignore[arg-type]

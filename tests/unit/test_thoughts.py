@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,15 +17,17 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotcold.actors.driver.logits_processors import Grammars
-from hotcold.actors.protocol.messages import Grammar, TokenEvent
+from hotcold.actors.driver.logits_processors import Constraint, Grammars
+from hotcold.actors.driver.thoughts import ThoughtReader, Thoughts
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, Grammar, TokenEvent
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.chat_template import ChatTemplate, Thinking, thinking_of
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.text.tools import TAGGED
 from hotcold.ui.api.chat import delta, whole_message
-from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
+from hotcold.ui.api.tools.reader import AnswerReader, ReasoningPart, TextPart
 from tests.unit.ollama_routes import CALLED, HELLO, RESULT, TOOL, Recording, lines, post, server
+from tests.unit.test_server_limits import Deliver
 
 WAY = Thinking("<think>", "</think>")
 # Ends with what begins thoughts unless it is told not to think, as Qwen's and DeepSeek's do.
@@ -44,7 +48,7 @@ TOKENIZER = demo_tokenizer()
 
 
 def thoughts(are_open: bool) -> Thoughts:
-    return Thoughts(TOKENIZER, WAY, are_open)
+    return Thoughts(WAY, are_open)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +89,9 @@ ANSWERS: list[tuple[bool, str, str, str, int]] = [
     (True, "\n\n</think>\n\nYes.", "", "Yes.", 0),
     (True, "<think>\nagain</think>x", "again", "x", 0),
     (True, "a < b </ c </think> d ", "a < b </ c", "d ", 0),
-    (True, f"no {CALL} yet</think>\n{CALL}", f"no {CALL} yet", "", 1),
+    (True, f"so {CALL} it is", "so", "it is", 1),
+    (True, "a <tool_call> b {c} </think>x", "a <tool_call> b {c}", "x", 0),
+    (True, "a <tool_call>", "a <tool_call>", "", 0),
     (True, "", "", "", 0),
     (False, "<think>\nI see.\n</think>\n\nYes.", "I see.", "Yes.", 0),
     (False, "\n<think>I", "I", "", 0),
@@ -96,12 +102,29 @@ ANSWERS: list[tuple[bool, str, str, str, int]] = [
 ]
 
 
-def read(are_open: bool, pieces: Sequence[str], with_calls: bool) -> tuple[str, str, int]:
-    reader = AnswerReader(thoughts(are_open), TAGGED if with_calls else None)
-    found: list[dict[str, Any]] = []
+def told(pieces: Sequence[str], opened: Thoughts | None, result: Generation) -> list[TokenEvent]:
+    """The events of an answer that comes in these pieces."""
+    reader = ThoughtReader(opened, TAGGED.begin, lambda text: text[-1] != "}")
+    found = []
     for number, piece in enumerate(pieces):
-        parts = reader.push(piece, is_last=number == len(pieces) - 1)
-        assert all(part[-1] for part in parts)
+        is_last = number == len(pieces) - 1
+        now = reader.push(piece, is_last)
+        text, end = now.before + now.said, result if is_last else None
+        found.append(TokenEvent(text, end, 1, thought=now.thought, said_at=len(now.before)))
+    return found
+
+
+def read(are_open: bool, pieces: Sequence[str], with_calls: bool) -> tuple[str, str, int]:
+    reader = AnswerReader(TAGGED if with_calls else None)
+    found: list[dict[str, Any]] = []
+    events = told(pieces, thoughts(are_open), RESULT)
+    assert "".join(event.text for event in events) == "".join(pieces)
+    whole = functools.reduce(operator.add, events)
+    assert whole.thought == "".join(event.thought for event in events)
+    assert whole.said == "".join(event.said for event in events)
+    for event in events:
+        parts = reader.push(event)
+        assert all(part.text for part in parts if isinstance(part, TextPart | ReasoningPart))
         found += map(delta, parts)
     message = whole_message(found)
     return message.get("reasoning_content", ""), message["content"] or "", reader.num_calls
@@ -118,42 +141,40 @@ def test_thoughts_are_told_apart_however_they_come(answer: Any, cuts: list[int])
             assert [*read(are_open, split, with_calls=False)] == expected
 
 
-@pytest.mark.parametrize(("are_open", "text", "thought"), [row[:3] for row in ANSWERS])
-def test_thoughts_are_counted_in_tokens(are_open: bool, text: str, thought: str) -> None:
-    ids = TOKENIZER.encode(text, False)
-    found = thoughts(are_open).num_tokens(ids)
-    begins = are_open or text.lstrip().startswith("<think>")
-    length = len(text) if "</think>" not in text else text.index("</think>") + len("</think>")
-    fewest = next(n for n in range(len(ids) + 1) if len(TOKENIZER.decode(ids[:n])) >= length)
-    assert found == (fewest if begins else 0)
+def constraint(grammar: Grammar, opened: Thoughts | None = None) -> Constraint:
+    return Grammars(TOKENIZER, TOKENIZER.vocab_size, [0]).constraint(grammar, opened)
 
 
 def accepts(grammar: Grammar, text: str) -> bool:
-    constraint = Grammars(TOKENIZER, TOKENIZER.vocab_size, [0]).constraint(grammar)
+    (matcher,) = constraint(grammar)._ways
+    return bool(matcher.consume_tokens(TOKENIZER.encode(text, False)) and matcher.is_accepting())
+
+
+def begins(found: Constraint, text: str) -> bool:
+    """Whether the answer may begin with this text's tokens."""
     ids = TOKENIZER.encode(text, False)
-    matcher: Any = constraint._matcher
-    return bool(matcher.consume_tokens(ids) and matcher.is_accepting())
+    return found.beginning(ids) == ids
 
 
 @pytest.mark.parametrize(
     "grammar", [Grammar("json_schema", '{"type": "integer"}'), Grammar("lark", "start: /[0-9]+/")]
 )
-def test_a_grammar_begins_after_the_thoughts(grammar: Grammar) -> None:
-    is_open, is_free = thoughts(True).before(grammar), thoughts(False).before(grammar)
-    for text in ("Well, <b>\n 7</think>7", "x</think>\n\n7", "</think>7"):
-        assert accepts(is_open, text) and accepts(is_free, f"<think>{text}"), text
-    for text in ("7", "x</think>y", "x</think>7</think>", "x"):
-        assert not accepts(is_open, text), text
-        assert accepts(is_free, text) == (text == "7"), text
-    assert accepts(grammar, "7") and not accepts(grammar, "x</think>7")
-
-
-@pytest.mark.parametrize("way", [thinking_of(text) for text in ("</seed:think>", "[THINK]",
-    "<|END_THINKING|>", "\u25c1think\u25b7")])  # fmt: skip
-def test_every_way_to_think_goes_before_a_grammar(way: Thinking) -> None:
-    of_way = Thoughts(TOKENIZER, way, False).before(Grammar("lark", 'start: "7"'))
-    assert accepts(of_way, f"{way.begin}a{way.end}7") and accepts(of_way, "7")
-    assert not accepts(of_way, f"{way.begin}a{way.end}8")
+@pytest.mark.parametrize("way", [WAY, *(thinking_of(text) for text in ("</seed:think>", "[THINK]",
+    "<|END_THINKING|>", "\u25c1think\u25b7"))])  # fmt: skip
+def test_a_grammar_begins_after_the_thoughts(grammar: Grammar, way: Thinking) -> None:
+    free = constraint(grammar, Thoughts(way, are_open=False))
+    for text, is_allowed in (
+        ("7", True), (way.begin, True), (f"\n{way.begin}", True), ("x", False), ("\n7", False),
+        (f"7{way.begin}", False), (way.end, False),
+    ):  # fmt: skip
+        assert begins(free, text) == is_allowed, text
+    for are_open in (False, True):
+        held = constraint(grammar, Thoughts(way, are_open))
+        for text in ("7", "\n\n7"):
+            assert held.takes_after_thoughts(text)
+        assert not held.takes_after_thoughts("x") and not held.takes_after_thoughts(way.begin)
+        held.resume("\n")
+        assert begins(held, "7") and not begins(held, "x") and not begins(held, way.begin)
 
 
 def test_tags_that_are_special_tokens_are_seen() -> None:
@@ -181,16 +202,31 @@ def thinking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server()[0].prompts, "tokenizer", TOKENIZER)
 
 
+NUM_THOUGHT = 5
+
+
+class _Answering(Recording):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:
+        assert request.is_chat
+        text, tokenizer = self._text, server()[0].prompts.tokenizer
+        ids = TOKENIZER.encode(text, False)
+        result = replace(RESULT, text=text, ids=ids, num_thought_tokens=NUM_THOUGHT)
+        pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
+        opened = Thoughts.of(tokenizer, request.prompt_ids or ())
+        self.events = tuple(told([*pieces, ""], opened, result))
+        return await super().submit(request, deliver)
+
+
 def answering(text: str) -> Recording:
     """Answers with `text`, a few characters a piece."""
-    ids = TOKENIZER.encode(text, False)
-    result = replace(RESULT, text=text, ids=ids)
-    pieces = [TokenEvent(text[at : at + 3], None, 1) for at in range(0, len(text), 3)]
-    return Recording(*pieces, TokenEvent("", result, 0))
+    return _Answering(text)
 
 
 SAID = "<think>\nI see.\n</think>\n\nYes."
-NUM_THOUGHT = thoughts(False).num_tokens(TOKENIZER.encode(SAID, False))
 
 
 def events(answer: Any) -> list[Any]:
@@ -223,28 +259,17 @@ def test_chat_tells_thoughts_whole_and_streamed() -> None:
 
 @pytest.mark.usefixtures("thinking")
 def test_calls_follow_thoughts() -> None:
-    text = f"<think>a {CALLED} b</think>{CALLED}"
+    text = f"<think>a <tool_call> b</think>{CALLED}"
     asked = {"messages": HELLO, "tools": [TOOL]}
     message = post(answering(text), "/v1/chat/completions", **asked).json()["choices"][0]["message"]
-    assert message["reasoning_content"] == f"a {CALLED} b"
+    assert message["reasoning_content"] == "a <tool_call> b"
     assert len(message["tool_calls"]) == 2 and message["content"] == "Well."
-    told = post(answering(text), "/api/chat", stream=False, **asked).json()["message"]
-    assert told["thinking"] == f"a {CALLED} b" and len(told["tool_calls"]) == 2
+    said = post(answering(text), "/api/chat", stream=False, **asked).json()["message"]
+    assert said["thinking"] == "a <tool_call> b" and len(said["tool_calls"]) == 2
     client = answering(text)
     post(client, "/v1/chat/completions", **asked)
     grammar = client.requests[0].grammar
-    assert grammar is not None and accepts(grammar, text) and not accepts(grammar, text[:-5])
-
-
-@pytest.mark.usefixtures("thinking")
-def test_who_does_not_think_is_held_at_once() -> None:
-    shape = {"messages": HELLO, "guided_choice": ["a"]}
-    for fields, text in (({}, "<think>b</think>a"), ({"reasoning_effort": "none"}, "a")):
-        client = answering("a")
-        post(client, "/v1/chat/completions", **shape, **fields)
-        grammar = client.requests[0].grammar
-        assert grammar is not None and accepts(grammar, text)
-        assert accepts(grammar, "<think>b</think>a") == (not fields)
+    assert grammar is not None and accepts(grammar, CALLED) and not accepts(grammar, CALLED[:-5])
 
 
 @pytest.mark.usefixtures("thinking")

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from hotcold.chats import template_messages
 from hotcold.model.errors import PromptError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.chat_template import ChatTemplate
@@ -18,6 +19,7 @@ from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.text.tools import BARE, TAGGED, CallSyntax
 from hotcold.ui.api.chat import delta, whole_message
 from hotcold.ui.api.errors import ApiError
+from hotcold.ui.api.responses.schemas import ResponsesRequest
 from hotcold.ui.api.schemas import ChatRequest, parse
 from hotcold.ui.api.tools.grammar import calls_grammar
 from hotcold.ui.api.tools.reader import CallReader
@@ -132,6 +134,33 @@ def test_arguments_that_were_cut_off_are_told_as_they_are() -> None:
     assert '"{\\"a"' in _template(HERMES).render([message.for_template])
 
 
+WRITTEN = '{"a":1e5,  "b": 1.0, "c": 1152921504606846976, "d": "\\u00e9é", "e": 0.10}'
+QWEN = HERMES.replace("{{ c.function.arguments | tojson }}", (
+    "{% set c = c.function %}{% if c.arguments is string %}{{ c.arguments }}{% else %}"
+    "{{ c.arguments | tojson }}{% endif %}"))  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [QWEN, PLAIN])
+def test_arguments_stay_the_text_that_they_were(template: str) -> None:
+    """Where the template prints text, or where calls are told in words."""
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": WRITTEN}}
+    message = _request(messages=[{"role": "assistant", "tool_calls": [call]}]).messages[0]
+    (told,) = template_messages([{"role": "assistant", "tool_calls": [call]}])
+    for one in (message.for_template, told):
+        assert WRITTEN in _template(template).render([one], tools=TOOLS)
+    items = [{"type": "function_call", "call_id": "1", "name": "now", "arguments": WRITTEN}]
+    chat = ResponsesRequest.model_validate({"input": items}).as_chat()
+    asked = [one.for_template for one in chat.messages]
+    assert WRITTEN in _template(template).render(asked, tools=TOOLS)
+
+
+def test_arguments_are_objects_for_other_templates() -> None:
+    items = HERMES.replace("c.function.arguments | tojson", "c.function.arguments.items() | list")
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert "[('a', 1)]" in _template(items).render([message])
+
+
 def test_what_may_be_called() -> None:
     named = {"type": "function", "function": {"name": "now"}}
     auto, one = _request().callable, _request(tool_choice=named).callable
@@ -215,6 +244,27 @@ def _read(syntax: CallSyntax, pieces: list[str]) -> tuple[str | None, list[tuple
     return message["content"], calls
 
 
+NOW_BARE = NOW[len("<tool_call>\n") : -len("\n</tool_call>")]
+# As models write a call.
+FORMS = [
+    f"<tool_call>{before}{call}{after}</tool_call>"
+    for before, after in (
+        ("", ""), ("\n", ""), ("", "\n"), (" ", " "), ("\r\n", "\r\n"), ("\n\n", "\n\n"),
+    )
+    for call in (NOW_BARE, NOW_BARE.replace(" ", ""), NOW_BARE.replace(" ", "\n  "))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_the_grammar_takes_calls_as_models_write_them(tokenizer: Tokenizer, choice: str) -> None:
+    request = _request(tool_choice=choice)
+    assert request.callable is not None
+    grammar = calls_grammar(request.callable, TAGGED, None).text
+    for call in FORMS:
+        assert _accepts(tokenizer, grammar, call), call
+        assert not _accepts(tokenizer, grammar, call.replace("now", "not")), call
+
+
 ODD = '{"city": "a}\\"{ </tool_call>", "days": 1}'
 ANSWERS: list[tuple[CallSyntax, str, str | None, list[tuple[str, str]]]] = [
     (TAGGED, "hello  ", "hello  ", []),
@@ -227,6 +277,9 @@ ANSWERS: list[tuple[CallSyntax, str, str | None, list[tuple[str, str]]]] = [
     (TAGGED, "a <tool_call> b", "a <tool_call> b", []),
     (TAGGED, PARIS[:50], None, [("weather", '{"cit')]),
     (TAGGED, f"a {PARIS[:20]}", "a", []),
+    *((TAGGED, f"I look. {call}", "I look.", [("now", "{}")]) for call in FORMS),
+    (TAGGED, "a <tool_call>\n b", "a <tool_call>\n b", []),
+    (TAGGED, "".join(FORMS), None, [("now", "{}")] * len(FORMS)),
     (BARE, BARE_PARIS, None, [("weather", '{"city": "Paris", "days": 3}')]),
     (BARE, "hello " + BARE_PARIS, "hello " + BARE_PARIS, []),
     (BARE, '{"na', '{"na', []),

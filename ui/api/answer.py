@@ -14,6 +14,8 @@ class Answer:
 
     def __init__(self) -> None:
         self.text = ""
+        self.thought = ""
+        self.said_at = 0
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.num_tokens = 0
@@ -22,10 +24,23 @@ class Answer:
     def add(self, event: TokenEvent) -> None:
         """Add the next event."""
         self.text += event.text
+        self.thought += event.thought
+        self.said_at += event.said_at
         self.num_tokens += event.num_tokens
         self.logprobs += event.logprobs
         self.prompt_logprobs += event.prompt_logprobs
         self.result = event.result
+
+    @property
+    def event(self) -> TokenEvent:
+        """All of a finished answer as one event."""
+        return TokenEvent(
+            self.text,
+            self.whole,
+            logprobs=tuple(self.logprobs),
+            thought=self.thought,
+            said_at=self.said_at,
+        )
 
     @property
     def finish_reason(self) -> str:

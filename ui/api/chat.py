@@ -10,32 +10,53 @@ from hotcold.actors.protocol.messages import TokenEvent
 from hotcold.ui.api import sse
 from hotcold.ui.api.answer import Answer, collect, usage
 from hotcold.ui.api.backend import Answers
-from hotcold.ui.api.logprobs import chat_logprobs, content_tokens
+from hotcold.ui.api.logprobs import ContentLogprobs
 from hotcold.ui.api.requests import chat_requests
 from hotcold.ui.api.route import Route
 from hotcold.ui.api.schemas import ChatRequest
 from hotcold.ui.api.tools.custom import InputReader
-from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
-from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
+from hotcold.ui.api.tools.reader import (
+    AnswerReader,
+    ArgumentsPart,
+    CallPart,
+    Part,
+    ReasoningPart,
+    TextPart,
+)
+
+Logprobs = dict[str, Any] | None
 
 
 class Deltas:
     """The deltas of one answer: reasoning, content and tool calls."""
 
     def __init__(
-        self, reader: AnswerReader, as_functions: bool = False, customs: Collection[str] = ()
+        self,
+        reader: AnswerReader,
+        as_functions: bool,
+        customs: Collection[str],
+        scored: ContentLogprobs | None,
     ) -> None:
-        """`as_functions`: calls as OpenAI's older `function_call`; `customs`: custom tools."""
+        """`as_functions`: calls as OpenAI's older `function_call`; `customs`: custom tools.
+
+        `scored` None: no logprobs.
+        """
         self._reader = reader
         self._as_functions = as_functions
         self._customs = customs
+        self._scored = scored
         self._inputs: dict[int, InputReader] = {}  # by the number of their call
 
-    def of(self, event: TokenEvent) -> list[dict[str, Any]]:
-        """The deltas of one event."""
-        parts = self._reader.push(event.text, is_last=event.result is not None)
-        deltas = [found for part in parts if (found := self._delta(part))]
-        return [_as_function(delta) for delta in deltas] if self._as_functions else deltas
+    def of(self, event: TokenEvent) -> Iterator[tuple[dict[str, Any], Logprobs]]:
+        """The deltas of one event, with the logprobs of content."""
+        if self._scored is not None:
+            self._scored.add(event)
+        for part in self._reader.push(event):
+            logprobs = None
+            if self._scored is not None and isinstance(part, TextPart):
+                logprobs = self._scored.of(part)
+            if found := self._delta(part):
+                yield _as_function(found) if self._as_functions else found, logprobs
 
     def _delta(self, part: Part) -> dict[str, Any]:
         """The delta of one part; empty where nothing of a custom tool's input is certain yet."""
@@ -62,7 +83,7 @@ def delta(part: Part) -> dict[str, Any]:
     match part:
         case ReasoningPart(text):
             return {"reasoning_content": text}
-        case TextPart(text):
+        case TextPart(text, _):
             return {"content": text}
         case CallPart(index, call_id, name):
             function = {"name": name, "arguments": ""}
@@ -110,25 +131,24 @@ class ChatRoute(Route):
         """The whole answer. Errors: ApiError, HotcoldError."""
         started = await self._start(body)
         answers = await collect(started)
-        choices = await asyncio.to_thread(self._choices, body, started, answers)
-        counts = await asyncio.to_thread(self._usage, body, started, answers)
+        choices = await asyncio.to_thread(self._choices, body, answers)
+        counts = self._usage(body, started, answers)
         return {**self._head("chatcmpl", "chat.completion"), "choices": choices, "usage": counts}
 
-    def _choices(
-        self, body: ChatRequest, started: Answers, answers: Sequence[Answer]
-    ) -> list[dict[str, Any]]:
-        silent = self._silent(body)
-        return [
-            {
-                "index": index,
-                "message": {"role": "assistant", "refusal": None, **message},
-                "logprobs": self._logprobs(body, silent, answer),
-                "finish_reason": finish_reason,
-            }
-            | ({"token_ids": answer.ids} if body.return_token_ids else {})
-            for index, answer in enumerate(answers)
-            for message, finish_reason in [self._message(body, started, answer)]
-        ]
+    def _choices(self, body: ChatRequest, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+        return [self._choice(body, index, answer) for index, answer in enumerate(answers)]
+
+    def _choice(self, body: ChatRequest, index: int, answer: Answer) -> dict[str, Any]:
+        deltas = self._deltas(body)
+        found = list(deltas.of(answer.event))
+        message = whole_message(delta for delta, _ in found)
+        content = [one for _, logprobs in found if logprobs for one in logprobs["content"]]
+        return {
+            "index": index,
+            "message": {"role": "assistant", "refusal": None, **message},
+            "logprobs": {"content": content, "refusal": None} if body.logprobs else None,
+            "finish_reason": deltas.finish_reason(answer.finish_reason),
+        } | ({"token_ids": answer.ids} if body.return_token_ids else {})
 
     async def stream(self, body: ChatRequest) -> sse.EventStream:
         """The answer as events; it is queued. Errors: ApiError, HotcoldError."""
@@ -138,17 +158,11 @@ class ChatRoute(Route):
             empty = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             return empty | more
 
-        all_deltas = [self._deltas(body, started) for _ in range(body.n or 1)]
-        silent = self._silent(body)
+        all_deltas = [self._deltas(body) for _ in range(body.n or 1)]
 
         def choices_of(index: int, event: TokenEvent) -> Iterator[dict[str, Any]]:
-            logprobs = self._logprobs(body, silent, event)
-            deltas = all_deltas[index].of(event)
-            if event.logprobs and not deltas:
-                deltas = [{"content": ""}]
-            for delta in deltas:
+            for delta, logprobs in all_deltas[index].of(event):
                 yield choice(index, delta, logprobs=logprobs)
-                logprobs = None
             if event.result is not None:
                 more = {"token_ids": event.result.ids} if body.return_token_ids else {}
                 reason = all_deltas[index].finish_reason(event.result.finish_reason)
@@ -166,42 +180,18 @@ class ChatRoute(Route):
     async def _start(self, body: ChatRequest) -> Answers:
         return await self._backend.start(body.n or 1, lambda: chat_requests(self._backend, body))
 
-    def _thoughts(self, started: Answers) -> Thoughts | None:
-        prompt_ids = started.requests[0].prompt_ids or ()
-        return Thoughts.of(self._backend.prompts.tokenizer, prompt_ids)
-
-    def _deltas(self, body: ChatRequest, started: Answers) -> Deltas:
+    def _deltas(self, body: ChatRequest) -> Deltas:
         syntax = self._backend.call_syntax if body.callable else None
         customs = [one.function.name for one in body.tools or () if one.type == "custom"]
-        reader = AnswerReader(self._thoughts(started), syntax)
-        return Deltas(reader, bool(body.functions), customs)
+        scored = ContentLogprobs(self._texts) if body.logprobs else None
+        return Deltas(AnswerReader(syntax), bool(body.functions), customs, scored)
 
     def _usage(
         self, body: ChatRequest, started: Answers, answers: Sequence[Answer]
     ) -> dict[str, Any]:
         counts = usage(started.requests, answers, body.n or 1)
-        if (thoughts := self._thoughts(started)) is None:
+        tokenizer = self._backend.prompts.tokenizer
+        if tokenizer is None or tokenizer.thinking is None:
             return counts
-        num_thought = sum(thoughts.num_tokens(answer.ids) for answer in answers)
+        num_thought = sum(answer.whole.num_thought_tokens for answer in answers)
         return {**counts, "completion_tokens_details": {"reasoning_tokens": num_thought}}
-
-    def _message(
-        self, body: ChatRequest, started: Answers, answer: Answer
-    ) -> tuple[dict[str, Any], str]:
-        """The message and its finish reason."""
-        deltas = self._deltas(body, started)
-        message = whole_message(deltas.of(TokenEvent(text=answer.text, result=answer.result)))
-        return message, deltas.finish_reason(answer.finish_reason)
-
-    def _silent(self, body: ChatRequest) -> frozenset[int]:
-        """The tokens that end an answer and are no content."""
-        drawn = body.drawn()
-        stops = () if drawn["include_stop_str_in_output"] else drawn["stop_token_ids"] or ()
-        return self._backend.eos_ids.union(stops)
-
-    def _logprobs(
-        self, body: ChatRequest, silent: frozenset[int], event: TokenEvent | Answer
-    ) -> dict[str, Any] | None:
-        if not body.logprobs:
-            return None
-        return chat_logprobs(self._texts, content_tokens(event, silent))

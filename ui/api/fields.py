@@ -86,12 +86,12 @@ CHANGING: dict[str, tuple[Any, ...]] = {
     "return_token_strs": (False,), "return_tokens_as_token_ids": (False,),
     "include_reasoning": (True,), "length_penalty": (1,), "min_new_tokens": (0,),
     "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,), "thinking_token_budget": (-1,),
-    "use_beam_search": (False,),
+    "spaces_between_special_tokens": (True,), "use_beam_search": (False,),
     # llama.cpp's
     "dynatemp_range": (0,), "min_keep": (0,),
     "n_cmpl": (1,), "n_indent": (0,), "parse_special": (True,), "post_sampling_probs": (False,),
     "n_predict": (-1,), "n_probs": (0,), "reasoning_budget": (-1,),
+    "reasoning_budget_tokens": (-1,), "thinking_budget": (-1,), "thinking_budget_tokens": (-1,),
     "reasoning_format": ("auto", "deepseek"),
     "smoothing_factor": (0,), "t_max_predict_ms": (0, -1), "tfs_z": (1,), "top_a": (0,),
     # Ollama's
@@ -130,6 +130,8 @@ INSTEAD = {
     "num_return_sequences": "n",
     "penalty_last_n": "repeat_last_n",
     "random_seed": "seed",
+    "reasoning_budget": "thinking_token_budget",
+    "reasoning_budget_tokens": "thinking_token_budget",
     "reasoning_effort": "reasoning",
     "regex": "guided_regex",
     "response_format": "text",
@@ -139,6 +141,8 @@ INSTEAD = {
     "stop_sequences": "stop",
     "think": "reasoning_effort",
     "thinking": "enable_thinking",
+    "thinking_budget": "thinking_token_budget",
+    "thinking_budget_tokens": "thinking_token_budget",
 }
 
 _NEARLY = 0.9  # of difflib's ratio: one wrong letter in ten

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hotcold.actors.protocol.messages import TokenEvent, TokenLogprob
 from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.ui.api.tools.reader import TextPart
 
 if TYPE_CHECKING:
     from hotcold.ui.api.answer import Answer
@@ -43,6 +45,30 @@ def content_tokens(event: TokenEvent | Answer, eos_ids: Collection[int]) -> list
     if tokens and has_ended and tokens[-1].token_id in eos_ids:
         del tokens[-1]
     return tokens
+
+
+class ContentLogprobs:
+    """Hands out the logprobs of an answer's text with the parts of it: joined they are the text.
+
+    Those of thoughts, calls and what ends an answer belong to no part.
+    """
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._waiting: deque[TokenLogprob] = deque()
+
+    def add(self, event: TokenEvent) -> None:
+        """Take those of the next event."""
+        self._waiting += event.logprobs
+
+    def of(self, part: TextPart) -> dict[str, Any]:
+        """The `logprobs` of a chat's next piece of text."""
+        found = []
+        while self._waiting and self._waiting[0].at < part.at + len(part.text):
+            one = self._waiting.popleft()
+            if one.at + len(self._texts.text_of(one.token_id)) > part.at:
+                found.append(one)
+        return chat_logprobs(self._texts, found)
 
 
 def chat_logprobs(texts: TokenTexts, tokens: Iterable[TokenLogprob]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest, SamplingRequest
 from hotcold.ui.api.tools.grammar import calls_grammar, schema_grammar
-from hotcold.ui.api.tools.thoughts import Thoughts
 
 _COMPLETION_TOKENS = 16  # without max_tokens, as OpenAI's
 
@@ -38,6 +37,7 @@ async def chat_requests(
     request = GenerateRequest(
         _chat_sampling(backend, body),
         prompt_ids=ids,
+        is_chat=True,
         num_logprobs=num_logprobs,
         **body.caching(),
     )
@@ -46,9 +46,6 @@ async def chat_requests(
         schema = None if grammar is None else grammar.text
         syntax = backend.call_syntax
         grammar = await asyncio.to_thread(calls_grammar, wanted_calls, syntax, schema)
-    thoughts = Thoughts.of(backend.prompts.tokenizer, ids)
-    if grammar is not None and thoughts is not None:
-        grammar = thoughts.before(grammar)
     return _copies(body, request, grammar)
 
 

@@ -51,6 +51,9 @@ Prompt = (
 )
 
 
+_Budget = Annotated[int, Field(ge=-1, lt=1 << 31)]
+
+
 class StreamOptions(StrictModel):
     """Options of a stream."""
 
@@ -172,13 +175,13 @@ class Reasoning(StrictModel):
 
     effort: str | None = None
     enabled: bool | None = None
+    max_tokens: _Budget | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _is_done(cls, given: Any) -> Any:
-        for name in ("max_tokens", "exclude") if isinstance(given, dict) else ():
-            if given.get(name):
-                raise ValueError(f"{name} is not supported here; leave it out, or give effort")
+        if isinstance(given, dict) and given.get("exclude"):
+            raise ValueError("exclude is not supported here; leave it out, or give effort")
         return given
 
 
@@ -188,6 +191,7 @@ class Thinking(StrictModel):
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["enabled", "disabled"]
+    budget_tokens: _Budget | None = None
 
 
 class Rendered(Request):
@@ -250,6 +254,15 @@ class ChatRequest(SamplingRequest, Rendered):
     parallel_tool_calls: bool | None = None
     functions: Functions | None = None  # OpenAI's older form of tools
     function_call: Literal["none", "auto"] | NamedFunction | None = None
+
+    def drawn(self) -> dict[str, Any]:
+        """With the budget of thoughts, also by Anthropic's and OpenRouter's names."""
+        found = super().drawn()
+        if found["thinking_token_budget"] is None:
+            thinking = None if self.thinking is None else self.thinking.budget_tokens
+            reasoning = None if self.reasoning is None else self.reasoning.max_tokens
+            found["thinking_token_budget"] = reasoning if thinking is None else thinking
+        return found
 
     @property
     def all_tools(self) -> list[AnyTool]:

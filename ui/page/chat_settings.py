@@ -19,6 +19,7 @@ _FOLDED = {
     "Other ways to choose": (
         "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold",
         "mirostat", "mirostat_tau", "mirostat_eta", "min_tokens", "stop",
+        "thinking_token_budget",
     ),
 }  # fmt: skip
 _NAMES = (*_FIRST, *(name for names in _FOLDED.values() for name in names))

@@ -18,13 +18,19 @@ from hotcold.model.text.tools import CallSyntax
 from hotcold.ui.api import sse
 from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.errors import LOADING_TOOK, as_api_error, refusal, timed_out
-from hotcold.ui.api.logprobs import chat_logprobs, content_tokens
+from hotcold.ui.api.logprobs import ContentLogprobs
 from hotcold.ui.api.ollama.options import other_fields
 from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaGenerate
 from hotcold.ui.api.requests import chat_requests, completion_requests
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
-from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
-from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
+from hotcold.ui.api.tools.reader import (
+    AnswerReader,
+    ArgumentsPart,
+    CallPart,
+    Part,
+    ReasoningPart,
+    TextPart,
+)
 
 Line = dict[str, Any]
 Body = OllamaGenerate | OllamaChat
@@ -47,9 +53,11 @@ class OllamaAnswer:
         self._load_ns = 0
         self._request = _request(backend, body)
         self._sampling = other_fields(body.options)
-        self._syntax: CallSyntax | None = None
+        syntax: CallSyntax | None = None
         if isinstance(self._request, ChatRequest) and self._request.callable is not None:
-            self._syntax = backend.call_syntax
+            syntax = backend.call_syntax
+        scored = ContentLogprobs(backend.texts) if body.logprobs else None
+        self._reader = _WholeCalls(AnswerReader(syntax), scored)
 
     async def whole(self) -> Line:
         """The whole answer in one object. Errors: ApiError, HotcoldError."""
@@ -59,7 +67,7 @@ class OllamaAnswer:
         try:
             async with aclosing(answers.events()) as events:
                 async for _, event in events:
-                    pieces += self._pieces(event)
+                    pieces += self._reader.of(event)
                     if event.result is not None:
                         last = self._end(event.result)
         finally:
@@ -78,7 +86,7 @@ class OllamaAnswer:
             try:
                 async with aclosing(answers.events()) as events:
                     async for _, event in events:
-                        for piece in self._pieces(event):
+                        for piece in self._reader.of(event):
                             calls = [] if piece.call is None else [piece.call]
                             said = self._said(piece.text, piece.thought, calls, piece.logprobs)
                             yield sse.line({**_head(self._body), **said, "done": False})
@@ -102,23 +110,7 @@ class OllamaAnswer:
 
         answers = await backend.start(1, make, self._body.stays)
         self._load_ns = time.monotonic_ns() - self._started_ns
-        thoughts = None
-        if isinstance(request, ChatRequest):
-            prompt_ids = answers.requests[0].prompt_ids or ()
-            thoughts = Thoughts.of(backend.prompts.tokenizer, prompt_ids)
-        self._reader = _WholeCalls(AnswerReader(thoughts, self._syntax))
         return answers
-
-    def _pieces(self, event: TokenEvent) -> list[_Piece]:
-        """The pieces of one event; its logprobs are in the first."""
-        found = list(self._reader.of(event.text, event.result is not None))
-        if self._body.logprobs:
-            tokens = content_tokens(event, self._backend.eos_ids)
-            content = chat_logprobs(self._backend.texts, tokens)["content"]
-            if content:
-                first = found[0] if found else _Piece()
-                found[:1] = [first._replace(logprobs=content)]
-        return found
 
     def _said(self, text: str, thought: str, calls: list[Line], logprobs: Sequence[Line]) -> Line:
         """The keys of a line that differ between the two routes."""
@@ -190,16 +182,20 @@ class _Piece(NamedTuple):
 class _WholeCalls:
     """Parts of an answer as pieces; a call is one once it is complete, as in Ollama."""
 
-    def __init__(self, reader: AnswerReader) -> None:
+    def __init__(self, reader: AnswerReader, scored: ContentLogprobs | None) -> None:
+        """`scored` None: no logprobs."""
         self._reader = reader
+        self._scored = scored
         self._open: tuple[str, str] | None = None  # id and name
         self._arguments = ""
         self._num_calls = 0
 
-    def of(self, text: str, is_last: bool) -> Iterator[_Piece]:
-        """The pieces after this further `text`."""
-        yield from self._read(self._reader.push(text, is_last))
-        if is_last:
+    def of(self, event: TokenEvent) -> Iterator[_Piece]:
+        """The pieces after this further event."""
+        if self._scored is not None:
+            self._scored.add(event)
+        yield from self._read(self._reader.push(event))
+        if event.result is not None:
             yield from self._close()
 
     def _read(self, parts: Iterable[Part]) -> Iterator[_Piece]:
@@ -212,9 +208,10 @@ class _WholeCalls:
                     self._open, self._arguments = (call_id, name), ""
                 case ReasoningPart(text):
                     yield _Piece(thought=text)
-                case TextPart(text):
+                case TextPart(text, _):
                     yield from self._close()
-                    yield _Piece(text)
+                    scored = None if self._scored is None else self._scored.of(part)
+                    yield _Piece(text, logprobs=scored["content"] if scored else ())
 
     def _close(self) -> Iterator[_Piece]:
         """The open call, unless it was cut off."""

@@ -178,7 +178,7 @@ class OllamaMessage(StrictModel):
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": json.dumps(call.function.arguments or {}),
+                    "arguments": json.dumps(call.function.arguments or {}, ensure_ascii=False),
                 },
             }
             for number, call in enumerate(self.tool_calls or ())

@@ -55,7 +55,7 @@ class Output:
                         yield from self._begin_thoughts()
                     self._part["text"] += text
                     yield self._event(f"{self._thoughts}_text.delta", delta=text)
-                case TextPart(text):
+                case TextPart(text, _):
                     if not self._is_open or self._last["type"] != "message":
                         yield from self._begin_message()
                     self._part["text"] += text

@@ -25,7 +25,7 @@ from hotcold.ui.api.responses.schemas import ReasoningOptions, ResponsesRequest
 from hotcold.ui.api.responses.tools import ForeignTool
 from hotcold.ui.api.responses.truncation import shortened
 from hotcold.ui.api.schemas import ChatRequest
-from hotcold.ui.api.tools.thoughts import AnswerReader, Thoughts
+from hotcold.ui.api.tools.reader import AnswerReader
 
 
 class ResponsesRoute:
@@ -163,10 +163,8 @@ class _Response:
     async def start(self) -> Answers:
         """Queue the request. Errors: ApiError, HotcoldError."""
         answers = await self._backend.start(1, self.requests)
-        prompt_ids = answers.requests[0].prompt_ids or ()
-        self._num_prompt_tokens = len(prompt_ids)
-        self._thoughts = Thoughts.of(self._backend.prompts.tokenizer, prompt_ids)
-        self._reader = AnswerReader(self._thoughts, self._syntax)
+        self._num_prompt_tokens = len(answers.requests[0].prompt_ids or ())
+        self._reader = AnswerReader(self._syntax)
         return answers
 
     async def requests(self) -> list[GenerateRequest]:
@@ -185,8 +183,7 @@ class _Response:
 
     def take(self, event: TokenEvent) -> Iterator[Event]:
         """Add an event of the system; yields the events of the stream."""
-        parts = self._reader.push(event.text, is_last=event.result is not None)
-        yield from self._output.of(parts)
+        yield from self._output.of(self._reader.push(event))
         if event.result is not None:
             status = "completed" if event.result.finish_reason == "stop" else "incomplete"
             yield from self._output.end(status)
@@ -201,7 +198,6 @@ class _Response:
 
     def _finish(self, status: str, result: Generation) -> None:
         asked, new = self._num_prompt_tokens, len(result.ids)
-        num_thought = 0 if self._thoughts is None else self._thoughts.num_tokens(result.ids)
         self.content["status"] = status
         if status == "incomplete":
             self.content["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -212,7 +208,7 @@ class _Response:
                 "cache_write_tokens": 0,
             },
             "output_tokens": new,
-            "output_tokens_details": {"reasoning_tokens": num_thought},
+            "output_tokens_details": {"reasoning_tokens": result.num_thought_tokens},
             "total_tokens": asked + new,
         }
         previous = None if self._previous is None else self._previous()

@@ -16,6 +16,7 @@ from hotcold.ui.api.tools.schema_repair import WHOLE, Lost
 # Arguments are on one line: small models may write white space for ever.
 _ARGUMENT_BLANKS = " ?"
 _SCHEMA_BLANKS = r"(?: |\n {0,24})"
+_GAP = r"[ \t\r\n]{0,4}"  # within a call
 _SURE_CHARS = 1 << 17  # a grammar as long as this is within llguidance's limits
 
 
@@ -105,31 +106,34 @@ def _of_calls(
     """The Lark grammar of `calls_grammar`.
 
     Text is everything that does not begin a call: `head` is lazy, so it ends as soon as the text
-    that begins a call is there.
+    that begins a call is there, with its brace.
     """
     several = wanted.may_be_several and bool(syntax.end)
     calls = "call+" if several else "call"
-    rules = [f"call: {_text(syntax.begin)} body" if syntax.begin else "call: body"]
+    begin = _pattern(syntax.begin)
+    rules = [f"call: /{begin}{_GAP if begin else ''}\\{{/ body"]
     if wanted.is_required:
         rules.append(f"start: {calls}")
     elif schema is not None:
         rules.append(f"start: {calls} | tail")
     elif syntax.begin:
         rules.append("start: (head body)* tail" if several else "start: head body | tail")
-        rules.append(f"head[lazy]: /(.|\\n)*{_pattern(syntax.begin)}/")
+        rules.append(f"head[lazy]: /(.|\\n)*{begin}[ \\t\\r\\n]*\\{{/")
     else:
         rules.append("start: call | tail")
     if not wanted.is_required:
         any_text = r"/(.|\n)*/" if syntax.begin else r"/([^{](.|\n)*)?/"
         rules.append(f"tail: {any_text if schema is None else f'%json {schema}'}")
     if several and (wanted.is_required or schema is not None):
-        rules[0] += r' "\n"?'
+        rules[0] += f" /{_GAP}/"
     bodies = []
     for number, (function, arguments) in enumerate(zip(wanted.functions, schemas, strict=True)):
-        opening = syntax.opening(function.name).removeprefix(syntax.begin)
-        bodies.append(f"{_text(opening)} arguments_{number}")
+        words = ('"name"', ":", f'"{function.name}"', ",", f'"{syntax.arguments}"', ":")
+        opening = "".join(f"{_GAP}{_pattern(word)}" for word in words)
+        bodies.append(f"/{opening}{_GAP}/ arguments_{number}")
         rules.append(f"arguments_{number}: %json {_text_of(arguments, _ARGUMENT_BLANKS)}")
-    rules.append(f"body: ({' | '.join(bodies)}) {_text(syntax.closing)}")
+    end = f"{_GAP}{_pattern(syntax.end)}" if syntax.end else ""
+    rules.append(f"body: ({' | '.join(bodies)}) /{_GAP}\\}}{end}/")
     return "\n".join(rules) + "\n"
 
 
@@ -139,12 +143,6 @@ def _text_of(found: Enforced, blanks: str) -> str:
     return json.dumps(found.schema | {"x-guidance": options})
 
 
-def _text(text: str) -> str:
-    """A Lark string."""
-    return json.dumps(text)
-
-
 def _pattern(text: str) -> str:
     """A Lark regular expression of exactly this text."""
-    escaped = "".join(c if c.isalnum() or c in "_<> " else f"\\{c}" for c in text)
-    return escaped.replace("\\\n", "\\n")
+    return "".join(c if c.isalnum() or c in "_<> " else f"\\{c}" for c in text)

@@ -1,4 +1,4 @@
-"""Splits an answer's text, as it comes, into text and tool calls."""
+"""Splits an answer, as it comes, into thoughts, text and tool calls."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import uuid
 from typing import NamedTuple
 
+from hotcold.actors.protocol.messages import TokenEvent
 from hotcold.model.text.tools import CallSyntax
 
 # OpenAI's and MCP's: more than these have their own meaning where a call is written.
@@ -13,9 +14,10 @@ NAME_CHARACTERS = r"[a-zA-Z0-9_.:/-]"
 
 
 class TextPart(NamedTuple):
-    """Text beside calls."""
+    """Text beside calls; `at`: where it begins in the answer's whole text."""
 
     text: str
+    at: int = 0
 
 
 class ReasoningPart(NamedTuple):
@@ -51,11 +53,14 @@ class CallReader:
 
     def __init__(self, syntax: CallSyntax) -> None:
         self.num_calls = 0
-        self._syntax = syntax
-        before, after = syntax.opening("\0").split("\0")
-        self._begin = syntax.begin or before
-        self._opening = re.compile(re.escape(before) + _NAME + re.escape(after))
+        self._mark = syntax.begin
+        begin = rf"{re.escape(syntax.begin)}\s*\{{" if syntax.begin else r"\{"
+        key = re.escape(syntax.arguments)
+        self._begin = re.compile(begin)
+        self._opening = re.compile(rf'{begin}\s*"name"\s*:\s*"{_NAME}"\s*,\s*"{key}"\s*:\s*(?=\{{)')
+        self._closing = re.compile(rf"\s*\}}\s*{re.escape(syntax.end)}" if syntax.end else r"\s*\}")
         self._read = self._read_text
+        self._at = 0  # where `_text` begins
         self._text = ""  # not returned yet
         self._is_first = True  # no text was returned since the answer or the last call began
         self._object = _Object()
@@ -72,15 +77,16 @@ class CallReader:
 
     def _read_text(self, is_last: bool) -> list[Part]:
         """Text, without white space or the beginning of a call at its end."""
-        at = self._text.find(self._begin)
-        if not self._syntax.begin:  # a call is the whole answer, or there is none
+        if self._mark:
+            found = self._begin.search(self._text)
+        else:  # a call is the whole answer, or there is none
             is_open = self._is_first and self.num_calls == 0
-            at = 0 if is_open and self._text.startswith(self._begin) else -1
-            if is_open and at < 0 and not is_last and self._begin.startswith(self._text):
+            found = self._opening.match(self._text) if is_open else None
+            if is_open and found is None and not is_last and self._text[:1] in ("", "{"):
                 return []
-        if at >= 0:
+        if found is not None:
             self._read = self._read_name
-            return self._say(at, self._text[:at].rstrip())
+            return self._say(found.start(), self._text[: found.start()].rstrip())
         if is_last:
             whole = self._text if self.num_calls == 0 else self._text.rstrip()
             return self._say(len(self._text), whole)
@@ -89,23 +95,29 @@ class CallReader:
 
     def _num_held(self) -> int:
         """Characters at the text's end that may begin a call."""
-        if not self._syntax.begin:
-            return 0
-        most = min(len(self._begin) - 1, len(self._text))
-        lengths = range(most, 0, -1)
-        return next((n for n in lengths if self._begin.startswith(self._text[-n:])), 0)
+        if self._mark and self._text.rstrip().endswith(self._mark):
+            return len(self._text) - self._text.rindex(self._mark)
+        lengths = range(len(self._mark) - 1, 0, -1)
+        return next((n for n in lengths if self._text.endswith(self._mark[:n])), 0)
 
     def _say(self, length: int, text: str) -> list[Part]:
-        """Return `text`, and drop the next `length` characters, from which it comes."""
-        self._text = self._text[length:]
+        """Return `text`, and drop the next `length` characters, which begin with it."""
+        at = self._at
+        self._drop(length)
         if self._is_first and self.num_calls:
+            at += len(text) - len(text.lstrip())
             text = text.lstrip()
         self._is_first = self._is_first and not text
-        return [TextPart(text)] if text else []
+        return [TextPart(text, at)] if text else []
+
+    def _drop(self, length: int) -> None:
+        """Take the next `length` characters as read."""
+        self._text = self._text[length:]
+        self._at += length
 
     def _read_name(self, is_last: bool) -> list[Part]:
         if match := self._opening.match(self._text):
-            self._text = self._text[match.end() :]
+            self._drop(match.end())
             self._read, self._object = self._read_arguments, _Object()
             self.num_calls += 1
             return [CallPart(self.num_calls - 1, f"call_{uuid.uuid4().hex[:24]}", match[1])]
@@ -115,18 +127,49 @@ class CallReader:
 
     def _read_arguments(self, is_last: bool) -> list[Part]:
         length = self._object.length_in(self._text)
-        text, self._text = self._text[:length], self._text[length:]
+        text = self._text[:length]
+        self._drop(length)
         if self._object.has_ended:
             self._read = self._read_closing
         return [ArgumentsPart(self.num_calls - 1, text)] if text else []
 
     def _read_closing(self, is_last: bool) -> list[Part]:
-        if self._text.startswith(self._syntax.closing):
-            self._text = self._text[len(self._syntax.closing) :]
+        if match := self._closing.match(self._text):
+            self._drop(match.end())
             self._read, self._is_first = self._read_text, True
         elif is_last:
             self._text = ""
         return []
+
+
+class AnswerReader:
+    """Parses one answer incrementally; the system tells its thoughts apart."""
+
+    def __init__(self, syntax: CallSyntax | None) -> None:
+        """`syntax` None: no calls."""
+        self._calls = None if syntax is None else CallReader(syntax)
+        self._num_read = 0  # characters of all text
+        self._begin: int | None = None  # of these, where the answer itself begins
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls have begun."""
+        return 0 if self._calls is None else self._calls.num_calls
+
+    def push(self, event: TokenEvent) -> list[Part]:
+        """The parts that are certain after this further event."""
+        parts: list[Part] = [ReasoningPart(event.thought)] if event.thought else []
+        said, at = event.said, self._num_read + event.said_at
+        self._num_read += len(event.text)
+        if self._calls is None:
+            return [*parts, TextPart(said, at)] if said else parts
+        if self._begin is None and said:
+            self._begin = at
+        for part in self._calls.push(said, event.result is not None):
+            if isinstance(part, TextPart):
+                part = part._replace(at=part.at + (self._begin or 0))
+            parts.append(part)
+        return parts
 
 
 class _Object:

@@ -1,8 +1,6 @@
 """Schemas of tools, `tool_choice`, and calls in a conversation."""
 
-import json
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -143,11 +141,8 @@ class ToolCall(StrictModel):
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """The call for a chat template; complete arguments as an object."""
-        arguments: Any = self.function.arguments or "{}"
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-        function = {"name": self.function.name, "arguments": arguments}
+        """The call for a chat template."""
+        function = {"name": self.function.name, "arguments": self.function.arguments or "{}"}
         return {"id": self.id, "type": "function", "function": function}
 
 
