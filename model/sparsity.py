@@ -34,11 +34,19 @@ MIN_DENSITY, MAX_DENSITY = 0.002, 0.95  # of a layer
 _BISECTIONS = 40
 
 
-def published_firing_share(config: ModelConfig) -> float | None:
-    """Return the published share of neurons that fires at a token; None without one.
+def known_firing_share(config: ModelConfig) -> tuple[float, str] | None:
+    """The share of neurons that fires at a token, and who says so; None where nobody does.
 
-    It is of a layer's neurons, in a mixture of those of the chosen experts.
+    It is of a layer's neurons, in a mixture of those of the chosen experts. A config.json may say
+    its model's own (`hotcold make-model` writes it), else the share published of its kind counts.
     """
+    if config.firing_share:
+        return config.firing_share, "as its config.json says"
+    published = _published_firing_share(config)
+    return None if published is None else (published, "as was published of such models")
+
+
+def _published_firing_share(config: ModelConfig) -> float | None:
     return _PUBLISHED_SHARES.get((config.family, config.activation_fn))
 
 

@@ -155,11 +155,14 @@ def read_profile(path: Path, identity: ModelIdentity, config: ModelConfig) -> Ac
     return profile
 
 
-def stated_profile(config: ModelConfig, density: float, why: str) -> ActivationProfile:
+def stated_profile(
+    config: ModelConfig, density: float, why: str, is_even: bool = False
+) -> ActivationProfile:
     """A profile by a power law, with mean firing rate `density`, for a model that is not here.
 
     Inside experts the rates are those while an expert is chosen; all are chosen equally often.
-    `why` says where the number comes from.
+    `why` says where the number comes from. `is_even`: of a model that is here, of which it is not
+    known which neurons fire: all as often.
     Errors:  UsageError for a density out of range
     """
     if not MIN_DENSITY <= density <= MAX_DENSITY and density != 1:
@@ -167,16 +170,17 @@ def stated_profile(config: ModelConfig, density: float, why: str) -> ActivationP
             f"--density is {density}; give a share from {MIN_DENSITY} to {MAX_DENSITY}, or 1"
         )
     chosen = _equal_shares(config)
+    rates_of_them = "all as often" if is_even else "at rates of a power law"
     rates = np.zeros(neurons.shape(config))
     for row, shares, layer in zip(rates, chosen, config.layers, strict=True):
         end = 0
         for share, size in zip(shares, layer.ffn.block_sizes, strict=False):
-            row[end : end + size] = share * _stated_rates(size, density)
+            row[end : end + size] = share * (density if is_even else _stated_rates(size, density))
             end += size
     return ActivationProfile(
         np.rint(rates * _STATED_TOKENS).astype(np.int64),
         _STATED_TOKENS,
-        f"{density:.3g} of the neurons fire at a token, at rates of a power law ({why})",
+        f"{density:.3g} of the neurons fire at a token, {rates_of_them} ({why})",
         "",
         None if config.experts is None else np.rint(chosen * _STATED_TOKENS).astype(np.int64),
     )

@@ -183,11 +183,14 @@ def assumptions(
     predictor: PredictorCost | None,
 ) -> Iterator[str]:
     """What a plan assumes: a clause for each assumption, the most important first."""
-    if profile is None and config.experts is not None:
+    is_counted = profile is not None and not profile.is_stated
+    if not is_counted and config.experts is not None:
         yield "tokens choose all experts equally often (no profile; `hotcold profile` counts)"
-    elif profile is None:
+    elif profile is None and config.is_sparse:
         yield "every neuron fires at every token (no profile; `hotcold profile` counts)"
-    elif profile.is_stated:
+    elif profile is None:
+        yield "every neuron fires at every token: no activation is exactly zero"
+    if profile is not None and profile.is_stated:
         yield profile.text_name
     if predictor is not None and predictor.note:
         yield predictor.note

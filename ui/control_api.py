@@ -175,6 +175,7 @@ def create_control_app(
                 **facts,
                 "has_chat_template": _has_template(backend),
                 "context_length": backend.prompts.context_length,
+                "max_positions": backend.prompts.config.max_positions,
                 "memory_bytes": memory,
                 "tokens_per_s": backend.tokens_per_s,
                 "num_active": backend.num_active,
@@ -322,6 +323,7 @@ def _about(backend: Backend) -> dict[str, Any]:
     return {
         "system": asdict(system),
         "num_neurons": config.num_neurons,
+        "max_positions": config.max_positions,
         "has_text": backend.prompts.tokenizer is not None,
     }
 

@@ -32,7 +32,7 @@ from hotcold.actors.protocol.messages import (
 )
 from hotcold.actors.protocol.page_index import page_keys
 from hotcold.actors.protocol.step_sizes import chunk_sizes
-from hotcold.actors.telemetry.step_times import StepTimes
+from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.sampling import eos_ids
 from hotcold.model.weights.embedding import EmbeddingWeights
@@ -57,6 +57,7 @@ class Generator:
         self.grammars = Grammars(self.prompts.tokenizer, config.vocab_size, self.eos_ids)
         breakers = partial(Breakers, self.prompts.tokenizer, config.vocab_size)
         self.breakers = lru_cache(_MAX_KEPT)(breakers)  # each of a few bytes a token at most
+        self.last_answer: StepRecord | None = None
 
     def warm_up(self) -> None:
         """Run one token, so that no request waits for a kernel to be compiled or read from disk."""
@@ -426,6 +427,11 @@ class ActiveRequest:
         self._num_emitted = num_new
         self._thought, self._said_at = "", 0
 
+    def postpone(self) -> None:
+        """Count as waiting, not as prefill, what has passed: kernels of prompts were missing."""
+        if len(self._moments) == 2:
+            self._moments[-1] = time.monotonic()
+
     def fail(self, error: BaseException) -> None:
         """Emit an error instead of a result."""
         self.stream.put(error)
@@ -435,6 +441,11 @@ class ActiveRequest:
         submitted, admitted, first_token = (*self._moments, now, now)[:3]
         total = config.num_neurons * max(self.times.num_steps, 1)
         num_later = max(self._num_new - 1, 1)  # tokens that the steps of `times` gave
+        drafted = self.drafts.num_drafted, self.drafts.num_accepted
+        if self._num_new > 1:
+            self._generator.last_answer = StepRecord(
+                now, num_later, self.times, *drafted, took_s=now - first_token
+            )
         return Generation(
             text=self._stop.text,
             ids=self.tokens[self._num_prompt_tokens :],

@@ -167,6 +167,8 @@ class Driver:
         self._scheduler = Scheduler(engine, self._prefixes, speculation=drafts)
         self._queue = RequestQueue(self._scheduler)
         self.neuron_watch = self._watch_of(exchange, topology)
+        self._scheduler.counts_step = lambda is_answer: self.neuron_watch.count_step(is_answer)
+        self._scheduler.begins_answer = lambda: self.neuron_watch.begin_answer()
         self._started_s = time.monotonic()
         self._closing = threading.Event()
         threading.Thread(target=self._poll_readers, name="readers", daemon=True).start()
@@ -439,6 +441,7 @@ class Driver:
                 config.num_neurons,
                 now_s,
                 is_running=num_running > 0,
+                last=self.generator.last_answer,
             ),
             neurons=self.neuron_watch.read(),
         )

@@ -30,6 +30,7 @@ from hotcold.model.errors import HotcoldError, ServiceError
 
 _MAX_RECENT = 2048  # steps that are remembered, to say how fast it goes
 _AHEAD = 256  # tokens
+_NOTICED_S = 0.001  # a wait for kernels: more than a look at whether they are there
 _IDLE_S = 0.01  # between two looks for requests where nothing can run yet
 
 
@@ -81,6 +82,9 @@ class Scheduler:
         self._turns = Turns(time.monotonic_ns)
         self.speculation = speculation
         self.recent: deque[StepRecord] = deque(maxlen=_MAX_RECENT)
+        # Told before a step whether it gives answers tokens, and that one begins where none runs.
+        self.counts_step: Callable[[bool], None] = lambda is_answer: None
+        self.begins_answer: Callable[[], None] = lambda: None
 
     @property
     def is_idle(self) -> bool:
@@ -107,6 +111,8 @@ class Scheduler:
         )
         if not self._prefixes.start(request, request.num_positions(_AHEAD), num_spare):
             return False
+        if not self._running:
+            self.begins_answer()
         self._running.append(request)
         return True
 
@@ -184,9 +190,13 @@ class Scheduler:
             return self._chunk.request
         long = next((request for request in self._running if request.chunk_sizes), None)
         # Services may have to load what a long prompt takes: the others go on meanwhile.
-        if long and self._engine.begin_matmul(0.0 if has_others else _IDLE_S):
-            return long
-        return None
+        if long is None:
+            return None
+        began = time.monotonic()
+        is_ready = self._engine.begin_matmul(0.0 if has_others else _IDLE_S)
+        if not is_ready or time.monotonic() - began > _NOTICED_S:
+            long.postpone()
+        return long if is_ready else None
 
     def _run_layer(self, request: ActiveRequest) -> None:
         """Run a layer of the request's chunks, or find what others have computed of the next."""
@@ -228,6 +238,8 @@ class Scheduler:
             engine = self._engine
             max_logits = engine.exchange.buffers.logits.shape[0]
             batch = self._drafted(Batch.of(requests, engine.kernel_tokens, max_logits), max_logits)
+            is_answer = any(request.has_answered for request in requests)
+            self.counts_step(is_answer)
             began = time.monotonic_ns()
             ends = self._stepped(batch)
             ended = time.monotonic_ns()
@@ -235,17 +247,19 @@ class Scheduler:
             for end in ends:
                 request, num_before = end.request, len(end.request.tokens)
                 num_accepted -= request.drafts.num_accepted
-                if request.has_answered:
+                had_answered = request.has_answered
+                if had_answered:
                     request.times.include(engine.times)
                 self._accept(request, end.rows, end.draft)
-                num_new += len(request.tokens) - num_before
+                num_new += (len(request.tokens) - num_before) * had_answered
                 num_accepted += request.drafts.num_accepted
             if self.speculation is not None:
                 self.speculation.learn(ended - began, time.monotonic_ns() - ended)
             num_drafted = sum(len(end.draft) for end in ends)
-            self.recent.append(
-                StepRecord(time.monotonic(), num_new, engine.times, num_drafted, num_accepted)
-            )
+            if is_answer:
+                self.recent.append(
+                    StepRecord(time.monotonic(), num_new, engine.times, num_drafted, num_accepted)
+                )
             engine.times = StepTimes()  # layers of prompts may follow
 
     def _drafted(self, batch: Batch, max_logits: int) -> Batch:

@@ -40,7 +40,7 @@ def plan_request(
         kv_dtype=system.kv_dtype,
         num_cpu_actors=system.num_cpu_actors,
         machine=machine,
-        profile_digest="" if profile is None else profile.digest,
+        profile_digest="" if profile is None or profile.is_stated else profile.digest,
         predictor_digest=sampled_digest(system.predictors_path),
         weight_dtype=system.weight_dtype,
     )

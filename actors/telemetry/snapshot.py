@@ -36,7 +36,8 @@ class NeuronMap:
 
     A step is a token of a lone request; of several requests, one token of each. A neuron is
     computed (gate, up and down), only its gate is, or it is skipped; `hot` ones are on the GPU and
-    not counted. Prompts that go through matmul are not counted.
+    not counted. Steps that read prompts alone are not counted. Means are of the last answer, where
+    it ran alone, at most since the watch began.
     Shapes:  all (L, B); mean_*: neurons a step since the watch began
     Dtypes:  int64, mean_* float64
     """
@@ -53,7 +54,7 @@ class NeuronMap:
 
 @dataclass(frozen=True)
 class Speed:
-    """Decoding in the last seconds.
+    """Decoding in the last seconds; where nothing runs, all of the last answer's.
 
     tokens_per_step: new ones, of all requests
     Units:   per_step_ms as `StepTimes.per_step_ms`; shares of all neurons, 0 to 1
@@ -152,6 +153,7 @@ class NeuronWatch:
         self._buffers = buffers
         self._changing = threading.Condition()
         self._watched_until = 0.0
+        self._is_counted = True  # the next step
         self._ender: threading.Thread | None = None
         self._first_counts = buffers.neuron_counts.copy()
         self._first_steps = buffers.counted_steps.copy()
@@ -169,13 +171,30 @@ class NeuronWatch:
             self._watched_until = time.monotonic() + seconds
             self._changing.notify()
             if self._ender is None and seconds > 0:
-                self._first_counts = self._buffers.neuron_counts.copy()
-                self._first_steps = self._buffers.counted_steps.copy()
-                self._first_experts = self._experts()
-                self._first_driver_steps = self._driver_steps()
-                self._buffers.requests[self._cpus, WATCHED] = 1
+                self._begin()
+                self._buffers.requests[self._cpus, WATCHED] = self._is_counted
                 self._ender = threading.Thread(target=self._end_later, daemon=True)
                 self._ender.start()
+
+    def begin_answer(self) -> None:
+        """Count from now on: an answer begins, and no other runs."""
+        with self._changing:
+            if self.is_watching:
+                self._begin()
+
+    def count_step(self, is_answer: bool) -> None:
+        """Whether services count the next step: those that read prompts alone are not counted."""
+        if is_answer == self._is_counted:
+            return
+        with self._changing:
+            self._is_counted = is_answer
+            self._buffers.requests[self._cpus, WATCHED] = is_answer and self.is_watching
+
+    def _begin(self) -> None:
+        self._first_counts = self._buffers.neuron_counts.copy()
+        self._first_steps = self._buffers.counted_steps.copy()
+        self._first_experts = self._experts()
+        self._first_driver_steps = self._driver_steps()
 
     def _end_later(self) -> None:
         with self._changing:
@@ -228,29 +247,34 @@ class NeuronWatch:
 
 
 def speed_of(
-    recent: Iterable[StepRecord], num_neurons: int, now_s: float, is_running: bool
+    recent: Iterable[StepRecord],
+    num_neurons: int,
+    now_s: float,
+    is_running: bool,
+    last: StepRecord | None = None,
 ) -> Speed:
     """The speed of the steps that ended in the last seconds; `num_neurons` are the model's.
 
-    Not `is_running`: time counts only until the last of them.
+    Not `is_running`: that of the `last` answer, if it ended then, as its result tells it.
     """
-    steps = [record for record in recent if now_s - record.ended_s < _RECENT_S]
+    records = [last] if last is not None and not is_running else recent
+    steps = [record for record in records if now_s - record.ended_s < _RECENT_S]
     times = StepTimes()
     for record in steps:
         times.include(record.times)
     if not steps:
         return Speed(0.0, {}, 0.0, 0.0)
     # From the start of the first of them, so that a request just begun is not shown as slow.
-    began_s = steps[0].ended_s - steps[0].times.total * 1e-9
+    began_s = steps[0].began_s
     end_s = now_s if is_running else steps[-1].ended_s
     num_tokens = sum(record.num_new_tokens for record in steps)
-    total = num_neurons * times.num_steps
+    total = num_neurons * max(times.num_steps, 1)
     return Speed(
         tokens_per_s=num_tokens / max(end_s - began_s, 1e-9),
         per_step_ms=times.per_step_ms(),
         neurons_computed=times.num_neurons / total,
         gates_computed=times.num_gates / total,
-        tokens_per_step=num_tokens / len(steps),
+        tokens_per_step=num_tokens / max(times.num_steps, 1),
         num_drafted=sum(record.num_drafted for record in steps),
         num_accepted=sum(record.num_accepted for record in steps),
         reads=times.per_step_reads(),

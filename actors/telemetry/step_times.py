@@ -144,8 +144,10 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One finished step: when it ended (monotonic seconds), and how many new tokens it gave.
+    """A step of answers, or all steps of one answer: none of them reads a prompt alone.
 
+    ended_s: monotonic seconds
+    num_new_tokens: those after an answer's first, which is its prompt's
     num_drafted, num_accepted: tokens of drafts that it verified, and those that were chosen
     """
 
@@ -154,3 +156,10 @@ class StepRecord:
     times: StepTimes
     num_drafted: int = 0
     num_accepted: int = 0
+    took_s: float | None = None  # from the first new token on, of an answer
+
+    @property
+    def began_s(self) -> float:
+        """When it began, in monotonic seconds."""
+        took_s = self.times.total * 1e-9 if self.took_s is None else self.took_s
+        return self.ended_s - took_s

@@ -141,8 +141,10 @@ class Commands:
             case parameter if parameter in PARAMETERS:
                 return self._set_parameter(parameter, value.strip())
             case _:
-                known = ", ".join([*PARAMETERS, "system", *SWITCHES])
-                raise UsageError(f"{shown(name)} cannot be set; {known} can")
+                known = [*PARAMETERS, "system", *SWITCHES]
+                nearest = get_close_matches(name, known, 1, 0.7)
+                told = f"did you mean {nearest[0]}?" if nearest else f"{', '.join(known)} can"
+                raise UsageError(f"{shown(name)} cannot be set; {told}")
         return f"{name} is set"
 
     def _set_parameter(self, name: str, text: str) -> str:

@@ -34,6 +34,7 @@ class Facts:
     mode: str
     device: str
     context_length: int
+    max_positions: int = 0  # that the model allows
 
 
 @dataclass

@@ -20,7 +20,7 @@ HELP = (
     "an answer"
 )
 _LONGER = "/continue lets it go on, /set max_tokens none lets answers be longer"
-_ANEW = "/clear starts anew, a larger --context has more room"
+_ANEW = "/clear starts anew"
 
 
 class Session:
@@ -102,7 +102,13 @@ class Session:
             self._screen.say(f"{error}{'; /clear starts anew' if conversation.messages else ''}")
             return
         if conversation.result and (
-            cut := cut_short(conversation.result, conversation.facts.context_length, _LONGER, _ANEW)
+            cut := cut_short(
+                conversation.result,
+                conversation.facts.context_length,
+                conversation.facts.max_positions,
+                _LONGER,
+                _ANEW,
+            )
         ):
             self._screen.say(cut)
         if self._settings.verbose and (told := last_answer(conversation)):

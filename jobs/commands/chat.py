@@ -132,7 +132,8 @@ def _attended(path: Path, kept: KeptSystem, name: str) -> Iterator[tuple[KeptSys
     """A system that runs already, and stays for as long as the conversation. Errors: GoneError."""
     with kept.attended() as state:
         _require_chat(path, state["has_chat_template"])
-        facts = Facts(name, state["mode"], state["device"], state["context_length"])
+        positions = state["context_length"], state["max_positions"]
+        facts = Facts(name, state["mode"], state["device"], *positions)
         yield kept, facts
 
 
@@ -150,7 +151,8 @@ def _started(path: Path, options: SystemOptions, name: str) -> Iterator[tuple[Sy
     tokenizer.check_template()
     with running_system(system) as running:
         system = running.call("describe")  # with --mode auto, the mode that was chosen
-        yield running, Facts(name, system.mode, system.device, system.context_length)
+        positions = system.context_length, config.max_positions
+        yield running, Facts(name, system.mode, system.device, *positions)
 
 
 def _require_chat(path: Path, has_template: bool) -> None:

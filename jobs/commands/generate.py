@@ -33,7 +33,6 @@ from hotcold.model.files.locate import locate_model
 from hotcold.model.sampling import SamplingParams
 
 _LONGER = "a larger --max-tokens lets it be longer"
-_ROOM = "a larger --context has more room"
 
 
 @click.command(cls=GroupedCommand)
@@ -78,26 +77,22 @@ def answer(
     options = split_system_options(values)
     kept = find(model, options, keep_s, is_own, attends=False)
     path = locate_model(model) if kept is None else kept.system.model_path
-
-    def request() -> GenerateRequest:
-        return request_of(split_sampling(path, values))
-
+    asked = request_of(split_sampling(path, values))
     if kept is not None:
-        asked = request()
         try:
             result, about = _answer(kept, asked), kept.about
         except GoneError:
             click.echo(GONE, err=True)
-            result, about = _answer_here(path, options, lambda: asked)
+            result, about = _answer_here(path, options, asked)
     else:
-        result, about = _answer_here(path, options, request)
+        result, about = _answer_here(path, options, asked)
     _show_end(result, about)
     if as_json:
         print_json(result.as_json() | {"system": about["system"]})
 
 
 def _answer_here(
-    path: Path, options: SystemOptions, request_of: Callable[[], GenerateRequest]
+    path: Path, options: SystemOptions, asked: GenerateRequest
 ) -> tuple[Generation, dict[str, Any]]:
     """Answer with a system of this command's own; also what is said of that system."""
     from hotcold.actors.driver.prompts import Prompts
@@ -105,11 +100,12 @@ def _answer_here(
 
     system, config = prepare_system(path, options)
     prompts = Prompts(path, config, system.context_length)
-    request = prompts.checked(request_of())
+    request = prompts.checked(asked)
     connection = start_prepared(system)
     about = {
         "system": asdict(connection.config),  # with --mode auto, the mode that was chosen
         "num_neurons": config.num_neurons,
+        "max_positions": config.max_positions,
         "has_text": prompts.tokenizer is not None,
     }
     return _answer(connection, request), about
@@ -163,7 +159,8 @@ def _show_end(result: Generation, about: dict[str, Any]) -> None:
         f"{_first_rows(result)}]",
         err=True,
     )
-    cut = cut_short(result, about["system"]["context_length"], _LONGER, _ROOM)
+    positions = about["system"]["context_length"], about["max_positions"]
+    cut = cut_short(result, *positions, _LONGER)
     if cut:
         click.echo(cut, err=True)
 

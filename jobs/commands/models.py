@@ -47,9 +47,13 @@ def pull(model: str, as_json: bool) -> None:
 
 
 @click.command("list")
+@click.option("--known", is_flag=True, help="The names that stand for a model, instead.")
 @json_option
-def list_models(as_json: bool) -> None:
-    """List the models in Hugging Face's cache."""
+def list_models(known: bool, as_json: bool) -> None:
+    """List the models in Hugging Face's cache, or all known names."""
+    if known:
+        _list_known(as_json)
+        return
     from rich.console import Console
     from rich.table import Table
 
@@ -72,6 +76,17 @@ def list_models(as_json: bool) -> None:
             for m in models
         ]
         print_json({"models": kept})
+
+
+def _list_known(as_json: bool) -> None:
+    from hotcold.model.files.known_models import known_models
+
+    names = known_models()
+    width = max(map(len, names))
+    for name, model in sorted(names.items()):
+        click.echo(f"{name:{width}}  {model}")
+    if as_json:
+        print_json({"known": names})
 
 
 @click.command()

@@ -160,7 +160,7 @@ def _services(found: dict[str, Any]) -> Table:
     for actor in found["actors"]:
         is_known = actor["pid"] > 0
         table.add_row(
-            actor["name"],
+            _label(actor),
             Text(actor["state"], _STATES.get(actor["state"], "")),
             actor["device"] or "-",
             binary_text(actor["memory_bytes"]) if is_known else "-",
@@ -168,6 +168,12 @@ def _services(found: dict[str, Any]) -> Table:
             str(actor["pid"]) if is_known else "-",
         )
     return table
+
+
+def _label(actor: dict[str, Any]) -> str:
+    """Its name; the attention service's is gpu, also where it computes on the CPU."""
+    is_on_cpu = actor["name"] == "gpu" and actor["device"] == "cpu"
+    return "attention" if is_on_cpu else str(actor["name"])
 
 
 def _busy(times: dict[str, float], name: str) -> str:

@@ -100,15 +100,21 @@ def print_json(content: dict[str, Any]) -> None:
     click.echo(json.dumps(content, allow_nan=False))
 
 
-def cut_short(result: Generation, context_length: int, longer: str, anew: str) -> str:
+def cut_short(
+    result: Generation, context_length: int, most_positions: int, longer: str, anew: str = ""
+) -> str:
     """What cut an answer short, with a remedy; "" where nothing did.
 
-    `longer`: the remedy where it reached its token limit; `anew`: where the context is full.
+    `longer`: the remedy where it reached its token limit; `anew`: where the context is full, beside
+    a larger one, if the model allows `most_positions`.
     """
     if result.finish_reason != "length":
         return ""
     if result.num_prompt_tokens + len(result.ids) >= context_length:
-        return f"the answer was cut: the context of {context_length:,} tokens is full; {anew}"
+        has_more = most_positions > context_length
+        room = "a larger --context has more room" if has_more else "this model allows no larger one"
+        full = f"the answer was cut: the context of {context_length:,} tokens is full"
+        return "; ".join(filter(None, (full, anew, room)))
     count = len(result.ids)
     return f"the answer was cut at {count:,} token{'' if count == 1 else 's'}; {longer}"
 

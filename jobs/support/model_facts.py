@@ -17,7 +17,7 @@ from hotcold.model.errors import ArtifactError, HotcoldError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.sparsity import published_firing_share
+from hotcold.model.sparsity import known_firing_share
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.down_outputs import has_down_outputs
@@ -43,7 +43,7 @@ def facts_of(path: Path) -> dict[str, Any]:
     mode = default_mode(config)
     transposed = keeps_down_outputs(mode, config) and has_down_outputs(checkpoint, config)
     served = stored_config(checkpoint, config, down_transposed=transposed)
-    parameters = num_parameters(checkpoint, config)
+    parameters, known = num_parameters(checkpoint, config), known_firing_share(config)
     return {
         "path": str(path),
         "name": config.name,
@@ -69,7 +69,8 @@ def facts_of(path: Path) -> dict[str, Any]:
         "has_gate": config.has_gate,
         "is_sparse": config.is_sparse,
         "firing_share": _firing_share(path, config) if config.is_sparse else None,
-        "published_share": published_firing_share(config),
+        "published_share": known[0] if known else None,
+        "share_source": known[1] if known else None,
         "mode": mode,
         "thresholds": _thresholds(path, config),
         "predictors": _predictors(path, config),
@@ -176,13 +177,13 @@ def _sparsity(facts: dict[str, Any]) -> str:
 def _sparsity_of(neurons: str, facts: dict[str, Any]) -> str:
     if not facts["is_sparse"]:
         return _NO_ZEROS
-    share, published = facts["firing_share"], facts["published_share"]
+    share, stated = facts["firing_share"], facts["published_share"]
     if share is not None:
         return f"{share:.1%} of {neurons} fire, as profiled"
     skipped = f"{neurons} whose activation is zero are skipped; `hotcold profile` counts them"
-    if published is None:
+    if stated is None:
         return skipped
-    return f"about {published:.0%} of {neurons} fire, as was published of such models; {skipped}"
+    return f"about {stated:.0%} of {neurons} fire, {facts['share_source']}; {skipped}"
 
 
 def _mode(facts: dict[str, Any]) -> str:

@@ -142,7 +142,7 @@ def offload_plan(
         0,
         bool(storage.predictors),
         config.experts is not None,
-        profile is not None and (config.experts is None or profile.known_distances is not None),
+        _knows(profile, config),
         min(num_cold, storage.num_gates),
         min(num_cold, storage.num_up_downs),
         num_neurons,
@@ -152,6 +152,13 @@ def offload_plan(
         1 / max(token_s, 1e-9),
         1 / max(seconds, 1e-9),
     )
+
+
+def _knows(profile: ActivationProfile | None, config: ModelConfig) -> bool:
+    """Whether a profile counted what is read."""
+    if profile is None or profile.is_stated:
+        return False
+    return config.experts is None or profile.known_distances is not None
 
 
 def offload_text(plans: list[OffloadPlan]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 import click
 
@@ -11,6 +12,7 @@ OTHER_NAMES = {
     "--context": ("-c", "--ctx-size", "--n-ctx", "--num-ctx", "--max-model-len"),
     "--max-tokens": ("-n", "--n-predict", "--predict", "--num-predict"),
     "--prompt": ("-p",),
+    "--temperature": ("--temp",),
     "PROMPT": ("-p", "--prompt"),
     "MODEL": ("-m", "--model", "-hf", "--hf-repo"),
     "--system": ("-sys", "--system-prompt"),
@@ -29,7 +31,7 @@ OTHER_NAMES = {
 def explained(
     error: click.NoSuchOption, command: click.Command, given: Sequence[str], ctx: click.Context
 ) -> click.NoSuchOption:
-    """The error of an option that `command` has under another name; any other as it is.
+    """The error of an option that `command` has under another or a like name.
 
     `given` are its arguments: of -ngl click tells -n alone.
     """
@@ -41,4 +43,18 @@ def explained(
             if name in OTHER_NAMES.get(own, ()):
                 told = f"Did you mean {own!r}?" if is_option else f"{own} stands without an option."
                 return click.NoSuchOption(name, f"No such option {name!r}. {told}", ctx=ctx)
+    if nearest := _nearest(error.option_name, command, ctx):
+        told = f"No such option {error.option_name!r}. Did you mean {nearest!r}?"
+        return click.NoSuchOption(error.option_name, told, ctx=ctx)
     return error
+
+
+def _nearest(name: str, command: click.Command, ctx: click.Context) -> str:
+    """The option that begins like `name`, else the one most like it; "" for none."""
+    params = [param for param in command.get_params(ctx) if isinstance(param, click.Option)]
+    known = [option for param in params for option in param.opts if option.startswith("--")]
+    if longer := sorted((option for option in known if option.startswith(name)), key=len):
+        return longer[0]
+    plain = {option.replace("-", ""): option for option in known}
+    nearest = get_close_matches(name.replace("-", ""), plain, 1, 0.7)
+    return plain[nearest[0]] if nearest else ""

@@ -18,7 +18,7 @@ from hotcold.model.errors import UsageError, shown
 from hotcold.model.files import hub
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.locate import locate_model
-from hotcold.model.sparsity import published_firing_share
+from hotcold.model.sparsity import MAX_DENSITY, MIN_DENSITY, known_firing_share
 from hotcold.model.synthetic.shape import DTYPES, config_json, resolve_shape
 from hotcold.placement.machine.description import Machine
 from hotcold.placement.profile import ActivationProfile, read_profile, stated_profile
@@ -85,21 +85,31 @@ def planned_profile(
                 "counts which neurons of this model fire"
             )
         if file is None:
-            return own_profile(model.path, model.config)
+            return own_profile(model.path, model.config) or _stated(
+                model.config, "`hotcold profile` counts", is_even=True
+            )
         return read_profile(file, model.identity, model.config)
     if file is not None:
         raise UsageError("--profile is of a model that is here; leave --shape and --config out")
     if density is not None:
         return stated_profile(model.config, density, "--density")
-    if not model.config.is_sparse:
-        return None
-    published = published_firing_share(model.config)
-    if published is None:
+    stated = _stated(model.config, "--density states it")
+    if stated is None and model.config.is_sparse:
         raise UsageError(
             f"nobody published how many neurons of {model.config.name} fire; state a share, such "
             "as --density 0.1"
         )
-    return stated_profile(model.config, published, "published for its kind; --density states it")
+    return stated
+
+
+def _stated(config: ModelConfig, how: str, is_even: bool = False) -> ActivationProfile | None:
+    """As many neurons as config.json or others say; None where nobody does, or all fire."""
+    known = known_firing_share(config)
+    if known is None or not config.is_sparse:
+        return None
+    share, who = known
+    share = min(max(share, MIN_DENSITY), MAX_DENSITY)
+    return stated_profile(config, share, f"{who}; {how}", is_even)
 
 
 def planned_predictors(model: PlannedModel, system: SystemConfig) -> PredictorCost | None:

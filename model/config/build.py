@@ -87,6 +87,7 @@ def build_config(
         "num_layers": num_layers(reader),
         "vocab_size": vocab_size,
         "max_positions": max_positions(reader),
+        "firing_share": reader.number("firing_share", 0.0, low=0.0, high=1.0),
         "bos_token_id": bos_ids[0] if bos_ids else None,
         "eos_token_ids": reader.token_ids("eos_token_id", _ids(family.eos_id), vocab_size),
         "tied_embeddings": reader.boolean("tie_word_embeddings", family.tied_embeddings),

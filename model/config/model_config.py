@@ -80,6 +80,7 @@ class ModelConfig:
     windows: tuple[int, ...] = ()  # of each layer: positions that a token attends to, or 0 for all
     position_offset: int = 0  # added to a position to find its learned row
     num_extra_layers: int = 0  # after the others, for drafts (MTP); they are not read
+    firing_share: float = 0.0  # of the neurons of chosen blocks, at a token; 0: not known
     tied_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]

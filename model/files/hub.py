@@ -182,11 +182,15 @@ def fetch(model: HubModel) -> Path:
 
 def fetch_config(repo_id: str) -> Path:
     """Fetch a repository's config.json alone, and return its path. Errors: UsageError."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, model_info
 
     try:
+        model_info(repo_id)  # ends at once where nothing answers; a download tries for 25 s
         return Path(hf_hub_download(repo_id, "config.json"))
     except Exception as problem:  # of any of the libraries below it
+        newest = None if _status(problem) else _newest_snapshot(repo_id)
+        if newest is not None and (cached := newest.snapshot_path / "config.json").exists():
+            return Path(cached)
         raise _refusal(repo_id, problem) from None
 
 

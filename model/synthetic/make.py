@@ -102,7 +102,9 @@ def make_model(
             wanted = RoutingStats(shape.skew, shape.kept)
             layers = _write_tensors(config, density, wanted, NormalSource(seed), writer)
         _write_json(out / "generation_config.json", generation_config_json(shape))
-        _write_json(out / "config.json", written_config)
+        report = SyntheticReport(total_bytes, num_parameters, tuple(layers))
+        share = {"firing_share": round(report.density, 4)}
+        _write_json(out / "config.json", written_config | share)
     except BaseException as problem:
         _remove(_old_files(out), out if is_new else None)
         if isinstance(problem, OSError):
@@ -111,7 +113,7 @@ def make_model(
                 "disk"
             ) from None
         raise
-    return SyntheticReport(total_bytes, num_parameters, tuple(layers))
+    return report
 
 
 def _write_tensors(

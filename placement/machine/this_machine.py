@@ -12,7 +12,6 @@ from hotcold.model.errors import HotcoldError
 from hotcold.model.files.atomic_write import write_atomic
 from hotcold.numba_kernels.own_cache import own_folder
 from hotcold.placement.machine.description import UNNAMED, CpuNode, GpuDevice, Machine
-from hotcold.placement.machine.measure import measure_machine
 from hotcold.placement.machine.survey import MachineLayout, read_layout
 
 
@@ -30,6 +29,8 @@ def this_machine(
     Units:   about five seconds a NUMA node
     Errors:  MemoryBudgetError where there is no memory to measure with
     """
+    from hotcold.placement.machine.measure import measure_machine  # all of the FFN's kernels
+
     layout = read_layout(root)
     kept = read_cached(layout)
     if kept is not None and not fresh:

@@ -235,18 +235,22 @@ def test_a_driver_tells_what_its_steps_computed(
         try:
             assert driver.telemetry(600).speed.tokens_per_s == 0
             sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-            list(driver.generate(GenerateRequest(sampling, prompt_ids=[5, 6, 7])))
-            shown, steps = driver.telemetry(), list(driver._scheduler.recent)
+            for prompt_ids in ([5, 6, 7], list(range(30))):  # the last one's steps alone are told
+                request = GenerateRequest(sampling, prompt_ids=prompt_ids, use_cache=False)
+                *_, event = driver.generate(request)
+            shown, steps = driver.telemetry(), list(driver._scheduler.recent)[-19:]
         finally:
             driver.close()
-    neurons = shown.neurons
-    assert neurons.num_steps == len(steps) == 20  # the first holds the whole prompt
+    result, neurons, speed = event.result, shown.neurons, shown.speed
+    assert result is not None
+    assert neurons.num_steps == len(steps) == 19  # without the one that held the whole prompt
     computed = sum(step.times.num_neurons for step in steps)
     assert neurons.mean_computed.sum() * len(steps) == pytest.approx(computed)
     assert neurons.last_computed.sum() == steps[-1].times.num_neurons
     share = computed / neurons.num_neurons.sum() / len(steps)
-    assert shown.speed.neurons_computed == pytest.approx(share)
-    assert shown.speed.tokens_per_s > 0
+    assert speed.neurons_computed == result.neurons_computed == pytest.approx(share)
+    assert speed.tokens_per_s == pytest.approx(result.decode_tokens_per_s)
+    assert speed.per_step_ms["total"] == pytest.approx(result.per_token_ms["total"])
     assert (shown.num_running, shown.num_waiting, shown.kv_pages_used) == (0, 0, 0)
     assert shown.mode == mode
 

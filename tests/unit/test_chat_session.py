@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hotcold.actors.protocol.messages import GenerateRequest, TokenEvent
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from hotcold.jobs.chat import history
 from hotcold.jobs.chat.commands import COMMANDS, Commands, Settings
 from hotcold.jobs.chat.conversation import Conversation
@@ -26,6 +26,7 @@ from hotcold.jobs.chat.files import (
 )
 from hotcold.jobs.chat.screen import is_open, unquoted
 from hotcold.jobs.chat.session import HELP, Session
+from hotcold.jobs.support.console import cut_short
 from hotcold.model.errors import PromptError, UsageError
 from tests.documents import ROOT
 from tests.stand_in_chat import StandIn, conversation
@@ -131,6 +132,7 @@ def test_what_the_model_is_told_first() -> None:
         ("/set ignore_eos perhaps", "ignore_eos is 'perhaps'; give true or false"),
         ("/set stop 'a", '"\'a": a quotation mark is missing'),
         ("/set parameter", "max_tokens none\n"),
+        ("/set temprature 0.2", "'temprature' cannot be set; did you mean temperature?"),
         ("/set nothing", "'nothing' cannot be set; max_tokens, temperature, "),
         ("/show nothing", "'nothing' cannot be shown; info, parameters, system, messages can"),
         ("/show info", "model words\nmode exact on cpu\ncontext 1,000 tokens"),
@@ -188,9 +190,17 @@ def test_an_answer_that_was_cut_says_so() -> None:
     assert screen.told == [
         "the answer was cut at 3 tokens; /continue lets it go on, /set max_tokens none lets "
         "answers be longer",
-        "the answer was cut: the context of 1,000 tokens is full; /clear starts anew, a larger "
-        "--context has more room",
+        "the answer was cut: the context of 1,000 tokens is full; /clear starts anew; this model "
+        "allows no larger one",
     ]
+
+
+def test_a_larger_context_is_advised_where_the_model_allows_one() -> None:
+    full = Generation("x", [1], "length", 999, 0.1, 0.1)
+    assert cut_short(full, 1000, 4000, "more", "anew").endswith("; anew; a larger --context has "
+                                                               "more room")  # fmt: skip
+    assert cut_short(full, 1000, 1000, "more").endswith("; this model allows no larger one")
+    assert cut_short(full, 2000, 2000, "more") == "the answer was cut at 1 token; more"
 
 
 def test_a_cut_answer_goes_on() -> None:

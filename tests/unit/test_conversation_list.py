@@ -151,6 +151,7 @@ def test_each_error_says_what_to_do() -> None:
     ]
     found = [remedy(problem) for problem in problems]
     assert len(set(found)) == len(found)
+    assert "shorten the question" in found[0] and "Max tokens" not in found[0]
     assert "new conversation" in found[0] and all("Retry" in text for text in found[1:])
 
 

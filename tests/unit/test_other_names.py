@@ -15,6 +15,8 @@ from hotcold.jobs.support.other_names import OTHER_NAMES
         ("run demo -c 200 hi", "'-c'. Did you mean '--context'? (see 'hotcold run --help')"),
         ("run demo -c200 hi", "'-c'. Did you mean '--context'? (see 'hotcold run --help')"),
         ("run demo --num-ctx=9", "'--num-ctx'. Did you mean '--context'? (see 'hotcold run"),
+        ("generate --temp 1", "'--temp'. Did you mean '--temperature'? (see 'hotcold generate"),
+        ("generate --maxtokens 1", "'--maxtokens'. Did you mean '--max-tokens'? (see"),
         ("chat -n 9", "'-n'. Did you mean '--max-tokens'? (see 'hotcold chat"),
         ("chat -ngl 99", "'-ngl'. Did you mean '--gpu-memory'? (see 'hotcold chat"),
         ("generate -p hi", "'-p'. Did you mean '--prompt'? (see 'hotcold generate"),
@@ -22,7 +24,7 @@ from hotcold.jobs.support.other_names import OTHER_NAMES
         ("serve --model m", "'--model'. MODEL stands without an option. (see 'hotcold serve"),
         ("serve --max-model-len 9", "'--max-model-len'. Did you mean '--context'? (see"),
         ("chat -p hi", "'-p'. (see 'hotcold chat --help')"),
-        ("run --contxt 9", "'--contxt'. (Did you mean one of: '--context'"),
+        ("run --contxt 9", "'--contxt'. Did you mean '--context'?"),
         ("run -z", "'-z'. (see 'hotcold run --help')"),
     ],
 )

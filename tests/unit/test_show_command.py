@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -100,3 +101,14 @@ def test_sparse_experts(
 def test_what_is_no_model(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(tmp_path)]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_random_models_own_density_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not what was published of models of its kind."""
+    assert main(["make-model", "--density", "0.2", str(tmp_path / "model"), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out.splitlines()[-1])["density"]
+    facts, text = shown(capsys, str(tmp_path / "model"))
+    assert facts["published_share"] == pytest.approx(made, abs=1e-4)
+    assert f"about {made:.0%} of neurons fire, as its config.json says" in text

@@ -72,11 +72,11 @@ computed of a cell: · few  ░ over 2%  ▒ 10%  ▓ 25%  █ 50%; ◆ hot, on 
 
 a step takes 2.00 ms: attention 25%  head 5%  ffn 50%  python 11%
 exchange 9%: 9 a step, 20 µs each beside the services' work
-service  state       device     memory  busy  process
-driver   alive       cpu     256.0 MiB   11%  7
-gpu      alive       cpu     512.0 MiB   30%  8
-cpu0     silent      cpu      1.00 GiB   50%  9
-cpu1     restarting  -               -     -  -
+service    state       device     memory  busy  process
+driver     alive       cpu     256.0 MiB   11%  7
+attention  alive       cpu     512.0 MiB   30%  8
+cpu0       silent      cpu      1.00 GiB   50%  9
+cpu1       restarting  -               -     -  -
 this machine: 3.00 GiB of 4.00 GiB in use"""
 
 
@@ -107,7 +107,7 @@ def test_it_fits_the_screen() -> None:
 def test_a_system_that_does_nothing() -> None:
     text = drawn(picture("words", told(num_steps=0, num_running=0), 80), 80, False)
     assert "idle" in text and "no neuron has been counted yet" in text and "no step" in text
-    assert "driver   alive" in text and "%" not in text
+    assert "driver     alive" in text and "%" not in text
 
 
 class StandIn(KeptSystem):
@@ -152,7 +152,7 @@ def test_one_picture_where_nobody_watches(run: Run, monkeypatch: pytest.MonkeyPa
     unknown = told(num_steps=0, num_running=0)
     unknown["actors"][1]["pid"] = 0
     system = StandIn(unknown, told(num_steps=0, num_running=0))
-    assert "gpu      alive       cpu" in run(system, "--once")[1] and system.num_asked == 2
+    assert "attention  alive       cpu" in run(system, "--once")[1] and system.num_asked == 2
     status, out, _ = run(StandIn(told()), "--json")
     assert (status, json.loads(out)) == (0, told())
     failed = run(StandIn(ServiceError("the system 'words' does not answer")))

@@ -67,7 +67,7 @@ def remedy(problem: ApiError, is_below: bool = False) -> str:
     if is_below:
         return "Change that, then send the question again: it is still below."
     if problem.code == "context_length_exceeded":
-        return "Start a new conversation, or ask for a shorter answer: Settings, Max tokens."
+        return "Start a new conversation, or shorten the question."
     if problem.status == 504:
         return "Ask for a shorter answer (Settings, Max tokens), then press Retry."
     if problem.status == 503:

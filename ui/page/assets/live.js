@@ -221,6 +221,7 @@ function show(found) {
   // A dense model computes all its neurons for each token: a map of them would tell nothing.
   const isEven = found.mode === "dense" && !found.map.hot && found.map.experts === null;
   find("neurons").hidden = find("computed").hidden = isEven;
+  find("even").hidden = !isEven;
   const waiting = found.waiting ? `, ${found.waiting} waiting` : "";
   find("requests").textContent = isRunning ? `${found.running} running${waiting}` : "";
   showMap();
