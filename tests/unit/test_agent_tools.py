@@ -199,7 +199,7 @@ def test_a_choice_of_some_tools(choice: dict[str, Any], names: list[str]) -> Non
         create(client, input="Hello", tools=TOOLS, tool_choice=wanted)
         grammar = client.requests[0].grammar
         assert grammar is not None and "head" not in grammar.text
-        assert re.findall(r'\{\\"name\\": \\"(\w+)', grammar.text) == names
+        assert re.findall(r'"name\\"[^"]*"(\w+)', grammar.text) == names
         with pytest.raises(openai.BadRequestError, match=r"is no tool|no function among"):
             create(answering(), input="Hello", tools=TOOLS, tool_choice=other)
 
