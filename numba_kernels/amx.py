@@ -11,6 +11,7 @@ import functools
 import hashlib
 import mmap
 import os
+import platform
 import struct
 import subprocess
 import sys
@@ -26,14 +27,23 @@ _CODE = bytes.fromhex(
     "c4e2784907 b840000000 c4e27b4b4c0740 c4e27b4b940740040000 c4e27b49c0 c4e26a5cc1"
     "c4e27a4b840740080000 c4e27b49c0 c4e26b5ec1 c4e27a4b8407400c0000 c4e27849c0 c3"
 )
-TILE_SHAPES = struct.pack("<16B16H16B", 1, *[0] * 15, *[64] * 8, *[0] * 8, *[16] * 8, *[0] * 8)
+
+
+def tile_shapes(*shapes: tuple[int, int]) -> bytes:
+    """What is loaded to give tiles 0, 1 ... so many rows of so many bytes."""
+    unused = [0] * (16 - len(shapes))
+    rows, num_bytes = zip(*shapes, strict=True)
+    return struct.pack("<16B16H16B", 1, *[0] * 15, *num_bytes, *unused, *rows, *unused)
+
+
+TILE_SHAPES = tile_shapes(*[(16, 64)] * 8)
 _TILE_BYTES = 1024
 
 
 @functools.cache
 def may_use_amx() -> bool:
-    """Ask for AMX for this process, and whether its instructions work; of a CPU that claims it."""
-    return _ask() and _works()
+    """Ask for AMX for this process, and whether its instructions work."""
+    return platform.machine() == "x86_64" and _ask() and _works()
 
 
 def _ask() -> bool:

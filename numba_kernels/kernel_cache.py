@@ -23,6 +23,7 @@ import llvmlite
 import numba
 import numpy as np
 
+from hotcold.numba_kernels.amx import may_use_amx
 from hotcold.numba_kernels.own_cache import cache_home, own_folder
 
 _FOLDER = "numba"
@@ -85,8 +86,9 @@ def _folder_name(source: Path) -> str:
 
 
 def _digest(sources: list[Path]) -> str:
+    # Numba tells CPUs apart, but not where AMX works.
     versions = sys.version, *(each.__version__ for each in (numba, llvmlite, np))
-    digest = hashlib.sha256(repr(versions).encode())
+    digest = hashlib.sha256(repr((*versions, may_use_amx())).encode())
     for source in sources:
         digest.update(source.relative_to(_PACKAGE).as_posix().encode())
         digest.update(_read(source)[0])

@@ -16,6 +16,7 @@ from hotcold.numba_kernels.formats import (
     row_width,
     steps_side_by_side,
 )
+from hotcold.numba_kernels.ir.amx_bytes_ir import byte_tile_products, takes_bytes
 from hotcold.numba_kernels.ir.quantized_ir import format_of
 from hotcold.numba_kernels.ir.tile_ir import (
     ASKS_AHEAD,
@@ -46,6 +47,8 @@ from hotcold.numba_kernels.ir.vector_ir import (
 
 _PANEL_BYTES = 1 << 17  # of rows that stay in the cache for several tokens
 _MAX_ROWS = 192
+# More tokens than a step has, and so many rows, are worth packing them for the tiles of AMX.
+_STEP_TOKENS, _FEWEST_ROWS = 32, 48
 # So many tokens take long enough for a block of float rows to read the next one meanwhile.
 _TOKENS_AHEAD = 12 if ASKS_AHEAD else NEVER
 _BYTES_AHEAD = 4096  # of listed rows: what a core reads during one memory latency
@@ -231,11 +234,45 @@ def rows_at_once(weights):
     return max(1, most // (rows * tiles)) * rows * tiles
 
 
+def rows_a_panel(weights, num_tokens):  # type: ignore[no-untyped-def]
+    """`rows_at_once` for so many tokens: AMX packs them once for all rows; for compiled code."""
+    raise NotImplementedError("rows_a_panel() is for compiled code")
+
+
+@overload(rows_a_panel)
+def _overload_rows_a_panel(weights, num_tokens):  # type: ignore[no-untyped-def]
+    def most(weights, num_tokens):  # type: ignore[no-untyped-def]
+        return _MAX_ROWS if num_tokens > _STEP_TOKENS else rows_at_once(weights)
+
+    return most if takes_bytes(weights.dtype) else lambda weights, num_tokens: rows_at_once(weights)
+
+
+def _by_byte_tiles(weights, x, out, first, last, column):  # type: ignore[no-untyped-def]
+    """Whether the tiles of AMX have made all products; for compiled code."""
+    raise NotImplementedError("_by_byte_tiles() is for compiled code")
+
+
+@overload(_by_byte_tiles)
+def _overload_by_byte_tiles(weights, x, out, first, last, column):  # type: ignore[no-untyped-def]
+    def many(weights, x, out, first, last, column):  # type: ignore[no-untyped-def]
+        is_dense = out.strides[1] == out.itemsize
+        if out.shape[0] <= _STEP_TOKENS or last - first < _FEWEST_ROWS or not is_dense:
+            return False
+        byte_tile_products(weights, x, out, first, last, first + column)
+        return True
+
+    if takes_bytes(weights.dtype):
+        return many
+    return lambda weights, x, out, first, last, column: False
+
+
 @njit(nogil=True, cache=True)
 def _block_products(weights, x, out, first, last, column):
     """`block_products`; `out` is of any layout."""
     row, column, num_tokens = first, column - first, out.shape[0]
     size, fewest = rows_at_once(weights), fewest_tokens(weights)
+    if _by_byte_tiles(weights, x, out, first, last, column):
+        return
     if num_tokens == 1:
         size = last - first
     elif fit_first_level(weights, num_tokens):

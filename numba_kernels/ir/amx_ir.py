@@ -29,17 +29,27 @@ _INDEX = types.int64
 _SUMS, _LEFT, _RIGHT = ((0, 1), (2, 3)), (4, 5), (6, 7)
 
 
-def _call(builder: Any, name: str, *args: Any) -> None:
+def call_tiles(builder: Any, name: str, *args: Any) -> None:
+    """An instruction by its intrinsic's name."""
     kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
     builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), args)
 
 
-def _load(tile: int, at: Ptr, stride: Vec) -> None:
-    _call(at.builder, "tileloadd64", I8(tile), at.value, stride.value)
+def load_tile(tile: int, at: Ptr, stride: Vec) -> None:
+    """Load a tile's rows, the first from `at`."""
+    call_tiles(at.builder, "tileloadd64", I8(tile), at.value, stride.value)
 
 
-def _store(tile: int, at: Ptr, stride: Vec) -> None:
-    _call(at.builder, "tilestored64", I8(tile), at.value, stride.value)
+def store_tile(tile: int, at: Ptr, stride: Vec) -> None:
+    """Store a tile's rows, the first to `at`."""
+    call_tiles(at.builder, "tilestored64", I8(tile), at.value, stride.value)
+
+
+def load_shapes(builder: Any, shapes: bytes) -> None:
+    """Give this thread's tiles shapes, of `amx.tile_shapes`."""
+    content = cgutils.make_bytearray(shapes)
+    place = cgutils.global_constant(builder.module, "amx_shapes", content)
+    call_tiles(builder, "ldtilecfg", builder.bitcast(place, I8.as_pointer()))
 
 
 @intrinsic
@@ -47,9 +57,7 @@ def begin_tiles(typingctx):
     """Give this thread's tiles their shapes."""
 
     def emit(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        content = cgutils.make_bytearray(TILE_SHAPES)
-        shapes = cgutils.global_constant(builder.module, "amx_shapes", content)
-        _call(builder, "ldtilecfg", builder.bitcast(shapes, I8.as_pointer()))
+        load_shapes(builder, TILE_SHAPES)
         return context.get_dummy_value()
 
     return types.void(), emit
@@ -60,7 +68,7 @@ def end_tiles(typingctx):
     """Give the tiles up."""
 
     def emit(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        _call(builder, "tilerelease")
+        call_tiles(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), emit
@@ -83,7 +91,7 @@ def _add_tiles(num_tiles: int, num_groups: int) -> Callable[..., Any]:
             each = list(product(range(num_tiles), range(num_groups)))
             line = Vec.full(first.builder, _ROW_BYTES, I64)
             for r, g in each:
-                _load(_SUMS[r][g], target.at(row + AMX_ROWS * r, group + g), target.strides[0])
+                load_tile(_SUMS[r][g], target.at(row + AMX_ROWS * r, group + g), target.strides[0])
 
             def step(index: Vec) -> None:
                 line_at = start + index * bytes_ahead
@@ -91,15 +99,17 @@ def _add_tiles(num_tiles: int, num_groups: int) -> Callable[..., Any]:
                     0, rows_ahead, 1, lambda i: (line_at + following.strides[0] * i).prefetch(2)
                 )
                 for r, rows in enumerate(left):
-                    _load(_LEFT[r], rows + index * (_ROW_BYTES), w.strides[0])
+                    load_tile(_LEFT[r], rows + index * (_ROW_BYTES), w.strides[0])
                 for g, columns in enumerate(right):
-                    _load(_RIGHT[g], columns + index * (_ROW_BYTES * AMX_ITEMS), line)
+                    load_tile(_RIGHT[g], columns + index * (_ROW_BYTES * AMX_ITEMS), line)
                 for r, g in each:
-                    _call(index.builder, "tdpbf16ps", I8(_SUMS[r][g]), I8(_LEFT[r]), I8(_RIGHT[g]))
+                    call_tiles(
+                        index.builder, "tdpbf16ps", I8(_SUMS[r][g]), I8(_LEFT[r]), I8(_RIGHT[g])
+                    )
 
             for_range(0, (last - first) // AMX_ITEMS, 1, step)
             for r, g in each:
-                _store(_SUMS[r][g], target.at(row + AMX_ROWS * r, group + g), target.strides[0])
+                store_tile(_SUMS[r][g], target.at(row + AMX_ROWS * r, group + g), target.strides[0])
 
         signature = types.void(
             tokens, _INDEX, weights, _INDEX, _INDEX, _INDEX, out, ahead, *(_INDEX,) * 4

@@ -31,6 +31,7 @@ from hotcold.numba_kernels.ir.vec import (
     codegen_of,
     for_range,
     for_vectors,
+    transposed,
 )
 
 _FLOATS = ir.VectorType(F32, LANES)
@@ -118,14 +119,8 @@ def transpose(typingctx, matrix, row):
 
     def emit(given: Arguments) -> None:
         places = given.array(0).rows(given.number(1), 0, LANES)
-        rows, lanes = [place.load(I32, LANES) for place in places], range(LANES)
-        for size in (1, 2, 4, 8):  # of blocks that change places with those beside them
-            low = [lane if not lane & size else LANES + lane - size for lane in lanes]
-            high = [lane + size if not lane & size else LANES + lane for lane in lanes]
-            for i in (i for i in lanes if not i & size):
-                first, second = rows[i], rows[i + size]
-                rows[i], rows[i + size] = first.take(low, second), first.take(high, second)
-        for place, values in zip(places, rows, strict=True):
+        rows = [place.load(I32, LANES) for place in places]
+        for place, values in zip(places, transposed(rows), strict=True):
             place.store(values)
 
     return types.void(matrix, _INDEX), codegen_of(emit)

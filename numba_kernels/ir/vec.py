@@ -327,6 +327,19 @@ def held(vectors: list[Vec]) -> list[Vec]:
     return [Vec(builder, builder.extract_value(found, i)) for i in range(len(kinds))]
 
 
+def transposed(rows: Sequence[Vec]) -> list[Vec]:
+    """Vectors of lane 0 of all rows, of lane 1 ..., of as many rows as lanes, a power of two."""
+    found, count, size = list(rows), len(rows), 1
+    while size < count:  # of blocks that change places with those beside them
+        low = [lane if not lane & size else count + lane - size for lane in range(count)]
+        high = [lane + size if not lane & size else count + lane for lane in range(count)]
+        for i in (i for i in range(count) if not i & size):
+            first, second = found[i], found[i + size]
+            found[i], found[i + size] = first.take(low, second), first.take(high, second)
+        size *= 2
+    return found
+
+
 def for_range(start: Vec | int, stop: Vec, step: int, body: Callable[[Vec], None]) -> None:
     """Emit `for index in range(start, stop, step): body(index)`; whole steps only."""
     builder = stop.builder

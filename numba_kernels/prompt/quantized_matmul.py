@@ -3,7 +3,7 @@
 from numba.extending import overload
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.rows import block_products, rows_at_once, split_range
+from hotcold.numba_kernels.decode.rows import block_products, rows_a_panel, split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors
 from hotcold.numba_kernels.ir.vector_ir import quantize_vector
 from hotcold.numba_kernels.prompt.block_tokens import (
@@ -99,7 +99,7 @@ def _add_products(weights, vectors, sums, of_lanes, b, out, ids, first, last):
 
     Panel by panel: neighbours of a row of `out` lie together, others a power of two apart.
     """
-    own, size = sums[: ids.shape[0]], min(SUM_ROWS, rows_at_once(weights))
+    own, size = sums[: ids.shape[0]], min(SUM_ROWS, rows_a_panel(weights, ids.shape[0]))
     adds = adds_rows(of_lanes, b)
     for row in range(first, last, size):
         end = min(row + size, last)

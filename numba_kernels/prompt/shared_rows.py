@@ -4,7 +4,7 @@ The products are those of `quantized_matmul`, to the bit.
 """
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.rows import block_products, rows_at_once, split_range
+from hotcold.numba_kernels.decode.rows import block_products, rows_a_panel, split_range
 from hotcold.numba_kernels.ir.vector_ir import quantize_vector
 from hotcold.numba_kernels.prompt.quantized_matmul import ROWS, TOKENS_AT_ONCE, vectors_part
 from hotcold.numba_kernels.serve.work_stealing import next_block
@@ -25,7 +25,8 @@ def share_rows(counters, thread, num_threads, weights, bias, vectors, addend, ou
     Rows are read once for every TOKENS_AT_ONCE tokens. counters: a kind of `new_block_counters`.
     Checks nothing.
     """
-    size, num_tokens = rows_at_once(weights), out.shape[0]
+    num_tokens = out.shape[0]
+    size = rows_a_panel(weights, num_tokens)
     for turn in range(num_threads):
         part = (thread + turn) % num_threads
         first, last = split_range(weights.shape[0], part, num_threads, ROWS)

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from hotcold.actors.cpu.kernel_matmul import AmxMatmul
+from hotcold.numba_kernels.decode.rows import gemv
 from hotcold.numba_kernels.ir.target import has_feature
 from tests.kernels import reference
 from tests.kernels.amx import EmulatedAmxMatmul, bfloat16_of
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.products import combine, in_turn, linear
-from tests.kernels.quantized_rows import SUMMED, random_rows
+from tests.kernels.quantized_rows import KINDS, SUMMED, random_rows
 
 SIZES = [(1, 1, 1), (5, 37, 71), (33, 101, 1027), (70, 97, 544), (40, 600, 96)]
 needs_amx = pytest.mark.skipif(not has_feature("amx-bf16"), reason="a CPU with AMX")
@@ -57,6 +58,21 @@ def test_quantized_rows_add_up_as_emulated(kind: str, width: int) -> None:
         products(own, 2, h, rows, "combine", width) for own in (AmxMatmul, EmulatedAmxMatmul)
     )
     assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("num_tokens", "height", "width"), [(33, 48, 512), (40, 77, 2304), (130, 200, 1280)]
+)
+def test_whole_numbers_add_up_as_one_vector_alone(
+    kind: str, num_tokens: int, height: int, width: int
+) -> None:
+    """In tiles, where the CPU has them, as in vectors; also where rows end with part of a chunk."""
+    rows = random_rows(1, kind, height, width).rows
+    x = random_floats(2, num_tokens, width)
+    found = gemv(rows, x)
+    alone = [gemv(rows, x[t : t + 1]) for t in range(num_tokens)]
+    assert np.isfinite(found).all() and found.tobytes() == np.concatenate(alone).tobytes()
 
 
 @pytest.mark.parametrize("kind", BITS)
