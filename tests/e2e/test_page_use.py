@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -201,6 +202,56 @@ def test_a_server_that_is_killed_is_not_shown_as_answering(browser) -> None:
         finally:
             server.kill()
             page.close()
+
+
+# Until the page has kept what was asked so many times: each time it writes a longer text.
+KEPT = """count => {
+    const kept = localStorage.getItem("hotcold-conversations") ?? "";
+    window.lengths ??= [];
+    if (kept.length > Math.max(0, ...window.lengths)) window.lengths.push(kept.length);
+    return window.lengths.length > count;
+}"""
+
+
+def test_a_conversation_goes_on_at_the_next_server(browser) -> None:
+    """Of a page that stays open: what it shows stays the one that is asked in."""
+    page = browser.new_page()
+    page.set_default_timeout(TIMEOUT_MS)
+    line = [sys.executable, "-m", "tests.e2e.stand_in", "--port"]
+    url, port = "", "0"
+    try:
+        for number, question in enumerate((QUESTION, OTHER)):
+            with subprocess.Popen(
+                [*line, port], cwd=ROOT, stdout=subprocess.PIPE, text=True
+            ) as server:
+                try:
+                    assert server.stdout is not None
+                    told = server.stdout.readline().strip()
+                    if not url:
+                        url, port = told, told.rstrip("/").rpartition(":")[2]
+                        page.goto(url)
+                        page.wait_for_selector("body[data-chat=ready][data-state=ready]")
+                    ask(page, question)
+                    page.wait_for_function(
+                        "count => document.body.dataset.chat === 'ready' &&"
+                        " document.querySelectorAll('#chat .message.bot').length === count",
+                        arg=number + 1,
+                    )
+                    wait_for_rows(page, QUESTION)
+                    page.wait_for_function(KEPT, arg=number + 1)
+                finally:
+                    server.kill()
+            deadline = time.monotonic() + TIMEOUT_MS / 1000
+            while page.get_attribute("body", "data-state") != "lost":
+                assert time.monotonic() < deadline
+                page.mouse.move(time.monotonic() % 100, 50)  # a visitor moves, and the panel asks
+                page.wait_for_timeout(200)
+            assert "has ended or cannot be reached" in page.inner_text("#status")
+            assert not page.locator(".toast-wrap").is_visible()
+        asked = page.locator("#chat .message.user").all_inner_texts()
+        assert [text.strip() for text in asked] == [QUESTION, OTHER]
+    finally:
+        page.close()
 
 
 def test_an_empty_thread_has_three_questions_to_click_on(open_page, book) -> None:

@@ -152,7 +152,7 @@ def test_an_answer_is_rewritten_where_there_is_room() -> None:
         history.restore([{"id": "one", "messages": turns}])
         history.show("one")
         event: Any = SimpleNamespace(id="one", index=1, text=text)
-        views = [view async for view in chat._again(event, visitor)]
+        views = [view async for view in chat._again(event, visitor, [], {})]
         return views[-1][-1], history.open.messages, history.open.error
 
     turns = [{"role": "user", "content": "really?"}, {"role": "assistant", "content": "yes"}]
@@ -175,12 +175,14 @@ def test_an_event_that_comes_late_is_of_its_own_conversation() -> None:
         history.restore([{"id": name, "messages": turns} for name in ("one", "two")])
         history.show("two")  # after the click, before its event came
         for name, text in (("one", "no"), ("gone", "never")):
-            async for _ in chat._again(SimpleNamespace(id=name, index=1, text=text), visitor):
+            async for _ in chat._again(
+                SimpleNamespace(id=name, index=1, text=text), visitor, [], {}
+            ):
                 pass
         found = [item for name in ("one", "two") if (item := history.find(name))]
         said = [[item.messages[1].content for item in found]]
-        await chat._step(SimpleNamespace(id="one", index=1, place=0), visitor)
-        await chat._step(SimpleNamespace(id="gone", index=1, place=0), visitor)
+        await chat._step(SimpleNamespace(id="one", index=1, place=0), visitor, [], {})
+        await chat._step(SimpleNamespace(id="gone", index=1, place=0), visitor, [], {})
         assert history.open is found[1]
         return [*said, [item.messages[1].content for item in found]]
 
@@ -204,7 +206,7 @@ def test_a_retry_that_is_refused_can_be_pressed_again() -> None:
         history = chat._history(visitor)
         history.restore([{"id": "one", "messages": turns}])
         history.show("one")
-        return [view async for view in chat._again(event, visitor)][-1]
+        return [view async for view in chat._again(event, visitor, [], {})][-1]
 
     turns = [{"role": "user", "content": "really?"}, {"role": "assistant", "content": "yes"}]
     thread, _, state, _ = asyncio.run(retried())

@@ -28,6 +28,7 @@ from hotcold.ui.page.routes import PageRoutes, is_allowed
 
 # What the page asks of the installed Gradio. Who adds a line here knows what it does.
 NEEDED = {
+    "/gradio_api/app_id",
     "/", "/assets/{path:path}", "/config", "/favicon.ico", "/static/{path:path}", "/theme.css",
     "/gradio_api/component_server", "/gradio_api/component_server/",
     "/gradio_api/heartbeat/{session_hash}", "/gradio_api/queue/data", "/gradio_api/queue/join",

@@ -81,7 +81,8 @@ class Chat:
         """Say what happens at each event."""
         self._settings = settings
         outputs = [self._chatbot, self._list, self._state]
-        own = settings.inputs
+        kept = [self._saved, self._state]  # of a page that has outlived its server
+        own = [*kept, *settings.inputs]
         private: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
         # All that is shown comes through the queue's one stream: an older view, such as that of a
         # page that has just been made, would else follow the one of a question, and take its place.
@@ -100,8 +101,8 @@ class Chat:
             self._state.again(self._again, own, **answers),
         ]  # fmt: skip
         changed = [
-            self._state.step(self._step, None, **quick),
-            self._list.act(self._act, None, **quick),
+            self._state.step(self._step, kept, **quick),
+            self._list.act(self._act, kept, **quick),
         ]
         for event in [*asked, *changed]:
             event.then(self._save, self._saved, self._saved, **private)
@@ -120,6 +121,12 @@ class Chat:
             left = first_to_leave(self._clients)
             del self._clients[left]
             self._histories.pop(left).stop_all()
+        return history
+
+    def _resumed(self, request: gr.Request, saved: Any, state: Any) -> ChatHistory:
+        """The visitor's, which a server that was started meanwhile has from the open page."""
+        history = self._history(request)
+        history.take_over(saved, str(state.get("id", "")) if isinstance(state, dict) else "")
         return history
 
     def _view(self, history: ChatHistory) -> tuple[Any, ...]:
@@ -166,9 +173,9 @@ class Chat:
             yield *view, gr.skip()
 
     async def _ask(
-        self, request: gr.Request, question: str, *settings: Any
+        self, request: gr.Request, question: str, saved: Any, state: Any, *settings: Any
     ) -> AsyncIterator[tuple[Any, ...]]:
-        history = self._history(request)
+        history = self._resumed(request, saved, state)
         if not question.strip() or history.open.is_answering:
             yield *self._view(history), gr.skip()
             return
@@ -176,14 +183,14 @@ class Chat:
             yield view
 
     async def _again(
-        self, event: gr.EventData, request: gr.Request, *settings: Any
+        self, event: gr.EventData, request: gr.Request, saved: Any, state: Any, *settings: Any
     ) -> AsyncIterator[tuple[Any, ...]]:
         """Answer a message again, or another text in its place; an answer is only rewritten.
 
         event: "id" of the conversation, "index" of the message, "text" of what is in its place, or
         None
         """
-        history, index, text = self._history(request), int(event.index), event.text
+        history, index, text = self._resumed(request, saved, state), int(event.index), event.text
         shown = history.find(str(event.id))
         if shown is None or shown.is_answering or not 0 <= index < len(shown.messages):
             yield *self._view(history), gr.skip()
@@ -204,9 +211,11 @@ class Chat:
         async for view in self._answer(history, shown, question, settings, at):
             yield view
 
-    async def _step(self, event: gr.EventData, request: gr.Request) -> tuple[Any, ...]:
+    async def _step(
+        self, event: gr.EventData, request: gr.Request, saved: Any, state: Any
+    ) -> tuple[Any, ...]:
         """Show another branch of conversation "id": that of number "place" at message "index"."""
-        history = self._history(request)
+        history = self._resumed(request, saved, state)
         found, index = history.find(str(event.id)), int(event.index)
         if found is not None and not found.is_answering and 0 <= index < len(found.messages):
             found.step(index, int(event.place))
@@ -220,9 +229,11 @@ class Chat:
         history.take_over(saved)
         return self._view(history)
 
-    async def _act(self, event: gr.EventData, request: gr.Request) -> tuple[Any, ...]:
+    async def _act(
+        self, event: gr.EventData, request: gr.Request, saved: Any, state: Any
+    ) -> tuple[Any, ...]:
         """What a visitor did in the list of conversations."""
-        history = self._history(request)
+        history = self._resumed(request, saved, state)
         reply = act(history, event._data)
         if note := reply.pop("note", ""):
             gr.Info(note)

@@ -269,11 +269,15 @@ class ChatHistory:
         """What a browser keeps: conversations that hold something, without what is under way."""
         return [item.as_json() for item in self._kept[:_MAX_KEPT]]
 
-    def take_over(self, saved: Any) -> None:
-        """Restore the browser's conversations, once; later the browser stores the server's."""
+    def take_over(self, saved: Any, open_id: str = "") -> None:
+        """Restore the browser's conversations, once; later the browser stores the server's.
+
+        `open_id`: the one that the page shows, which may have outlived the server it is of.
+        """
         if not self._has_taken_over:
             self._has_taken_over = True
             self.restore(saved)
+            self.show(open_id)
 
     def restore(self, saved: Any) -> int:
         """Add the conversations of a browser or a file; returns how many.

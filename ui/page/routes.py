@@ -21,6 +21,8 @@ _STREAM = re.compile(r"/gradio_api/(queue/data|heartbeat/\w+)")
 _ALLOWED = {
     "GET": re.compile(
         rf"/|/config|/theme\.css|/favicon\.ico|/(assets|static)/{_FILE}|{_STREAM.pattern}"
+        # Which server this is: a page that lost one in the middle loads again once it is back.
+        r"|/gradio_api/app_id"
     ),
     "HEAD": re.compile("/"),
     "POST": re.compile(r"/gradio_api/(component_server/?|queue/join|run/\w+)"),

@@ -1,6 +1,7 @@
 // The open conversation: its state, which the whole page goes by (`data-chat` of the body) and the
 // line below the field tells in figures; buttons below each message; files of text for the field.
-const LOST = "The server has ended or cannot be reached: the answer broke off. Load the page again once it is back.";
+const GONE = "The server has ended or cannot be reached.";
+const LOST = `${GONE.slice(0, -1)}: the answer broke off. Load the page again once it is back.`;
 const HINT = "Enter sends, Shift+Enter begins a new line. Ctrl+K searches, Ctrl+Shift+O begins anew.";
 const LARGEST_FILE = 256 * 1024; // bytes; few contexts hold more
 const { dataset } = document.body;
@@ -25,11 +26,13 @@ function tell(text) {
 
 // The server does not answer: nothing of what it had begun goes on. Its next word says how it is.
 window.addEventListener("hotcold-lost", () => {
-  if (!["waiting", "answering"].includes(dataset.chat)) return;
-  dataset.chat = "error";
+  const isAnswering = ["waiting", "answering"].includes(dataset.chat);
+  if (isAnswering) dataset.chat = "error";
+  else if (line.textContent === LOST) return;
   word = null;
-  tell(LOST);
+  tell(isAnswering ? LOST : GONE);
 });
+window.addEventListener("hotcold-found", () => line.textContent === GONE && show());
 
 // Browsers have no clipboard for pages that come over plain HTTP from elsewhere; this works for all.
 function copy(text, made) {
