@@ -43,7 +43,7 @@ def as_on_a_cpu_with(monkeypatch: pytest.MonkeyPatch, *features: str) -> None:
 
 
 def multiply_as_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts are multiplied as on a CPU with AMX, whose sums are made in NumPy."""
+    """Prompts are multiplied as on a CPU with AMX, whose sums are made in plain loops."""
     as_on_a_cpu_with(monkeypatch, "amx-bf16", "avx512bf16")
     monkeypatch.setattr("hotcold.actors.cpu.matmul.AmxMatmul", EmulatedAmxMatmul)
 
@@ -260,7 +260,7 @@ def test_prompts_of_several_pages(tiny: Tiny, variant: str, kv_dtype: str) -> No
 def test_prefill_rounds_like_bfloat16_of_transformers(
     tiny: Tiny, feature: str, variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By own kernels, and by AMX's sums in NumPy, for which any CPU will do."""
+    """By own kernels, and by AMX's sums in plain loops, for which any CPU will do."""
     if feature == "amx-bf16":
         multiply_as_amx(monkeypatch)
     elif not has_feature(feature):

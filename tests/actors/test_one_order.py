@@ -85,7 +85,7 @@ def test_prompts_of_two_bytes_a_weight(
 ) -> None:
     """With few of the neurons firing, with many, and with both among a prompt's tokens.
 
-    On this CPU; by AMX's sums in NumPy; as without AMX.
+    On this CPU; by AMX's sums in plain loops; as without AMX.
     """
     if cpu == "amx":
         multiply_as_amx(monkeypatch)

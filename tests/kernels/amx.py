@@ -1,4 +1,4 @@
-"""AMX's products in NumPy: the same sums in the same order, on any CPU."""
+"""AMX's products in plain loops: the same sums in the same order, on any CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numba import njit
 
 from hotcold.actors.cpu.kernel_matmul import row_widths
 from hotcold.actors.cpu.thread_team import Then
@@ -25,7 +26,7 @@ from hotcold.numba_kernels.prompt.block_tokens import (
 )
 
 _STEP = 32  # numbers of a row of a tile
-_LEAST = np.finfo(np.float32).tiny
+_LEAST = np.float32(np.finfo(np.float32).tiny)
 Operand = tuple[BlockTokens, list[np.ndarray]]
 
 
@@ -36,22 +37,27 @@ def tile_products(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     another, in their order; their sum is added to what is there. A product of bfloat16 is exact.
     Numbers below the normal ones are zero.
     """
-    padding = -left.shape[1] % _STEP
-    left = _flushed(np.pad(left, ((0, 0), (0, padding))))
-    right = _flushed(np.pad(right, ((0, padding), (0, 0))))
     total = np.zeros((left.shape[0], right.shape[1]), np.float32)
-    for first in range(0, left.shape[1], _STEP):
-        sums = np.zeros((2, *total.shape), np.float32)
-        for k in range(_STEP):
-            own = sums[k % 2]
-            own += left[:, first + k, None] * right[first + k]
-            own[:] = _flushed(own)
-        total = _flushed(total + _flushed(sums[0] + sums[1]))
+    _add_up(np.ascontiguousarray(left), np.ascontiguousarray(right.T), total)
     return total
 
 
-def _flushed(numbers: np.ndarray) -> np.ndarray:
-    return np.where(np.abs(numbers) < _LEAST, np.float32(0) * numbers, numbers)
+@njit(nogil=True)
+def _add_up(left, right, total):
+    for m in range(total.shape[0]):
+        for n in range(total.shape[1]):
+            for first in range(0, left.shape[1], _STEP):
+                even, odd = np.float32(0), np.float32(0)
+                for k in range(first, min(first + _STEP, left.shape[1]), 2):
+                    even = _flushed(even + _flushed(left[m, k]) * _flushed(right[n, k]))
+                    if k + 1 < left.shape[1]:
+                        odd = _flushed(odd + _flushed(left[m, k + 1]) * _flushed(right[n, k + 1]))
+                total[m, n] = _flushed(total[m, n] + _flushed(even + odd))
+
+
+@njit(nogil=True)
+def _flushed(number):
+    return np.float32(0) * number if abs(number) < _LEAST else number
 
 
 def bfloat16_of(numbers: np.ndarray) -> np.ndarray:

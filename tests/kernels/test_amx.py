@@ -1,4 +1,4 @@
-"""The tiles of AMX against the same sums in NumPy, to the bit, and these against float64."""
+"""The tiles of AMX against the same sums in plain loops, to the bit, and these against float64."""
 
 from __future__ import annotations
 
