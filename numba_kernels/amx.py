@@ -12,6 +12,7 @@ import hashlib
 import mmap
 import os
 import platform
+import signal
 import struct
 import subprocess
 import sys
@@ -20,6 +21,16 @@ from pathlib import Path
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _TRIAL_S = 20.0
+_WRONG = 3  # the status of a child where products are wrong, or not permitted
+_WORKS, _FAILS = b"works", b"fails"
+# What is kept, by a child's status. One that ended of anything else has said nothing of AMX.
+_FOUND = {
+    0: _WORKS,
+    _WRONG: _FAILS,
+    -signal.SIGILL: _FAILS,
+    -signal.SIGSEGV: _FAILS,
+    -signal.SIGBUS: _FAILS,
+}
 # Loads the shapes at rdi and two tiles behind them, and stores their products as bfloat16, then as
 # int8: ldtilecfg, tileloadd twice, tilezero, tdpbf16ps, tilestored, tilezero, tdpbssd, tilestored,
 # tilerelease. The shapes lie in memory whole: compilers know only that 8 of their bytes are read.
@@ -53,22 +64,20 @@ def _ask() -> bool:
 
 def _works() -> bool:
     """What a child process found, now or before."""
-    from hotcold.numba_kernels.own_cache import own_folder
+    from hotcold.numba_kernels.own_cache import own_folder, read_checked, write_checked
 
     file: Path | None = None
-    with suppress(OSError):  # of which `own_folder` has told
+    with suppress(OSError, ValueError):  # `own_folder` has told of it, or the file is damaged
         file = own_folder("cpu") / f"amx-{_machine()}"
-        return file.read_text() == "works"
+        return read_checked(file) == _WORKS
     command = [sys.executable, "-I", __file__]
     try:
         done = subprocess.run(command, capture_output=True, check=False, timeout=_TRIAL_S)
     except (OSError, subprocess.TimeoutExpired):
         return False
-    if file is not None:
+    if file is not None and done.returncode in _FOUND:
         with suppress(OSError):
-            own = file.with_name(f"{file.name}.{os.getpid()}")
-            own.write_text("fails" if done.returncode else "works")
-            own.replace(file)
+            write_checked(file, _FOUND[done.returncode])
     return done.returncode == 0
 
 
@@ -98,4 +107,4 @@ def _try() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if _try() else 1)
+    sys.exit(0 if _try() else _WRONG)

@@ -11,7 +11,7 @@ import numpy as np
 
 from hotcold.actors.driver.step_mode import StepMode
 from hotcold.actors.exchange.doorbell_exchange import Exchange
-from hotcold.actors.protocol.failures import NotFiniteError, RequestError
+from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.lanes import sums_of_services
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, cut_tokens
 from hotcold.actors.protocol.topology import Topology
@@ -145,12 +145,13 @@ class Engine:
     def is_sound(self, slot: int) -> bool:
         """Compute a token as the first one of a sequence: whether that goes as at the first time.
 
-        False where it comes to a NaN, and did not then. Errors: ServiceError
+        False where it comes to a NaN, and did not then. Errors: RequestError of a service that
+        fails; ServiceError
         """
         try:
             self.step([0], [0], [slot])
             is_finite = True
-        except RequestError:
+        except NotFiniteError:
             is_finite = False
         if self._was_finite is None:
             self._was_finite = is_finite

@@ -350,6 +350,8 @@ class Scheduler:
             return True
         try:
             return self._engine.is_sound(slot)
+        except RequestError:  # a service does not even answer
+            return False
         finally:
             self._pool.free(slot)
 

@@ -65,6 +65,7 @@ def trial_key(system: SystemConfig) -> dict[str, Any]:
     """
     key = asdict(system) | {
         "model_path": ModelIdentity.of(system.model_path).digest,
+        "home": None,  # a name that Ray gives anew at each start
         "kernels": sources_digest(),
         "cpu": host_cpu(),
         "instructions": [os.environ.get(name, "") for name in _INSTRUCTIONS],

@@ -9,13 +9,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from hotcold.actors.driver import prefix_cache
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.protocol.failures import CacheLost, NotFiniteError, RequestError
+from hotcold.actors.protocol.failures import (
+    AnswerFailed,
+    CacheLost,
+    NotFiniteError,
+    RequestError,
+)
 from hotcold.actors.protocol.messages import GenerateRequest, TokenLogprob
 from hotcold.actors.protocol.page_store import Page
 from hotcold.model.sampling import SamplingParams
@@ -426,6 +432,18 @@ def test_after_a_service_made_a_nan_all_that_runs_is_computed_anew(
         same(found, expected)
         assert replaced == [1]
         assert kept <= store.dropped  # of the file, too
+
+
+def test_a_service_that_fails_at_the_first_token_has_made_no_nan(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start tells it; after a NaN such a service is not sound."""
+    failed = AnswerFailed(1, "the cpu0 service failed: ImportError: no code")
+    with batching(tiny("llama-gqa")) as (_, driver):
+        monkeypatch.setattr(driver.engine, "step", mock.Mock(side_effect=failed))
+        with pytest.raises(AnswerFailed):
+            driver.generator.warm_up()
+        assert not driver._scheduler._is_sound()
 
 
 def test_a_job_takes_the_pages_that_it_needs(tiny: Tiny) -> None:
