@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
-_TRIAL_S = 20.0
+_TRIAL_S = 120.0  # services that disagreed would differ in bits: it ends in some 0.1
 _WRONG = 3  # the status of a child where products are wrong, or not permitted
 _WORKS, _FAILS = b"works", b"fails"
 # What is kept, by a child's status. One that ended of anything else has said nothing of AMX.
