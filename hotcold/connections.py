@@ -440,6 +440,8 @@ _in_flight: weakref.WeakSet[InFlight] = weakref.WeakSet()
 
 
 def _forget() -> None:
+    global _sharing
+    _sharing = threading.RLock()  # another thread of the parent may have held it
     for each in _in_flight:
         each.forget()
 

@@ -84,11 +84,11 @@ def in_cluster() -> bool:
     return bool(os.environ.get(_ADDRESS))
 
 
-def within_cluster(options: SystemOptions, node_id: str | None = None) -> SystemOptions:
-    """Without --threads, as many as the node where the system will run gives, this or `node_id`."""
+def within_cluster(options: SystemOptions) -> SystemOptions:
+    """Without --threads, as many as this node gives, where the system will run."""
     if options.num_threads is not None or not ray.is_initialized():
         return options
-    given = _cpus().get(node_id or ray.get_runtime_context().get_node_id(), 0)
+    given = _cpus().get(ray.get_runtime_context().get_node_id(), 0)
     return replace(options, num_threads=max(1, min(len(usable_cores()), given)))
 
 

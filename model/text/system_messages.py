@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby, takewhile
 from typing import Any
 
 Message = dict[str, Any]
@@ -10,10 +11,8 @@ Message = dict[str, Any]
 
 def one_at_the_start(messages: Sequence[Message]) -> list[Message]:
     """Return the conversation with the system messages that it begins with as one."""
-    rest = list(messages)
-    while len(rest) > 1 and _may_join(rest[0], rest[1], "system"):
-        rest[:2] = [_joined(rest[0], rest[1])]
-    return rest
+    first = list(takewhile(lambda one: _is_text_of(one, "system"), messages))
+    return [_joined(first), *messages[len(first) :]] if first else list(messages)
 
 
 def plainer(messages: Sequence[Message]) -> Iterator[list[Message]]:
@@ -36,18 +35,15 @@ def _as_user(message: Message) -> Message:
 def _user_turns(messages: list[Message]) -> list[Message]:
     """Neighbouring messages of the user as one."""
     found: list[Message] = []
-    for message in messages:
-        if found and _may_join(found[-1], message, "user"):
-            found[-1] = _joined(found[-1], message)
-        else:
-            found.append(message)
+    for may_join, group in groupby(messages, lambda one: _is_text_of(one, "user")):
+        some = list(group)
+        found += [_joined(some)] if may_join else some
     return found
 
 
-def _may_join(one: Message, other: Message, role: str) -> bool:
-    texts = (one.get("content"), other.get("content"))
-    return one["role"] == other["role"] == role and all(isinstance(text, str) for text in texts)
+def _is_text_of(message: Message, role: str) -> bool:
+    return message["role"] == role and isinstance(message.get("content"), str)
 
 
-def _joined(one: Message, other: Message) -> Message:
-    return one | {"content": f"{one['content']}\n\n{other['content']}"}
+def _joined(messages: Sequence[Message]) -> Message:
+    return messages[0] | {"content": "\n\n".join(one["content"] for one in messages)}

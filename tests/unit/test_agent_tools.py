@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import tracemalloc
 from typing import Any
 
 import openai
@@ -278,6 +279,23 @@ def test_other_grammars_hold_nothing(grammar: str) -> None:
     assert call.input == "any"
 
 
+@pytest.mark.parametrize("uses", ["a " * 2000, "a | " * 2000 + "a"])
+def test_a_grammar_of_long_rules_costs_no_more_than_its_own_length(uses: str) -> None:
+    grammar = f"start: {uses}\na: /{'x' * 4900}/"
+    tracemalloc.start()
+    try:
+        assert regex_of(grammar) is None
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_grammar_that_is_too_long_holds_nothing() -> None:
+    grammar = 'start: "a"\n'
+    assert pattern_of("lark", grammar) is not None
+    assert pattern_of("lark", grammar + "// \n" * (1 << 15)) is None
+
+
 def test_an_answer_is_held_to_the_tools_grammar() -> None:
     client = answering()
     create(client, input="Hello", tools=[APPLY_PATCH], tool_choice="required")
@@ -296,6 +314,14 @@ def test_an_input_comes_in_any_pieces(text: str, is_ascii: bool, cuts: list[int]
     reader = InputReader()
     pieces = [whole[a:b] for a, b in itertools.pairwise(places)]
     assert "".join(map(reader.push, pieces)) == text
+
+
+@pytest.mark.parametrize("half", ["\\udc00", "\\ud800", "\\ud800\\u0061", "\\ud800\\n"])
+def test_half_a_pair_of_surrogates_is_no_character(half: str) -> None:
+    """Nothing could send it on; what follows it is read."""
+    reader = InputReader()
+    text = "".join(map(reader.push, f'{{"input": "a{half}b"}}'))
+    assert text.encode() and "\ufffd" in text and text[0] == "a" and text[-1] == "b"
 
 
 @pytest.mark.parametrize(

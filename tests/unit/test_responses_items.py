@@ -51,7 +51,7 @@ def told(*items: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def called(name: str, arguments: Any) -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments}
+    function = {"name": name, "arguments": json.dumps(arguments)}
     call = {"id": "c", "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
@@ -142,6 +142,11 @@ def test_results_that_nobody_kept_are_passed_over() -> None:
     assert told({"type": "mcp_call", "id": "c", "name": "f", "arguments": "{}"}) == []
     failed = {"type": "mcp_call", "id": "c", "name": "f", "arguments": "{}", "error": "no"}
     assert told(failed) == [called("f", {}), gave("no")]
+
+
+def test_a_namespace_of_another_type_is_its_text() -> None:
+    item = {"type": "custom_tool_call", "call_id": "c", "namespace": 5, "name": "f", "input": "x"}
+    assert told(item) == [called("5__f", {"input": "x"})]
 
 
 def test_calls_of_one_answer_stay_together() -> None:

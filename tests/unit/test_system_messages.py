@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from hotcold.model.errors import PromptError
 from hotcold.model.text.chat_template import ChatTemplate
+from hotcold.model.text.system_messages import one_at_the_start, plainer
+from hotcold.ui.api.responses.conversation import InputMessage, messages_of
 from tests.unit.ollama_routes import Recording, post, server
 from tests.unit.test_kept_responses import prompt_of
 
@@ -58,6 +61,17 @@ def talk(*said: str) -> list[dict[str, Any]]:
 )
 def test_a_template_is_told_what_it_takes(template: str, said: list[str], expected: str) -> None:
     assert ChatTemplate(template, "a test", {}).render(talk(*said)) == expected
+
+
+def test_many_messages_of_one_role_take_as_long_as_their_text() -> None:
+    """Of the thread's own time; each joined to all before it they take half a minute."""
+    text, number = "x" * 380, 10_000
+    before = time.thread_time()
+    (system,) = one_at_the_start([{"role": "system", "content": text}] * number)
+    _, (user,), _ = plainer([{"role": "user", "content": text}] * number)
+    (answer,) = messages_of(None, [InputMessage(role="assistant", content=text)] * number)
+    assert time.thread_time() - before < 3.0
+    assert all(len(one["content"]) > 380 * number for one in (system, user, answer))
 
 
 def test_what_no_words_help_is_refused_in_the_templates_own() -> None:

@@ -382,7 +382,8 @@ class Answers:
         if isinstance(event, BaseException) or event.result is not None:
             self._leave(index)
         if isinstance(event, BaseException):
-            self._failure = event if self._events.empty() else None
+            if self._events.empty():
+                self._failure = event
         else:
             self._num_new += event.num_tokens
             self._count(index, event)

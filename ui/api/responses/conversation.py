@@ -103,6 +103,32 @@ def messages_of(instructions: str | None, items: str | list[_Item]) -> list[Mess
     return turns.messages
 
 
+class _Turn:
+    """A message, which may come in parts, and the results of its calls."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self.parts: list[Message] = []
+        self.thought = ""  # before it
+        self.results: list[Message] = []
+
+    def goes_on_with(self, message: Message) -> bool:
+        """Whether the message is one more part."""
+        return self._role == message["role"] == "assistant" and not self.results
+
+    @property
+    def messages(self) -> list[Message]:
+        """The message, then the results."""
+        found = self.parts[0] | {
+            "content": "\n".join(one["content"] for one in self.parts if one["content"])
+        }
+        if calls := [call for one in self.parts for call in one.get("tool_calls", ())]:
+            found["tool_calls"] = calls
+        if self.thought and self._role == "assistant":
+            found["reasoning_content"] = self.thought
+        return [found, *self.results]
+
+
 class _Turns:
     """Messages, each with the results of its calls.
 
@@ -110,30 +136,26 @@ class _Turns:
     """
 
     def __init__(self) -> None:
-        self._turns: list[tuple[Message, list[Message]]] = []
+        self._turns: list[_Turn] = []
         self._results: dict[str | None, list[Message]] = {}  # of the turn, by a call's id
 
     @property
     def messages(self) -> list[Message]:
         """All of them, in order."""
-        return [one for message, results in self._turns for one in (message, *results)]
+        return [one for turn in self._turns for one in turn.messages]
 
     def add(self, message: Message, thought: str = "") -> None:
         """Add the next message; `thought` came before it."""
         if message.get("tool_call_id") in self._results:
             self._results[message["tool_call_id"]].append(message)
             return
-        last, results = self._turns[-1] if self._turns else ({"role": ""}, [])
-        if message["role"] == last["role"] == "assistant" and not results:
-            last["content"] = "\n".join(filter(None, (last["content"], message["content"])))
-            last["tool_calls"] = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-        else:
-            last, results = message, []
-            self._turns.append((last, results))
-        if thought and last["role"] == "assistant":
-            last.setdefault("reasoning_content", thought)
+        if not self._turns or not self._turns[-1].goes_on_with(message):
+            self._turns.append(_Turn(message["role"]))
+        last = self._turns[-1]
+        last.parts.append(message)
+        last.thought = last.thought or thought
         for call in message.get("tool_calls", ()):
-            self._results[call["id"]] = results
+            self._results[call["id"]] = last.results
 
 
 def _of_item(item: _Item) -> list[Message]:

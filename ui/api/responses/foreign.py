@@ -101,7 +101,8 @@ class ForeignItem(StrictModel):
             arguments = arguments_of(str(arguments))
         elif kind != "mcp_call" and not isinstance(arguments, dict):
             arguments = {arguments_at: arguments}
-        name = name or flat_name(fields.get("namespace"), str(fields.get("name")))
+        namespace = fields.get("namespace")
+        name = name or flat_name(namespace and str(namespace), str(fields.get("name")))
         called = called_by(call_id, name, _text(arguments))
         return [called, _result(call_id, result)] if result else [called]
 

@@ -16,9 +16,10 @@ from hotcold.ui.api.tools.lark_regex import regex_of
 _OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 # Characters and whole escapes of a JSON string; a pair of surrogates is one.
 _WHOLE = re.compile(
-    r'(?:[^"\\]|\\[^u]|\\u(?:[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}'
+    r'(?:[^"\\]|\\[^u]|\\u(?:[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u]))'
     r"|(?![dD][89abAB])[0-9a-fA-F]{4}))*"
 )
+_MAX_GRAMMAR = 1 << 16  # characters
 
 
 class InputGrammar(StrictModel):
@@ -51,9 +52,13 @@ def parameters_of(pattern: str | None = None) -> dict[str, Any]:
     }
 
 
-@lru_cache(64)
 def pattern_of(syntax: str, definition: str) -> str | None:
-    """What the input matches; None where it is not held: the grammar is recursive, or wrong."""
+    """What the input matches; None where it is not held: by a long, recursive or wrong grammar."""
+    return None if len(definition) > _MAX_GRAMMAR else _pattern(syntax, definition)
+
+
+@lru_cache(64)
+def _pattern(syntax: str, definition: str) -> str | None:
     found = definition if syntax == "regex" else regex_of(definition)
     return None if found is None else f"^(?:{found})$"
 
@@ -75,4 +80,5 @@ class InputReader:
         end = _WHOLE.match(self._json).end()  # type: ignore[union-attr]  # matches ""
         found, self._json = self._json[:end], self._json[end:]
         text: str = json.loads(f'"{found}"', strict=False)
-        return text
+        # Half a pair of surrogates is no character.
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -88,10 +88,10 @@ class _Reader:
 
     def alternatives(self) -> str:
         """The regex of sequences with | between them."""
-        found = [self._sequence()]
+        found = self._sequence()
         while self._takes("|"):
-            found.append(self._sequence())
-        return "|".join(found)
+            found = _short(f"{found}|{self._sequence()}")
+        return found
 
     def _sequence(self) -> str:
         found = ""
@@ -99,7 +99,7 @@ class _Reader:
             if self._takes("->"):
                 self._next()
             else:
-                found += self._repeated(self._single())
+                found = _short(found + self._repeated(self._single()))
         return found
 
     def _single(self) -> str:
@@ -147,10 +147,15 @@ def _plain(name: str) -> str:
     return name.lstrip("!?").partition(".")[0]
 
 
-def _group(regex: str) -> str:
+def _short(regex: str) -> str:
+    """The same. Errors: _NoRegexError for one that is too long."""
     if len(regex) > _MAX_CHARS:
         raise _NoRegexError
-    return f"(?:{regex})" if regex else ""
+    return regex
+
+
+def _group(regex: str) -> str:
+    return f"(?:{_short(regex)})" if regex else ""
 
 
 def _of_string(text: str) -> str:
