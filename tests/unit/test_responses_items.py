@@ -149,6 +149,17 @@ def test_a_namespace_of_another_type_is_its_text() -> None:
     assert told(item) == [called("5__f", {"input": "x"})]
 
 
+def test_what_another_agent_says_is_read() -> None:
+    """Codex tells an agent its task so; what is encrypted there, and in results, is named."""
+    secret = {"type": "encrypted_content", "encrypted_content": "x"}
+    task = [{"type": "input_text", "text": "Find it."}, secret]
+    said = {"type": "agent_message", "author": "/root", "recipient": "/root/a", "content": task}
+    words = "Find it.\n[encrypted text left out]"
+    assert told(said) == [{"role": "user", "content": words}]
+    for kind in ("function_call_output", "custom_tool_call_output"):
+        assert told({"type": kind, "call_id": "c", "output": task}) == [gave(words)]
+
+
 def test_calls_of_one_answer_stay_together() -> None:
     (message,) = told(
         {"type": "message", "role": "assistant", "content": "Well."},

@@ -280,14 +280,20 @@ def test_failures_of_the_system_are_told(error: Exception, status: int) -> None:
 def test_an_error_of_the_prompt_names_its_field(
     path: str, field: str, prompt: Any, begun: bool
 ) -> None:
-    """Also of a request that the driver refuses after others of the same answer have begun."""
+    """Also of a request that the driver refuses after others of the same answer have begun.
+
+    Streams of /v1/responses tell it by the event that makes agents such as Codex shorten.
+    """
     events = [TokenEvent("a", None, 1)] * begun
     body = {field: prompt} | ({} if path == "/v1/embeddings" else {"stream": True})
     answer, _ = ask(Client(*events, PromptTooLongError("it is long")), path=path, **body)
-    assert answer.status_code == (200 if begun and "stream" in body else 400)
+    in_stream = "stream" in body and (begun or path == "/v1/responses")
+    assert answer.status_code == (200 if in_stream else 400)
     said = [json.loads(line) for line in re.findall(r"\{.*\}", answer.text)][-1]
     if answer.status_code == 200 and path == "/v1/responses":  # which names no field
-        assert said["response"]["error"]["message"] == "it is long"
+        assert said["type"] == "response.failed"
+        error = {"code": "context_length_exceeded", "message": "it is long"}
+        assert said["response"]["error"] == error
     else:
         assert said["error"]["param"] == field
         assert said["error"]["code"] == "context_length_exceeded"

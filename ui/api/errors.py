@@ -92,6 +92,7 @@ def unavailable(message: str, code: str | None = None) -> ApiError:
     return ApiError(503, message, "service_unavailable_error", code=code, headers=headers)
 
 
+TOO_LONG = "context_length_exceeded"  # the code by which agents know it
 LOADING_TOOK = "the model was still loading; ask again"
 
 
@@ -114,7 +115,7 @@ def as_api_error(error: BaseException, prompt: str = "prompt") -> ApiError:
         case ApiError():
             return error
         case PromptTooLongError():
-            return ApiError(400, str(error), param=prompt, code="context_length_exceeded")
+            return ApiError(400, str(error), param=prompt, code=TOO_LONG)
         case PromptError():
             return ApiError(400, str(error), param=prompt)
         case UsageError():

@@ -11,9 +11,9 @@ from hotcold.ui.api.fields import StrictModel
 
 # Kinds of parts, as several APIs call them -> what they are.
 _KINDS = {
-    "audio_url": "audio", "computer_screenshot": "image", "file": "file", "image": "image",
-    "image_url": "image", "input_audio": "audio", "input_file": "file", "input_image": "image",
-    "video_url": "video",
+    "audio_url": "audio", "computer_screenshot": "image", "encrypted_content": "encrypted text",
+    "file": "file", "image": "image", "image_url": "image", "input_audio": "audio",
+    "input_file": "file", "input_image": "image", "video_url": "video",
 }  # fmt: skip
 
 

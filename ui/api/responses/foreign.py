@@ -89,6 +89,8 @@ class ForeignItem(StrictModel):
         if kind in _RESULTS:
             names = ", ".join(one.flat_name for one in self.offered)
             return [_result(str(fields.get(_RESULTS[kind])), names or fields.get("output"))]
+        if kind == "agent_message":  # what one of Codex's agents tells another
+            return [{"role": "user", "content": _text(fields.get("content"))}]
         if kind not in _CALLS:
             return []
         name, arguments_at, result_at = _CALLS[kind]

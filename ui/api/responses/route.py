@@ -17,7 +17,7 @@ from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenE
 from hotcold.model.errors import PromptTooLongError
 from hotcold.ui.api import sse
 from hotcold.ui.api.backend import Answers, Backend
-from hotcold.ui.api.errors import ApiError, as_api_error, refusal
+from hotcold.ui.api.errors import TOO_LONG, ApiError, as_api_error, refusal
 from hotcold.ui.api.requests import chat_requests
 from hotcold.ui.api.responses.kept import KeptResponses, Turn
 from hotcold.ui.api.responses.output import Event, Output
@@ -39,7 +39,8 @@ class ResponsesRoute:
 
     async def whole(self, body: ResponsesRequest) -> dict[str, Any]:
         """The whole response. Errors: ApiError, HotcoldError."""
-        response, answers = await self._start(body)
+        response = await self._response(body)
+        answers = await response.start()
         try:
             async with aclosing(answers.events()) as events:
                 async for _, event in events:
@@ -55,11 +56,6 @@ class ResponsesRoute:
         (request,) = await response.requests()
         return {"object": "response.input_tokens", "input_tokens": len(request.prompt_ids or ())}
 
-    async def _start(self, body: ResponsesRequest) -> tuple[_Response, Answers]:
-        """The response, and its answer, which is queued. Errors: ApiError, HotcoldError."""
-        response = await self._response(body)
-        return response, await response.start()
-
     async def _response(self, body: ResponsesRequest) -> _Response:
         """The response, which has not begun. Errors: ApiError."""
         previous = None
@@ -72,8 +68,18 @@ class ResponsesRoute:
         )
 
     async def stream(self, body: ResponsesRequest) -> sse.EventStream:
-        """The response as events; it is queued. Errors: ApiError, HotcoldError."""
-        response, answers = await self._start(body)
+        """The response as events; it is queued.
+
+        A conversation that is too long for the context is told by `response.failed`, as OpenAI
+        does: by that event alone agents know that they have to shorten it.
+
+        Errors:  ApiError, HotcoldError
+        """
+        response = await self._response(body)
+        try:
+            answers = await response.start()
+        except PromptTooLongError as error:
+            answers, refused = None, error
         number = 0
 
         def sent(events: Iterable[Event]) -> Iterator[bytes]:
@@ -86,6 +92,8 @@ class ResponsesRoute:
             try:
                 for piece in sent(response.opening()):
                     yield piece
+                if answers is None:
+                    raise refused
                 async with aclosing(answers.events()) as events:
                     async for _, event in events:
                         for piece in sent(response.take(event)):
@@ -94,6 +102,8 @@ class ResponsesRoute:
                 for piece in sent(response.failing(as_api_error(error))):
                     yield piece
 
+        if answers is None:
+            return sse.EventStream(pieces())
         return sse.EventStream(pieces(), answers.deadline, answers.close)
 
 
@@ -193,7 +203,8 @@ class _Response:
     def failing(self, error: ApiError) -> Iterator[Event]:
         """The events of an answer that ends by an error."""
         self.content["status"] = "failed"
-        self.content["error"] = {"code": "server_error", "message": error.message}
+        code = error.code if error.code == TOO_LONG else "server_error"
+        self.content["error"] = {"code": code, "message": error.message}
         yield {"type": "response.failed", "response": self.content}
 
     def _finish(self, status: str, result: Generation) -> None:
