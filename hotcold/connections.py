@@ -32,6 +32,7 @@ _has_own_ray = False  # which one system takes for itself
 _started: dict[tuple[Path, SystemOptions], RayConnection] = {}  # by this process, and not closed
 _sharing = threading.RLock()
 _ENDING_S = 5.0
+_CLOSED = "this LLM is closed; make a new one"
 
 
 class Connection(Protocol):
@@ -54,6 +55,9 @@ class Connection(Protocol):
     def telemetry(self) -> dict[str, Any]:
         """What the system does now, as the page's panel shows it. Errors: HotcoldError."""
 
+    def end_sharing(self) -> None:
+        """Have the next `close` end the system of this process's own, whoever else uses it."""
+
     def close(self) -> None:
         """Use the system no more, and end it if it is this process's own; may be repeated."""
 
@@ -69,6 +73,7 @@ class RayConnection:
         self.config = config
         self.max_batch = config.max_batch
         self.num_users = 1
+        self._is_closed = False
         self._stack = stack or ExitStack()
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -96,10 +101,8 @@ class RayConnection:
         """See `Connection`."""
         import asyncio
 
-        from hotcold.actors.processes.forked import require_own_ray
-
         try:
-            require_own_ray()
+            self._require_running()
         except UsageError as error:
             deliver(error)
             return
@@ -123,19 +126,31 @@ class RayConnection:
 
     def telemetry(self) -> dict[str, Any]:
         """See `Connection`."""
-        from hotcold.actors.processes.forked import require_own_ray
         from hotcold.ui.telemetry import telemetry_json
 
-        require_own_ray()
+        self._require_running()
         return telemetry_json(self.system.call("telemetry"))
+
+    def _require_running(self) -> None:
+        from hotcold.actors.processes.forked import require_own_ray
+
+        require_own_ray()
+        if self._is_closed:
+            raise UsageError(_CLOSED)
+
+    def end_sharing(self) -> None:
+        """Have one user, whose `close` ends it for all."""
+        with _sharing:
+            self.num_users = min(self.num_users, 1)
 
     def close(self) -> None:
         """See `Connection`; the last user's ends it."""
         global _has_own_ray
         with _sharing:
             self.num_users -= 1
-            if self.num_users > 0:
+            if self.num_users > 0 or self._is_closed:
                 return
+            self._is_closed = True
             for key in [key for key, each in _started.items() if each is self]:
                 del _started[key]
         with self._starting:
@@ -227,6 +242,9 @@ class KeptConnection:
     def telemetry(self) -> dict[str, Any]:
         """See `Connection`."""
         return self.system.telemetry()
+
+    def end_sharing(self) -> None:
+        """See `Connection`: it is no system of this process's own."""
 
     def close(self) -> None:
         """See `Connection`."""
@@ -343,7 +361,7 @@ class InFlight:
         request = replace(request, request_id=name)
         with self._changing:
             if self._is_closed:
-                raise UsageError("this LLM is closed; make a new one")
+                raise UsageError(_CLOSED)
             if len(self._running) >= self._limit:
                 self._waiting[name] = request, deliver
                 return name

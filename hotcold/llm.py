@@ -113,10 +113,16 @@ class LLM:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        self._close()
 
     def close(self) -> None:
-        """Answer no more, and end the system if this LLM started it; may be repeated."""
+        """Answer no more, and end the system if this LLM started it; may be repeated.
+
+        Scripts: the last LLM of a system ends it. Notebooks and prompts: the first, as the others
+        are what earlier cells left, in `Out` or in the last error's frames.
+        """
+        if hasattr(sys, "ps1") and self._close.alive and not self._in_flight.is_parents:
+            self._connection.end_sharing()
         self._close()
 
     def __repr__(self) -> str:

@@ -65,8 +65,19 @@ if __name__ == "__main__":
 
     assert "runs a model already" in told(lambda: LLM(own=True, threads=1))
     llm_again.close()
-    with LLM(own=True, context_length=64, progress=False) as other:
+
+    sys.ps1 = ">>> "  # as in a notebook, where `Out` and the last error hold what cells made
+    held = LLM(own=True, context_length=64, progress=False)
+    with LLM(own=True, context_length=64, progress=False):
+        pass
+    assert ask(held) == first
+    LLM(own=True, context_length=64, progress=False).close()
+    assert "this LLM is closed" in told(lambda: ask(held)), told(lambda: ask(held))
+    assert "this LLM is closed" in told(held.telemetry)
+    with LLM(own=True, context_length=128, progress=False) as other:
+        del held
         assert ask(other) == first
+        assert "runs a model already" in told(lambda: LLM(own=True, threads=1))
     print("done", flush=True)
 """
 
