@@ -196,6 +196,12 @@ def test_a_choice_of_each_kind(choice: Any) -> None:
             assert f"asks for '{kind}'" in refused(tools=[LOOK_UP], tool_choice=fields)
 
 
+def test_a_namespace_within_another_is_refused_in_words() -> None:
+    inner = {"type": "namespace", "name": "b", "tools": []}
+    told = refused(tools=[{**inner, "tools": [inner]}])
+    assert told == "tools.0.tools.0 is of a type that may not be here"
+
+
 def test_a_function_says_whether_it_is_strict() -> None:
     chat = as_chat(tools=[{**LOOK_UP, "strict": True}, {**LOOK_UP, "name": "b"}])
     assert [tool.function.strict for tool in chat.tools or ()] == [True, None]

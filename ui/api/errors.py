@@ -36,6 +36,7 @@ _SENTENCES = {
     "string_type": "must be a text",
     "too_long": "may hold at most {max_length} items",
     "too_short": "must not be empty",
+    "union_tag_invalid": "is of a type that may not be here",
 }
 _Problem = dict[str, Any]
 
