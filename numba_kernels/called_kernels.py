@@ -44,6 +44,7 @@ _PACKAGE = f"{__package__}."
 _CALLED, _WHOLE = "called functions", "whole program"
 _ENTRY = "_ZN7cpython"  # so the names of entries for Python begin
 _OWN_ENTRY = f"{_ENTRY}7hotcold"  # which no kernel of others links
+_DESTRUCTOR = ".dtor."  # of a list's items, which each module that makes one defines for itself
 _SHARED = llvm.Linkage.external, llvm.Linkage.linkonce_odr  # by modules that are linked
 _with_variants: weakref.WeakSet[Any] = weakref.WeakSet()
 _waiting: dict[str, Any] = {}  # environments (what raising needs) of functions without machine code
@@ -63,6 +64,9 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
     def finalize(self) -> None:
         """See numba.core.codegen."""
         self._raise_if_finalized()
+        for function in _defined(self._final_module):
+            if function.name.startswith(_DESTRUCTOR):
+                function.linkage = "internal"
         code = _code_by_name(self._final_module)
         own = set(code.values())
         for each in self._linking_libraries:

@@ -8,8 +8,6 @@ from pathlib import Path
 from hotcold.model.errors import CheckpointError, UsageError, shown
 from hotcold.model.files import hub, ollama
 from hotcold.model.files.known_models import did_you_mean, repository_of
-from hotcold.model.files.unsupported_formats import refuse_file, refuse_folder
-from hotcold.model.gguf.file import open_gguf
 from hotcold.model.gguf.file_names import (
     MAGICS,
     PART,
@@ -96,6 +94,8 @@ def _model_of(path: Path, text: str) -> Path:
         return ollama.file_of_manifest(path)
     if path.suffix == ".safetensors" and (path.parent / "config.json").exists():
         return path.parent
+    from hotcold.model.files.unsupported_formats import refuse_file  # imports NumPy
+
     raise refuse_file(path, text)
 
 
@@ -123,6 +123,8 @@ def _model_in(directory: Path) -> Path:
             + hub.listed([str(path) for path in found])
         )
     if not found:
+        from hotcold.model.files.unsupported_formats import refuse_folder  # imports NumPy
+
         refuse_folder(directory)
     return found[0] if found else directory
 
@@ -130,6 +132,7 @@ def _model_in(directory: Path) -> Path:
 def _holds_no_model(path: Path) -> bool:
     """Whether a GGUF file says that it is an adapter, a projector, or an imatrix."""
     from hotcold.model.config.gguf_config import no_model  # which takes long to import
+    from hotcold.model.gguf.file import open_gguf  # imports NumPy
 
     try:
         return bool(no_model(open_gguf(path)))

@@ -454,8 +454,9 @@ def test_one_that_ends_before_it_answers_is_done_without(
     asked: list[GenerateRequest] = []
 
     def answer_here(path: Path, options: SystemOptions, request: Any) -> Any:
-        asked.append(request())
+        asked.append(request)
         about = {"num_neurons": 1, "has_text": True, "system": {"context_length": 9}}
+        about["max_positions"] = 9
         return Generation("said", [1], "length", 1, 0.1, 0.1), about
 
     monkeypatch.setattr(generate, "find", lambda *asked, **options: gone)

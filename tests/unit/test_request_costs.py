@@ -185,7 +185,7 @@ COSTS: dict[str, list[Cost]] = {
 # What is read once, and costs the same whatever its value.
 PLAIN = {
     "max_tokens", "seed", "ignore_eos", "penalize_prompt", "stop_token_ids", "min_tokens",
-    "include_stop_str_in_output", "repetition_penalty",
+    "include_stop_str_in_output", "repetition_penalty", "thinking_token_budget",
 }  # fmt: skip
 
 
