@@ -113,6 +113,7 @@ class ActiveRequest:
         self.is_scored = request.num_prompt_logprobs is not None
         self.slot = -1
         self.suspect: NotFiniteError | None = None  # why it is computed again, alone
+        self.num_nans = 0  # that came to it at one place
         self.stream = stream
         self.times = StepTimes()  # of the steps that followed the prompt
         self.drafts = DraftCounts()

@@ -30,6 +30,7 @@ from hotcold.model.errors import HotcoldError, ServiceError
 
 _MAX_RECENT = 2048  # steps that are remembered, to say how fast it goes
 _AHEAD = 256  # tokens
+_MOST_NANS = 3  # of a request, at one place: a service's own would come at others
 _NOTICED_S = 0.001  # a wait for kernels: more than a look at whether they are there
 _IDLE_S = 0.01  # between two looks for requests where nothing can run yet
 
@@ -318,19 +319,26 @@ class Scheduler:
     def _recover(self, error: NotFiniteError, requests: list[ActiveRequest]) -> None:
         """Find whether a service made a NaN, or the numbers of a request are too large for it.
 
-        Those that have one are computed again, alone: they fail where it comes again. Where it does
-        not, or the services do no better with the token of `Engine.is_sound`, the service is
-        replaced, if it can be, and all that it had a part in is computed anew. Errors: CacheLost.
+        Those that have one are computed again, alone: they fail where it comes again and again at
+        one place. Where it comes at another one or not at all, or the services do no better with
+        the token of `Engine.is_sound`, the service is replaced, if it can be, and all that it had a
+        part in is computed anew. Errors: CacheLost.
         """
         if self._chunk is not None and self._chunk.request in requests:
             self._chunk = None
         bad = [one for one in requests if one.slot in error.slots] or requests
-        failed = [one for one in bad if one.suspect is not None or error.service is None]
+        is_elsewhere = any(
+            one.suspect is not None
+            and (one.suspect.where, one.suspect.service) != (error.where, error.service)
+            for one in bad
+        )
+        for request in bad:
+            request.suspect, request.num_nans = error, request.num_nans + 1
+        failed = [one for one in bad if one.num_nans == _MOST_NANS or error.service is None]
         for request in bad:
             if request not in failed:
-                request.suspect = error
                 self._preempt(request)
-        if error.service is not None and not self._is_sound():
+        if error.service is not None and (is_elsewhere or not self._is_sound()):
             self._blame(error)
             failed = bad
         self._fail(failed, error)
@@ -338,7 +346,7 @@ class Scheduler:
     def _blame(self, error: NotFiniteError) -> None:
         """Replace a service that made a NaN, if that may help. Errors: CacheLost."""
         for request in (*self._running, *self._preempted):
-            request.suspect = None
+            request.suspect, request.num_nans = None, 0
         self._prefixes.forget(anew=True)
         if error.service is not None and self.try_replace(error.service, str(error)):
             raise CacheLost(f"the KV cache may be wrong: {error}")

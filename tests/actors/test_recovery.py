@@ -175,14 +175,16 @@ def test_tokens_do_not_depend_on_faults(tiny: Tiny, mode: str, every: int, rings
         undisturbed = [complete(driver, request).ids for request in requests]
         assert not emptying.causes
         faulty.every = every
-        running = [start(driver, request) for request in requests]
-        results = [one.end() for one in running]
-        for result, ids in zip(results, undisturbed, strict=True):
-            assert isinstance(result, Generation), result
-            assert result.ids == ids
-        assert faulty.num_faults > 3
-        assert any("not finite" in cause for cause in emptying.causes)
-        assert any("died" in cause and "start again" not in cause for cause in emptying.causes)
+        kinds: set[bool] = set()
+        while faulty.num_faults <= 3 or len(kinds) < 2:  # how many need a wait is up to the machine
+            running = [start(driver, request) for request in requests]
+            results = [one.end() for one in running]
+            for result, ids in zip(results, undisturbed, strict=True):
+                assert isinstance(result, Generation), result
+                assert result.ids == ids
+            kinds = {"not finite" in cause for cause in emptying.causes}
+        causes = [cause for cause in emptying.causes if "not finite" not in cause]
+        assert any("died" in cause and "start again" not in cause for cause in causes)
 
 
 def test_a_window_is_scored_again(tiny: Tiny) -> None:

@@ -253,7 +253,8 @@ CASES = [
          write("generation_config.json", '{"eos_token_id": 5000}')),
     # memory
     Case("terabytes", ("needs", "bytes", "free", "use a smaller model"), huge_checkpoint),
-    Case("cpu-memory", ("needs", "KiB are allowed", "--cpu-memory"), arguments=(*IDS, "--cpu-memory", "1MB")),
+    Case("cpu-memory", ("needs", "KiB are allowed", "--cpu-memory"),
+         arguments=(*IDS, "--cpu-memory", "1MB")),
     # MODEL
     Case("model-a-file", ("is a file", "or its directory"), model="{model}/config.json"),
     Case("model-missing", ("there is no such file or folder",), model="{model}/no/such"),
