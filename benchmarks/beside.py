@@ -31,6 +31,7 @@ BENCHES = {
     "decode": ("decode",),
     "decode, 8 requests": ("decode", "--batch", "8"),
     "prefill of 128": ("prefill",),
+    "prefill of 512": ("prefill", "--prompt-tokens", "512"),
 }
 
 
@@ -86,11 +87,14 @@ def known_cases(folder: Path) -> Iterator[Case]:
             yield path, ["--mode", "dense"]
 
 
-def compare_speed(other: Path, model: Path, options: Sequence[str], runs: int) -> Json:
-    """Run each of BENCHES in both checkouts in turn; name -> ratios, one a run."""
-    ratios: Json = {name: [] for name in BENCHES}
+def compare_speed(
+    other: Path, model: Path, options: Sequence[str], runs: int, benches: Sequence[str]
+) -> Json:
+    """Run these of BENCHES in both checkouts in turn; name -> ratios, one a run."""
+    ratios: Json = {name: [] for name in benches}
     for i in range(runs):
-        for name, arguments in BENCHES.items():
+        for name in benches:
+            arguments = BENCHES[name]
             order = (HERE, other) if i % 2 else (other, HERE)
             rates = {
                 checkout: _tokens_per_s(checkout, [*arguments, str(model), *options])
@@ -112,6 +116,7 @@ def _tokens_per_s(checkout: Path, arguments: Sequence[str]) -> float:
 @click.option("--speed", is_flag=True, help="Compare tokens a second.")
 @click.option("--model", "models", multiple=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--with", "groups", multiple=True, default=[""], metavar="OPTIONS")
+@click.option("--bench", "benches", multiple=True, type=click.Choice(list(BENCHES)))
 @click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True)
 def main(
     other: Path,
@@ -120,6 +125,7 @@ def main(
     models: tuple[Path, ...],
     groups: tuple[str, ...],
     runs: int,
+    benches: tuple[str, ...],
 ) -> None:
     """Compare this checkout of hotcold with OTHER, the folder of another."""
     if not (tokens or (speed and models)):
@@ -127,7 +133,8 @@ def main(
     other = other.resolve()
     cases = [(model.resolve(), group.split()) for model in models for group in groups]
     for model, options in cases if speed else []:
-        for name, ratios in compare_speed(other, model, options, runs).items():
+        found = compare_speed(other, model, options, runs, benches or list(BENCHES))
+        for name, ratios in found.items():
             label = " ".join([model.name, *options])
             click.echo(f"{label}, {name}: {spread(ratios)} times the other's tokens/s")
     if tokens:

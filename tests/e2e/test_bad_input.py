@@ -252,7 +252,7 @@ CASES = [
     Case("end-token-out-of-range", ("generation_config.json", "eos_token_id", "give token ids"),
          write("generation_config.json", '{"eos_token_id": 5000}')),
     # memory
-    Case("terabytes", ("needs", "bytes", "free", "use a smaller model"), huge_checkpoint),
+    Case("terabytes", ("needs", "GiB", "free", "use a smaller model"), huge_checkpoint),
     Case("cpu-memory", ("needs", "KiB are allowed", "--cpu-memory"),
          arguments=(*IDS, "--cpu-memory", "1MB")),
     # MODEL

@@ -78,7 +78,6 @@ del caching.NullCache
 # Whether the cache of one compiler is used, and code that is compiled for callers.
 USED = {"nothing": (True, True), "a later version": (True, False)}
 USED |= {"one more argument of what finds types": (True, False)}
-USED |= {"another name of a library": (True, False)}
 
 
 def asked(change: str, cache: Path) -> dict[str, Any]:
