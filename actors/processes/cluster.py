@@ -149,17 +149,19 @@ def _cpus() -> dict[str, int]:
 def _can_grow() -> bool:
     """Whether an autoscaler looks after the cluster. Its first report comes soon after the start.
 
-    Without one a head has a monitor all the same, which reports nothing of an autoscaler's.
+    Without one a head has a monitor all the same, to which each node is of a type of its own.
     """
     from ray.experimental.internal_kv import _internal_kv_get
 
     deadline = time.monotonic() + _FIRST_REPORT_S
     while True:
-        status = json.loads(_internal_kv_get(_AUTOSCALER) or b"{}")
-        is_new = _internal_kv_get(_NEW_AUTOSCALER, namespace="__autoscaler") == b"1"
-        if "autoscaler_report" in status or is_new:
+        if _internal_kv_get(_NEW_AUTOSCALER, namespace="__autoscaler") == b"1":
             return True
-        if status or time.monotonic() > deadline:
+        report = json.loads(_internal_kv_get(_AUTOSCALER) or b"{}").get("autoscaler_report")
+        if report:
+            types = report["node_type_mapping"].items()
+            return any(kind != f"node_{node}" for node, kind in types)
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.2)
 
@@ -364,7 +366,10 @@ def numa_slots(share: HostShare | None, node_id: str) -> dict[str, float]:
 
 def _require_cpus(needed: int, free: int, total: int) -> None:
     if needed > free:
+        advice = "give fewer --threads, or stop another system"
+        if not total:
+            advice = "no node offers any; start one that does with `ray start --address=HEAD`"
         raise ServiceError(
             f"the system needs {needed} CPUs of Ray; {free} of {total} are free where it runs: "
-            "give fewer --threads, or stop another system"
+            + advice
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hotcold.actors.processes import cluster
 from tests.cluster.head import running_head
 from tests.cluster.request_files import REQUESTS, texts, write_lines
 
@@ -60,9 +61,27 @@ def test_a_node_that_the_autoscaler_brings_is_waited_for(
     assert texts(tmp_path / "out.jsonl") == expected_texts
 
 
+@pytest.mark.parametrize(
+    ("types", "can_grow"),
+    [({"ab12": "node_ab12"}, False), ({"10.0.0.1": "head", "10.0.0.2": "node_10"}, True)],
+)
+def test_whether_an_autoscaler_reports(
+    types: dict[str, str], can_grow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A monitor reports without one, too, and an autoscaler's first status may have no report."""
+    states = iter([b"", b"{}", json.dumps({"autoscaler_report": {"node_type_mapping": types}})])
+
+    def get(key: str, namespace: str | None = None) -> object:
+        return next(states) if namespace is None else None
+
+    monkeypatch.setattr("ray.experimental.internal_kv._internal_kv_get", get)
+    assert cluster._can_grow() == can_grow
+
+
 @pytest.mark.thorough
 def test_without_an_autoscaler_it_is_told_at_once(model: Path, tmp_path: Path) -> None:
     with running_head(0) as head:
         status, log = head.run_beside(*job(model, tmp_path))
         assert status == 1 and "the system needs 1 CPUs of Ray; 0 of 0 are free" in log, log
+        assert "no node offers any" in log
         assert "Traceback" not in log
