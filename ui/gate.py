@@ -170,6 +170,8 @@ class Gate:
                 403, "pages of other servers may not ask; `hotcold serve --origin` allows one",
                 code="origin_refused",
             )  # fmt: skip
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            raise ApiError(415, "bodies are read as they are; send one without Content-Encoding")
         length = headers.get("content-length", "0")
         if not length.isascii() or not length.isdigit() or int(length[:20]) > self._max_body_bytes:
             raise too_large(self._max_body_bytes)

@@ -35,6 +35,7 @@ from hotcold.actors.protocol.step_sizes import chunk_sizes
 from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.sampling import eos_ids
+from hotcold.model.text.calls import CallSplitter, SpanKind
 from hotcold.model.weights.embedding import EmbeddingWeights
 from hotcold.numba_kernels.decode.sampling import sample
 
@@ -142,8 +143,8 @@ class ActiveRequest:
         free = generator.context_length - len(self.tokens)
         self._max_tokens = 0 if self.embeds else min(sampling.max_tokens or free, free)
         eos_ids = frozenset() if sampling.ignore_eos else generator.eos_ids
-        self._ends_in_thoughts = _Ends.of(eos_ids)
-        self._ends_in_answer = _Ends.of(eos_ids.union(sampling.stop_token_ids))
+        self._model_ends = _Ends.of(eos_ids)
+        self._all_ends = _Ends.of(eos_ids.union(sampling.stop_token_ids))
         is_included = sampling.include_stop_str_in_output
         self._shown_ids = frozenset(sampling.stop_token_ids if is_included else ())
         self._num_emitted = 0  # new tokens in events so far
@@ -159,11 +160,14 @@ class ActiveRequest:
         tokenizer = self._generator.prompts.tokenizer
         thoughts = Thoughts.of(tokenizer, self.tokens) if request.may_think else None
         self._reader = ThoughtReader(thoughts)
+        self._calls: CallSplitter | None = None
         if request.grammar is not None:
             constraint = self._generator.grammars.constraint(request.grammar, thoughts)
             if tokenizer and request.grammar.kind == "calls":
-                mark, may_call = tokenizer.call_syntax.begin, constraint.takes_after_thoughts
-                self._reader = ThoughtReader(thoughts, mark, may_call)
+                syntax = tokenizer.call_syntax
+                self._calls = CallSplitter(syntax)
+                may_call = constraint.takes_after_thoughts
+                self._reader = ThoughtReader(thoughts, syntax.begin, may_call)
             self._constraint = constraint
         budget = self._sampling.thinking_token_budget
         self._thoughts_left: float = budget if budget >= 0 else math.inf  # tokens
@@ -359,8 +363,12 @@ class ActiveRequest:
             self._constraint.resume(piece.said)
         self._thought += piece.thought
         self._said_at += len(piece.before)
-        before = self._stop.push(piece.before, may_stop=False) if piece.before else ""
-        return before + self._stop.push(piece.said, may_stop)
+        shown = self._stop.push(piece.before, may_stop=False) if piece.before else ""
+        if self._calls is None:
+            return shown + self._stop.push(piece.said, may_stop)
+        for span in self._calls.push(piece.said, is_last):
+            shown += self._stop.push(span.text, may_stop and span.kind is SpanKind.TEXT)
+        return shown
 
     def _processed(self, logits: np.ndarray) -> np.ndarray:
         """The logits that the next token is drawn from."""
@@ -381,7 +389,8 @@ class ActiveRequest:
 
     @property
     def _ends(self) -> _Ends:
-        return self._ends_in_thoughts if self._reader.is_thinking else self._ends_in_answer
+        is_calling = self._calls is not None and self._calls.is_calling
+        return self._model_ends if self._reader.is_thinking or is_calling else self._all_ends
 
     @property
     def _num_new(self) -> int:

@@ -63,6 +63,8 @@ class StopStrings:
             return ""
         self._held += text
         if not may_stop:
+            for one in self._stops:
+                one.num_held = 0
             return self._show(len(self._held))
         stops = [one.stop for one in self._stops]
         places = [(at, len(stop)) for stop in stops if (at := self._held.find(stop)) >= 0]

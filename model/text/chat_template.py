@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from hotcold.model.text.tools import (
     CallSyntax,
     Tools,
     described_in_system_prompt,
+    in_words,
     syntax_of,
 )
 
@@ -127,7 +128,8 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation of {"role", "content"} messages.
 
-        System messages at the start are one; those that the template refuses become the user's.
+        System messages at the start are one; those that the template refuses become the user's, and
+        calls and results that it refuses (one without the other) become text.
 
         tools:     what the model may call (`model/text/tools.py`); messages may then hold
                    tool_calls, whose arguments are objects or JSON text, and have the role tool.
@@ -148,16 +150,20 @@ class ChatTemplate:
         messages = one_at_the_start(messages)
         if tools is not None and self._own_syntax is None:
             messages, tools = described_in_system_prompt(messages, tools), None
-        if not self._prints_text:
-            messages = list(map(_with_objects, messages))
         refusal: PromptError | None = None
-        for told in plainer(messages):
+        for told in self._forms(messages):
             try:
                 return self._rendered({**given, "messages": told, "tools": tools})
             except PromptError as problem:
                 refusal = refusal or problem
         assert refusal is not None
         raise refusal
+
+    def _forms(self, messages: Messages) -> Iterator[Messages]:
+        """The conversation, then what to try where the template refuses it."""
+        yield from plainer(messages if self._prints_text else list(map(_with_objects, messages)))
+        if any(one["role"] == "tool" or one.get("tool_calls") for one in messages):
+            yield from plainer(in_words(messages, self.call_syntax))
 
     def _rendered(self, variables: dict[str, Any]) -> str:
         self.check()

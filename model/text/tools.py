@@ -65,25 +65,30 @@ def described_in_system_prompt(
     """Return the conversation for a template that knows no tools, in system, user, assistant."""
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = _SYSTEM_PROMPT.format(tools=described)
-    plain = [_plain_message(message) for message in messages]
+    plain = in_words(messages, TAGGED)
     if plain and plain[0]["role"] == "system":
         text = f"{plain[0]['content']}\n\n{text}"
         del plain[0]
-    return [{"role": "system", "content": text}, *_joined(plain)]
+    return [{"role": "system", "content": text}, *plain]
 
 
-def _plain_message(message: dict[str, Any]) -> dict[str, Any]:
+def in_words(messages: Sequence[dict[str, Any]], syntax: CallSyntax) -> list[dict[str, Any]]:
+    """Return the conversation with its calls and their results as text."""
+    return _joined([_plain_message(message, syntax) for message in messages])
+
+
+def _plain_message(message: dict[str, Any], syntax: CallSyntax) -> dict[str, Any]:
     content = message.get("content") or ""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     calls = [
-        f"{TAGGED.begin}\n{_written(call['function'])}\n{TAGGED.end}"
+        f"{syntax.begin}\n{_written(call['function'], syntax.arguments)}\n{syntax.end}".strip()
         for call in message.get("tool_calls") or ()
     ]
     return {"role": message["role"], "content": "\n".join(filter(None, [content, *calls]))}
 
 
-def _written(function: dict[str, Any]) -> str:
+def _written(function: dict[str, Any], key: str) -> str:
     """A call as the model writes it; arguments that are whole JSON text stay as they are."""
     name, arguments = json.dumps(function["name"], ensure_ascii=False), function["arguments"]
     try:
@@ -91,7 +96,7 @@ def _written(function: dict[str, Any]) -> str:
     except (ValueError, RecursionError):
         is_json = False
     text = arguments if is_json else json.dumps(arguments, ensure_ascii=False)
-    return f'{{"name": {name}, "arguments": {text}}}'
+    return f'{{"name": {name}, "{key}": {text}}}'
 
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

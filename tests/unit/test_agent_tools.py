@@ -57,6 +57,7 @@ APPLY_PATCH: dict[str, Any] = {
 LOG = {"type": "function", "name": "log", "parameters": {"type": "object", "properties": {}}}
 GIT = {"type": "namespace", "name": "mcp__git", "description": "Of git.", "tools": [LOG]}
 TOOLS = [GIT, APPLY_PATCH]
+CHAT_LOG = {"type": "function", "function": {"name": "log"}}
 
 
 def written(name: str, arguments: str) -> str:
@@ -179,6 +180,38 @@ def test_a_follow_up_has_the_calls_of_the_kept_response() -> None:
     told = [one.model_dump(exclude_none=True) for one in first.output]
     create(client, input=[*HELLO, *told, *results], tools=TOOLS)
     assert prompt_of(client.requests[1]) == prompt_of(client.requests[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("fs.read/it", "fs.read/it"), ("read a file", "read_a_file"), ('a"b\n', "a_b_"),
+        ("l\u00e9", "l_"), ("", "_"), ("x" * 500, "x" * 128),
+    ],
+)  # fmt: skip
+def test_a_session_goes_on_whatever_another_model_called(name: str, told: str) -> None:
+    """No tool may have such a name; calls of it are read so that they can be written."""
+    client = answering()
+    items = [{"type": "function_call", "call_id": "c", "name": name, "arguments": "{}"},
+             {"type": "custom_tool_call", "call_id": "d", "name": name, "input": "x"}]  # fmt: skip
+    create(client, input=[*HELLO, *items], tools=TOOLS)
+    calls = [
+        {"id": "c", "type": "function", "function": {"name": name, "arguments": "{}"}},
+        {"id": "d", "type": "custom", "custom": {"name": name, "input": "x"}},
+    ]
+    talk = [*HELLO, {"role": "assistant", "tool_calls": calls}]
+    assert post(client, "/v1/chat/completions", messages=talk, tools=[CHAT_LOG]).status_code == 200
+    functions = [{"function": {"name": name, "arguments": {}}}]
+    talk = [*HELLO, {"role": "assistant", "content": "", "tool_calls": functions}]
+    assert post(client, "/api/chat", messages=talk, tools=[CHAT_LOG]).status_code == 200
+    for prompt, number in zip(map(prompt_of, client.requests), (2, 2, 1), strict=True):
+        assert prompt.count(f'<tool_call>\n{{"name": "{told}", "arguments"') == number
+
+
+def test_names_that_clash_are_told() -> None:
+    flat = {**LOG, "name": "mcp__git__log"}
+    with pytest.raises(openai.BadRequestError, match="'mcp__git__log', as the model calls them"):
+        create(answering(), input="Hello", tools=[GIT, flat])
 
 
 CHOSEN: list[tuple[dict[str, Any], list[str]]] = [

@@ -76,7 +76,7 @@ def test_the_names_of_all_clients_are_known() -> None:
         "logit_bias", "repetition_penalty", "bad_words", "allowed_token_ids", "prompt_logprobs",
         "truncate_prompt_tokens", "min_p", "n", "best_of", "skip_special_tokens", "lora",
         "include_stop_str_in_output", "use_beam_search", "length_penalty", "add_special_tokens",
-        "echo", "verbosity", "modalities", "audio", "web_search_options", "logprobs", "n_predict",
+        "echo", "modalities", "audio", "web_search_options", "logprobs", "n_predict",
         "json_schema", "mirostat", "typical_p", "dry_multiplier", "xtc_probability", "samplers",
         "image_data", "suffix", "template", "system", "context", "raw", "images", "keep_alive",
     } <= known  # fmt: skip

@@ -253,6 +253,7 @@ def test_a_client_that_goes_away_closes_the_generator() -> None:
 
 
 PAGE = "app://obsidian.md"
+GZIP = {"Content-Encoding": "gzip"}
 PREFLIGHT = {
     "Origin": PAGE,
     "Access-Control-Request-Method": "POST",
@@ -281,8 +282,8 @@ def test_an_allowed_page_may_ask_and_read(keys: list[str]) -> None:
     assert told.headers["access-control-allow-private-network"] == "true"
     assert told.headers["access-control-allow-headers"] == "authorization"
     sent = {"Origin": PAGE, "Authorization": "Bearer k"}
-    for status, size in ((200, 1), (413, 101)):
-        answer = ask(open_gate(keys), "POST", headers=sent, content=b"a" * size)
+    for status, size, more in ((200, 1, {}), (413, 101, {}), (415, 1, GZIP)):
+        answer = ask(open_gate(keys), "POST", headers=sent | more, content=b"a" * size)
         assert answer.status_code == status
         assert answer.headers["access-control-allow-origin"] == PAGE
         assert answer.headers["vary"] == "Origin"

@@ -246,6 +246,40 @@ def test_thoughts_are_a_summary_where_one_is_asked_for() -> None:
     assert "[assistant]<think>I see.</think>Yes." in prompt_of(client.requests[0])
 
 
+@pytest.mark.usefixtures("thinking")
+@pytest.mark.parametrize("reasoning", [{}, {"summary": "auto"}, {"summary": "none"}])
+def test_thoughts_come_back_by_their_encrypted_content(reasoning: dict[str, Any]) -> None:
+    """Codex sends that and the summary back, and never the content."""
+    asked: dict[str, Any] = {"input": "a", "reasoning": reasoning, "text": {"verbosity": "low"}}
+    (plain, _) = create(answering(SAID), **asked).output
+    assert plain.encrypted_content is None
+    include = ["reasoning.encrypted_content"]
+
+    async def work(api: Any) -> tuple[Any, list[Any]]:
+        asked["include"] = include
+        events = await api.responses.create(model="demo", stream=True, **asked)
+        return await api.responses.create(model="demo", **asked), [one async for one in events]
+
+    whole, events = with_openai(answering(SAID), work)
+    thought, said = whole.output
+    ResponseReasoningItem.model_validate(thought.model_dump(), strict=True)
+    assert whole.reasoning.summary == (None if reasoning.get("summary") == "none" else
+                                       reasoning.get("summary"))  # fmt: skip
+    done = [one.item for one in events if one.type == "response.output_item.done"]
+    final = events[-1].response.output
+    told = {one.encrypted_content for one in (thought, done[0], final[0])}
+    assert len(told) == 1 and "I see." not in str(told)
+    client = Recording()
+    back = {"type": "reasoning", "summary": [], "encrypted_content": thought.encrypted_content}
+    items = [{"role": "user", "content": "a"}, back, said.model_dump()]
+    create(client, input=[*items, {"role": "user", "content": "b"}])
+    assert "[assistant]<think>I see.</think>Yes." in prompt_of(client.requests[0])
+    for other in ("gAAAAABo" * 9, "text:not base64", "text:/w==", ""):
+        back["encrypted_content"] = other
+        create(client, input=items)
+        assert "<think>" not in prompt_of(client.requests[-1])
+
+
 def test_an_answer_that_fails_midway_is_a_failed_response() -> None:
     client = Recording(ANSWER[0], ServiceError("it is gone"))
 
@@ -312,7 +346,6 @@ def test_a_long_conversation_loses_its_beginning_where_that_is_wanted(monkeypatc
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
         ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
         ({"metadata": {"a": "b" * 513}}, "metadata.a"),

@@ -43,6 +43,7 @@ def test_ollamas_routes_tell_it_in_ollamas_form() -> None:
         ("/v1/rerank", "/v1/embeddings"),
         ("/rerank", "/v1/embeddings"),
         ("/infill", "/completion"),
+        ("/v1/responses/compact", "truncation auto"),
         ("/generate", "/v1/completions"),
         ("/v1/images/generations", "text alone"),
     ],

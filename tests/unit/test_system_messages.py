@@ -24,7 +24,7 @@ ALTERNATE = (  # Mistral's: user and assistant in turn, tools after calls
     "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
     "{% if (m.role == 'user') != ns.user %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "{% set ns.user = not ns.user %}{% endif %}"
-    "{% if m.role == 'tool' and loop.previtem.role == 'user' %}"
+    "{% if m.role == 'tool' and loop.previtem.role in ('user', 'system') %}"
     "{{ raise_exception('a result follows its call') }}{% endif %}{% endfor %}"
 )
 NONE = (  # Gemma 2's
@@ -101,6 +101,10 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "_template", ChatTemplate(text, "a test", {}))
 
 
+TOLD = {"role": "user", "content": "<tool_response>\none\n</tool_response>"}
+CALLED = '<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>'
+
+
 @pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize(
     ("items", "same"),
@@ -116,11 +120,19 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> None:
             [{"role": "user", "content": "Look:\n[image left out]"}],
         ),
         ([{"role": "developer", "content": "b"}, HELLO], [HELLO]),
+        # A result without its call, and a call without its result: the history was cut.
+        ([HELLO, RESULT], [HELLO | {"content": f"Hello\n{TOLD['content']}"}]),
+        ([RESULT, HELLO], [HELLO | {"content": f"{TOLD['content']}\nHello"}]),
+        ([HELLO, CALL, HELLO], [HELLO, SAID | {"content": CALLED}, HELLO]),
+        (
+            [RESULT, SAID, HELLO, CALL, RESULT, SAID],
+            [TOLD, SAID, HELLO, SAID | {"content": CALLED}, TOLD, SAID],
+        ),
     ],
 )
 def test_a_history_is_told_in_order(items: list[Any], same: list[Any]) -> None:
     """Instructions are there, too; the second history is what a template takes as it comes."""
-    instructions = ["a", "a\n\nb" if items[0]["role"] == "developer" else "a"]
+    instructions = ["a", "a\n\nb" if items[0].get("role") == "developer" else "a"]
     first, second = prompts(instructions, (items, same))
     assert first == second and first.startswith("<system>a")
 

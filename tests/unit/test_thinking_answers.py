@@ -16,6 +16,7 @@ import pytest
 
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
+from hotcold.chats import Chat, Tools, chat_request
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.backend import Backend, ServerSettings
 from hotcold.ui.api.served_models import ServedModels
@@ -255,6 +256,72 @@ def test_a_call_within_thoughts_is_delivered(
         assert called["arguments"] == '{"a": 1}'
         said = served.post("/api/chat", messages=HELLO, tools=[TOOL], stream=False).json()
         assert said["message"]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+CALLS = ["[go]", "Let", " me. ", "<to", "ol_call>", *CALL[1:], END]
+ASKED = {"tools": [TOOL], "messages": HELLO}
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Says a word, and calls."""
+    with serving(tmp_path_factory.mktemp("calls"), CALLS) as found:
+        yield found
+
+
+def with_python(served: Served, **options: Any) -> tuple[str, list[str]]:
+    """What a conversation of the Python API says, and the arguments of its calls."""
+    tools, tokenizer = Tools([TOOL]), served.driver.generator.prompts.tokenizer
+    assert tokenizer is not None
+    chat = Chat.of(tokenizer, tools.wanted, None)
+    asked = chat_request(SamplingParams(temperature=0.0, **options), HELLO, tools, {})
+    reader = chat.reader()
+    for event in served.driver.generate(replace(asked, grammar=chat.grammar, is_chat=True)):
+        reader.push(event)
+    return reader.said, [call.arguments for call in reader.tool_calls]
+
+
+@pytest.mark.parametrize(
+    "stop", ["a", "1", '"f"', "\n", "}", "</tool", "ol_call>", "<", ". <", " <to"]
+)
+def test_stops_sleep_within_calls(calling: Served, stop: str) -> None:
+    told = calling.chat(tools=[TOOL], stop=[stop])
+    (call,) = told["message"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"a": 1}'
+    assert (told["message"]["content"], told["finish_reason"]) == ("Let me.", "tool_calls")
+    said, call = calling.post("/v1/responses", input="a", stop=[stop], tools=[
+        {"type": "function", **FUNCTION}]).json()["output"]  # fmt: skip
+    assert (said["content"][0]["text"], call["arguments"]) == ("Let me.", '{"a": 1}')
+    message = calling.post("/api/chat", **ASKED, stream=False, options={"stop": [stop]}).json()
+    assert message["message"]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert with_python(calling, stop=[stop]) == ("Let me.", ['{"a": 1}'])
+
+
+def test_stops_end_the_text_before_calls(calling: Served) -> None:
+    for stop, said in (("me", "Let "), ("t m", "Le")):
+        told = calling.chat(tools=[TOOL], stop=[stop])
+        assert (told["message"]["content"], told["finish_reason"]) == (said, "stop")
+        assert "tool_calls" not in told["message"]
+    tokenizer = calling.driver.generator.prompts.tokenizer
+    assert tokenizer is not None
+    ids = [tokenizer.token_id(text) for text in CALLS]
+    told = calling.chat(tools=[TOOL], stop_token_ids=ids[CALLS.index(CALL[3]) : -2])
+    assert told["finish_reason"] == "tool_calls" and told["message"]["content"] == "Let me."
+    assert calling.chat(tools=[TOOL], stop_token_ids=[ids[2]])["message"]["content"] == "Let"
+
+
+@pytest.mark.parametrize("most", range(1, len(CALLS) - 2))
+def test_nothing_of_a_call_that_is_cut_off_is_told(calling: Served, most: int) -> None:
+    told = calling.chat(tools=[TOOL], max_tokens=most)
+    text = "Let me." if most > 1 else "Let"
+    assert (told["message"]["content"].rstrip(), told["finish_reason"]) == (text, "length")
+    response = calling.post("/v1/responses", input="a", max_output_tokens=most, tools=[
+        {"type": "function", **FUNCTION}]).json()  # fmt: skip
+    assert response["output"][0]["content"][0]["text"].rstrip() == text
+    assert response["status"] == "incomplete"
+    told = calling.post("/api/chat", **ASKED, stream=False, options={"num_predict": most}).json()
+    assert told["message"]["content"].rstrip() == text and told["done_reason"] == "length"
+    assert with_python(calling, max_tokens=most)[0].rstrip() == text
 
 
 @pytest.mark.parametrize("opened", OPENED)

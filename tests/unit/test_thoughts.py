@@ -89,6 +89,7 @@ ANSWERS: list[tuple[bool, str, str, str, int]] = [
     (True, "\n\n</think>\n\nYes.", "", "Yes.", 0),
     (True, "<think>\nagain</think>x", "again", "x", 0),
     (True, "a < b </ c </think> d ", "a < b </ c", "d ", 0),
+    (True, "a</think>b</think>c", "a", "b</think>c", 0),
     (True, f"so {CALL} it is", "so", "it is", 1),
     (True, "a <tool_call> b {c} </think>x", "a <tool_call> b {c}", "x", 0),
     (True, "a <tool_call>", "a <tool_call>", "", 0),
@@ -104,7 +105,7 @@ ANSWERS: list[tuple[bool, str, str, str, int]] = [
 
 def told(pieces: Sequence[str], opened: Thoughts | None, result: Generation) -> list[TokenEvent]:
     """The events of an answer that comes in these pieces."""
-    reader = ThoughtReader(opened, TAGGED.begin, lambda text: text[-1] != "}")
+    reader = ThoughtReader(opened, TAGGED.begin, lambda text: True)
     found = []
     for number, piece in enumerate(pieces):
         is_last = number == len(pieces) - 1

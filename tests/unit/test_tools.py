@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from typing import Any
 
 import pytest
@@ -232,12 +233,14 @@ def test_answers_are_held_to_the_grammar(
     }  # fmt: skip
 
 
-def _read(syntax: CallSyntax, pieces: list[str]) -> tuple[str | None, list[tuple[str, str]]]:
-    """What an answer of these pieces says and calls."""
+def _read(
+    syntax: CallSyntax, pieces: list[str], is_cut: bool = False
+) -> tuple[str | None, list[tuple[str, str]]]:
+    """What an answer of these pieces says and calls; `is_cut`: its tokens came to an end."""
     reader = CallReader(syntax)
     found: list[dict[str, Any]] = []
     for number, piece in enumerate(pieces):
-        found += map(delta, reader.push(piece, is_last=number == len(pieces) - 1))
+        found += map(delta, reader.push(piece, number == len(pieces) - 1, is_cut))
     message = whole_message(found)
     calls = [(one["function"]["name"], one["function"]["arguments"])
              for one in message.get("tool_calls", ())]  # fmt: skip
@@ -282,7 +285,8 @@ ANSWERS: list[tuple[CallSyntax, str, str | None, list[tuple[str, str]]]] = [
     (TAGGED, "".join(FORMS), None, [("now", "{}")] * len(FORMS)),
     (BARE, BARE_PARIS, None, [("weather", '{"city": "Paris", "days": 3}')]),
     (BARE, "hello " + BARE_PARIS, "hello " + BARE_PARIS, []),
-    (BARE, '{"na', '{"na', []),
+    (BARE, '{"na', "", []),
+    (BARE, '{"name": "x", "age": 3}', '{"name": "x", "age": 3}', []),
 ]  # fmt: skip
 
 
@@ -301,3 +305,17 @@ def test_however_the_answer_comes(answer: Any, cuts: list[int]) -> None:
     places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
     pieces = [text[a:b] for a, b in itertools.pairwise(places)] or [""]
     assert _read(syntax, pieces) == (said, calls)
+
+
+@pytest.mark.parametrize("syntax", [TAGGED, BARE])
+def test_nothing_of_a_call_that_is_cut_off_is_said(syntax: CallSyntax) -> None:
+    """Of any length; what was said before it stays, and so do arguments as far as they go."""
+    before, whole = ("I look.", PARIS) if syntax.begin else ("", BARE_PARIS)
+    for length in range(1, len(whole) + 1):
+        for pieces in ([before + whole[:length]], list(before + whole[:length])):
+            said, calls = _read(syntax, pieces, is_cut=True)
+            assert (said or "") == before
+            arguments = re.match(r'.*?"weather".*?(\{[^}]*\}?)', whole[:length], re.DOTALL)
+            assert calls == ([("weather", arguments[1])] if arguments else [])
+    for said in ("a < b", "a <b", "a <tool_call> b", "{}", "a "):
+        assert _read(syntax, [*said], is_cut=True) == (said, [])

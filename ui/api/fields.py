@@ -79,7 +79,7 @@ CHANGING: dict[str, tuple[Any, ...]] = {
     "background": (False,), "best_of": (1,), "echo": (False,),
     "function_call": ("none", "auto"), "logprobs": (False,), "modalities": (["text"],),
     "n": (1,), "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"), "top_logprobs": (0,), "verbosity": ("medium",),
+    "tool_choice": ("none", "auto"), "top_logprobs": (0,),
     # vLLM's, and SGLang's
     "add_generation_prompt": (True,), "add_special_tokens": (True,),
     "continue_final_message": (False,), "early_stopping": (False,),
@@ -107,7 +107,8 @@ HARMLESS = frozenset(
      "metadata", "model", "models", "n_discard", "n_keep", "name", "parallel_tool_calls",
      "penalize_nl", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
      "provider", "request_id", "return_progress", "safety_identifier", "service_tier",
-     "slot_id", "store", "stream", "stream_options", "timings_per_token", "user")
+     "slot_id", "store", "stream", "stream_options", "timings_per_token", "user",
+     "verbosity")
 )  # fmt: skip
 
 # The field to give instead; where a route lacks that one, the one instead of that.

@@ -16,6 +16,9 @@ _ELSEWHERE = {
     "/v1/messages": "Anthropic's API is not served here; use /v1/chat/completions",
     "/v1/messages/count_tokens": "Anthropic's API is not served here; use /tokenize",
     "/v1/batches": "files of requests are answered by a job: docs/cluster.md",
+    "/v1/responses/compact": (
+        "no conversation is made shorter here; have the model sum it up, or send truncation auto"
+    ),
     "/v1/conversations": "no conversations are kept here; /v1/responses has previous_response_id",
     **dict.fromkeys(
         ("/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations",
@@ -46,11 +49,11 @@ def add_not_served(app: FastAPI) -> None:
         if "GET" in served:
             served.add("HEAD")  # monitors use it
         methods.setdefault(route.path, set()).update(served)
+    for path, text in _ELSEWHERE.items():
+        app.add_api_route(path, _elsewhere(text), methods=sorted(_METHODS), include_in_schema=False)
     for path, known in methods.items():
         if others := sorted(_METHODS - known):
             app.add_api_route(path, _wrong_method(known), methods=others, include_in_schema=False)
-    for path, text in _ELSEWHERE.items():
-        app.add_api_route(path, _elsewhere(text), methods=sorted(_METHODS), include_in_schema=False)
     for path in ("/v1/{rest:path}", "/api/{rest:path}"):
         app.add_api_route(path, _unknown, methods=sorted(_METHODS), include_in_schema=False)
 

@@ -5,6 +5,7 @@ out of those that an answer may call. Of the items, calls and their results beco
 functions, what cannot be read is told in a line, and all others are passed over: a session goes on.
 """
 
+import base64
 import json
 from typing import Any, ClassVar, Self
 
@@ -45,6 +46,7 @@ _LINES = {
 }
 _ADDING = ("additional_tools", "tool_search_output")  # their tools may be called from then on
 _REFERENCE = "item_reference"
+_ENCODED = "text:"  # what `encrypted_content` of this server begins with
 
 
 class ForeignItem(StrictModel):
@@ -65,8 +67,12 @@ class ForeignItem(StrictModel):
     def thought(self) -> str:
         """The reasoning before the next item, or its summary."""
         fields = self.model_extra or {}
+        if self.type != "reasoning":
+            return ""
+        if not fields.get("content") and (own := decoded(fields.get("encrypted_content"))):
+            return own
         parts = fields.get("content") or fields.get("summary")
-        if self.type != "reasoning" or not isinstance(parts, list):
+        if not isinstance(parts, list):
             return ""
         return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
 
@@ -107,6 +113,21 @@ class ForeignItem(StrictModel):
         name = name or flat_name(namespace and str(namespace), str(fields.get("name")))
         called = called_by(call_id, name, _text(arguments))
         return [called, _result(call_id, result)] if result else [called]
+
+
+def encoded(thought: str) -> str:
+    """Reasoning as `encrypted_content`: so written that it comes back whole, but not secret."""
+    return _ENCODED + base64.b64encode(thought.encode(errors="replace")).decode()
+
+
+def decoded(content: Any) -> str:
+    """The reasoning in `encrypted_content`; empty where another server wrote it."""
+    if not isinstance(content, str) or not content.startswith(_ENCODED):
+        return ""
+    try:
+        return base64.b64decode(content.removeprefix(_ENCODED), validate=True).decode()
+    except ValueError:
+        return ""
 
 
 def called_by(call_id: str, name: str, arguments: str) -> Message:

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from hotcold.ui.api.responses.foreign import encoded
 from hotcold.ui.api.responses.tools import FunctionTool, Offered
 from hotcold.ui.api.tools.custom import InputReader
 from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
@@ -37,13 +38,19 @@ _CALLS = {
 class Output:
     """Reasoning, messages and calls, in order."""
 
-    def __init__(self, tools: Mapping[str, Offered], is_summary: bool = False) -> None:
-        """`tools` by flat name; `is_summary`: reasoning is told as its summary."""
+    def __init__(
+        self, tools: Mapping[str, Offered], is_summary: bool = False, is_encoded: bool = False
+    ) -> None:
+        """`tools` by flat name; `is_summary`: reasoning is told as its summary.
+
+        `is_encoded`: also as `encrypted_content`, which clients send back.
+        """
         self._tools = tools
         self._call = _CALLS["function"]  # the kind of the last one
         self._input = InputReader()  # of the last one
         self.items: list[dict[str, Any]] = []
         self._is_summary = is_summary
+        self._is_encoded = is_encoded
         self._is_open = False  # the last item
 
     def of(self, parts: Iterable[Part]) -> Iterator[Event]:
@@ -134,6 +141,8 @@ class Output:
             yield self._event(f"{self._thoughts}_text.done", text=self._part["text"])
             if self._is_summary:
                 yield self._event("response.reasoning_summary_part.done", part=dict(self._part))
+            if self._is_encoded:
+                last["encrypted_content"] = encoded(self._part["text"])
         else:
             done = {field: last[field] for field in self._call.done}
             yield self._event(f"{self._call.event}.done", **done)

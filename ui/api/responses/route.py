@@ -138,8 +138,9 @@ class _Response:
             raise refusal(error) from None
         self._forgets = body.truncation == "auto"
         reasoning = body.reasoning or ReasoningOptions()
-        summary = reasoning.summary or reasoning.generate_summary
-        self._output = Output(body.offered, is_summary=summary is not None)
+        summary = reasoning.told_summary
+        is_encoded = "reasoning.encrypted_content" in (body.include or ())
+        self._output = Output(body.offered, summary is not None, is_encoded)
         self._syntax = None if self._chat.callable is None else backend.call_syntax
         drawn = body.drawn()
         self.content: dict[str, Any] = {

@@ -1,5 +1,6 @@
 """Schemas of /v1/responses, and the same request as a chat completion."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -82,14 +83,22 @@ class TextOptions(StrictModel):
     """Options of an answer's text."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+
+
+_Summary = Literal["auto", "concise", "detailed", "none"] | None
 
 
 class ReasoningOptions(Reasoning):
     """Also whether thoughts are told as a summary; they are told whole."""
 
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None  # its older name
+    summary: _Summary = None
+    generate_summary: _Summary = None  # its older name
+
+    @property
+    def told_summary(self) -> str | None:
+        """The kind of summary that is asked for; None for none."""
+        wanted = self.summary or self.generate_summary
+        return None if wanted == "none" else wanted
 
 
 _MetadataText = Annotated[str, Field(max_length=512)]
@@ -164,7 +173,13 @@ class ResponsesRequest(Drawn, Cached):
         own = list(offered(self.tools or ()))
         found = {one.flat_name: one for one in own}
         if len(found) < len(own):
-            raise ApiError(400, "two of the tools have the same name", param="tools")
+            names = Counter(one.flat_name for one in own)
+            (name, _), *_ = names.most_common(1)
+            text = (
+                f"two of the tools are {name[:100]!a}, as the model calls them: the name of a "
+                "namespace stands before those of its tools; rename one"
+            )
+            raise ApiError(400, text, param="tools")
         for item in () if isinstance(self.input, str) else self.input:
             for one in item.offered if isinstance(item, ForeignItem) else ():
                 found.setdefault(one.flat_name, one)

@@ -1,17 +1,28 @@
 """Schemas of tools, `tool_choice`, and calls in a conversation."""
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from hotcold.model.text.calls import NAME_CHARACTERS
 from hotcold.ui.api.fields import MAX_TOOLS, AnyJson, StrictModel
 from hotcold.ui.api.tools.custom import InputFormat, arguments_of, parameters_of, pattern_of
 from hotcold.ui.api.tools.grammar import Callable
-from hotcold.ui.api.tools.reader import NAME_CHARACTERS
 
 _MAX_CALLS = 128
-_Name = Annotated[str, Field(pattern=f"^{NAME_CHARACTERS}{{1,128}}$")]
+_MAX_NAME = 128
+_Name = Annotated[str, Field(pattern=f"^{NAME_CHARACTERS}{{1,{_MAX_NAME}}}$")]
+_ODD = re.compile(f"(?!{NAME_CHARACTERS}).", re.DOTALL)
+
+
+def _in_calls(name: str) -> str:
+    return _ODD.sub("_", name)[:_MAX_NAME] or "_"
+
+
+# Of a call in a conversation, which another program or model may have named.
+_CalledName = Annotated[str, AfterValidator(_in_calls)]
 
 
 class Function(StrictModel):
@@ -128,7 +139,7 @@ class AllowedTools(StrictModel):
 class CalledFunction(StrictModel):
     """A called function, with its arguments as JSON, which may be cut off."""
 
-    name: _Name
+    name: _CalledName
     arguments: str
 
 
@@ -149,7 +160,7 @@ class ToolCall(StrictModel):
 class CalledCustom(StrictModel):
     """A called custom tool, with its text."""
 
-    name: _Name
+    name: _CalledName
     input: str
 
 
