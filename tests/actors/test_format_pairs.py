@@ -54,7 +54,7 @@ def mixture(pair: tuple[str, str], folder: Path) -> None:
 
 
 @pytest.mark.sweep(
-    keep=3, pair=[("MXFP4", "Q8_0"), ("Q4_K", "Q6_K"), ("Q8_0", "F16"), ("Q4_0", "MXFP4")]
+    keep=3, pair=[("Q8_0", "MXFP4"), ("Q4_K", "Q6_K"), ("F16", "Q8_0"), ("Q4_0", "MXFP4")]
 )
 @pytest.mark.parametrize("written", [dense, mixture])
 @pytest.mark.parametrize("pair", list(combinations(FORMATS, 2)), ids="-".join)
