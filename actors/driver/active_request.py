@@ -355,10 +355,12 @@ class ActiveRequest:
         said = self._reader.said_after(self._decoder.peek(token_id))
         return bool(said) and not self._constraint.takes_after_thoughts(said)
 
-    def _shown(self, text: str, may_stop: bool = True, is_last: bool = False) -> str:
+    def _shown(
+        self, text: str, may_stop: bool = True, is_last: bool = False, is_cut: bool = False
+    ) -> str:
         """Take more text; returns what of it, and of what was held back, can be shown."""
         was_thinking = self._reader.is_thinking
-        piece = self._reader.push(text, is_last)
+        piece = self._reader.push(text, is_last, is_cut)
         if was_thinking and not self._reader.is_thinking and self._constraint is not None:
             self._constraint.resume(piece.said)
         self._thought += piece.thought
@@ -366,7 +368,7 @@ class ActiveRequest:
         shown = self._stop.push(piece.before, may_stop=False) if piece.before else ""
         if self._calls is None:
             return shown + self._stop.push(piece.said, may_stop)
-        for span in self._calls.push(piece.said, is_last):
+        for span in self._calls.push(piece.said, is_last, is_cut):
             shown += self._stop.push(span.text, may_stop and span.kind is SpanKind.TEXT)
         return shown
 
@@ -414,7 +416,8 @@ class ActiveRequest:
     def end(self, finish_reason: str, text: str = "") -> bool:
         """Emit the result, after `text` and what was held back until now; True."""
         tail = self._decoder.finish() if self._decoder else ""
-        text += self._shown(tail, is_last=True) + self._stop.flush()
+        is_cut = finish_reason == "length"
+        text += self._shown(tail, is_last=True, is_cut=is_cut) + self._stop.flush()
         self._emit(text, self._result(finish_reason))
         return True
 

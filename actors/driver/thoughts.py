@@ -87,8 +87,11 @@ class ThoughtReader:
         """What `text` would say of the answer, if it came next."""
         return copy.copy(self).push(text).said
 
-    def push(self, text: str, is_last: bool = False) -> Piece:
-        """What is certain after this further `text`."""
+    def push(self, text: str, is_last: bool = False, is_cut: bool = False) -> Piece:
+        """What is certain after this further `text`; `is_cut`: more would follow the last.
+
+        What may begin a mark is no thought then.
+        """
         whole = self._text = self._text + text
         thought = ""
         place: _Place | None = None
@@ -97,7 +100,7 @@ class ThoughtReader:
             if place is _Place.BEGINNING:
                 self._read_beginning(is_last)
             elif place is _Place.THOUGHTS:
-                thought += self._read_thoughts(is_last)
+                thought += self._read_thoughts(is_last and not is_cut)
             elif place is _Place.END and (rest := self._text.lstrip()):
                 self._text, self._place = rest, _Place.ANSWER
         before = whole[: len(whole) - len(self._text)]

@@ -325,6 +325,19 @@ def test_nothing_of_a_call_that_is_cut_off_is_told(calling: Served, most: int) -
 
 
 @pytest.mark.parametrize("opened", OPENED)
+@pytest.mark.parametrize("mark", [["<to", "ol_call>", "\n"], ["</thi", "nk>"]], ids=["call", "end"])
+def test_a_mark_that_is_cut_off_is_no_thought(
+    tmp_path: Path, opened: dict[str, Any], mark: list[str]
+) -> None:
+    with serving(tmp_path, ["[go]", "<think>", "plan", " it", *mark, END]) as served:
+        for most in range(3, 3 + len(mark)):
+            told = served.chat(**opened, tools=[TOOL], max_tokens=most + (not opened))
+            assert (told["message"]["reasoning_content"], told["finish_reason"]) == (
+                "plan it", "length",
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("opened", OPENED)
 @pytest.mark.parametrize(
     "prose", [["a ", "<tool_call>", " is how"], ["`", "<tool_call>", '{"name": "g"', "'"]]
 )
