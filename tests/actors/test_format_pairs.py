@@ -29,7 +29,7 @@ EXPERTS = 7
 def kinds(pair: tuple[str, str], names: tuple[str, ...]) -> dict[str, str]:
     """Gate and up of the first format, down of the second; so one layer, the next one swapped."""
     one, other = pair
-    found = {}
+    found: dict[str, str] = {}
     for layer, name in product((0, 1), names):
         first, second = (one, other) if (layer == 0) == (name == names[0]) else (other, one)
         rows = {"gate": first, "up": first, "down": second}
