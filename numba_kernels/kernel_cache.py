@@ -34,6 +34,7 @@ _IMPORT = re.compile(
 )
 _DAY_S = 24 * 3600
 _MAX_UNUSED_DAYS = 30
+LOCK_SUFFIX = ".lock"  # of the file, beside a kernel's own, that who compiles it has open
 _reads_kept = True
 being_compiled: list[Any] = []  # functions, each for the one before it: `called_kernels` notes them
 
@@ -56,6 +57,18 @@ def own_kernel_folder(source: Path) -> Path:
             os.utime(folder)
             _remove_unused(folder.parent, now - _MAX_UNUSED_DAYS * _DAY_S)
     return folder
+
+
+def kernels_since(begin: float) -> tuple[int, int]:
+    """How many of the kernels that were missing since `begin` (s, as `time.time`) are there now,
+    and how many these are: processes look for what a kernel calls before they compile it.
+    """
+    asked = done = 0
+    for lock in (cache_home() / "hotcold" / _FOLDER).glob(f"*/*{LOCK_SUFFIX}"):
+        with suppress(OSError):
+            if lock.stat().st_mtime >= begin:
+                asked, done = asked + 1, done + lock.with_suffix("").exists()
+    return done, asked
 
 
 def _remove_unused(parent: Path, since: float) -> None:

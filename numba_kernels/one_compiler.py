@@ -25,6 +25,7 @@ from numba.core.sigutils import normalize_signature
 
 from hotcold.numba_kernels.content_names import NotLastingError, digest_of
 from hotcold.numba_kernels.kernel_cache import (
+    LOCK_SUFFIX,
     is_called,
     is_ours,
     own_kernel_folder,
@@ -112,7 +113,7 @@ def _locked(what: Path) -> Iterator[None]:
     """Hold a lock; without one where the file system has none."""
     with ExitStack() as opened:
         with suppress(OSError):
-            file = opened.enter_context(what.with_name(f"{what.name}.lock").open("w"))
+            file = opened.enter_context(what.with_name(what.name + LOCK_SUFFIX).open("w"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:  # to who looks on, waiting for a compiler is compiling

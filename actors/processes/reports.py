@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import ray
 
 from hotcold.actors.processes.system_services import (
@@ -28,8 +31,10 @@ from hotcold.actors.protocol.messages import (
 from hotcold.actors.setup.connection import Connection
 from hotcold.actors.telemetry.snapshot import NeuronWatch, Telemetry
 from hotcold.actors.telemetry.vitals import VitalSigns
+from hotcold.numba_kernels.kernel_cache import kernels_since
 
 _REPLY_S = 1.0  # for services to report; one that compiles may not reply
+_AHEAD_S = 30.0  # before a driver its kernels' compilers begin, at most
 
 
 class LoadingServices:
@@ -39,6 +44,9 @@ class LoadingServices:
         """Services read `total_bytes` of weights together; kernels are compiled for `dtype`."""
         self._total_bytes = total_bytes
         self._dtype = dtype
+        parent = psutil.Process(os.getppid())  # which begins with its Ray
+        self._begin = max(time.time() - _AHEAD_S, parent.create_time())
+        self._has_compiled = False
         self._last: Sequence[ServiceProgress] = []
 
     def progress(self, services: Connection, stage: str, notes: tuple[str, ...]) -> LoadProgress:
@@ -51,23 +59,26 @@ class LoadingServices:
         with suppress(ray.exceptions.RayError):
             calls = [handle.loaded.remote() for handle in services.handles]
             self._last = ray.get(calls, timeout=_REPLY_S)
-        if stage == PREPARING:
-            return self._host_progress(total)
-        loaded = sum(each.loaded_bytes for each in self._last)
-        num_compiled = sum(each.num_compiled for each in self._last)
         is_compiling = any(each.is_compiling for each in self._last)
+        if stage == PREPARING:
+            return self._host_progress(total, is_compiling)
+        loaded = sum(each.loaded_bytes for each in self._last)
+        self._has_compiled |= is_compiling
         if stage == LOADING_KERNELS:
-            loaded, is_compiling = total, True
-        if num_compiled and is_compiling:
-            stage = f"{COMPILING} for {self._dtype}, once: {num_compiled} so far"
-        return LoadProgress(loaded, total, stage, notes)
+            loaded, is_compiling = total, self._has_compiled
+        return LoadProgress(loaded, total, self._compiling() if is_compiling else stage, notes)
 
-    def _host_progress(self, total: int) -> LoadProgress:
+    def _host_progress(self, total: int, is_compiling: bool) -> LoadProgress:
         if file_bytes := sum(each.file_bytes for each in self._last):
             written = sum(each.written_bytes for each in self._last)
             return LoadProgress(written, file_bytes, WRITING_NEURONS)
-        is_compiling = any(each.is_compiling for each in self._last)
-        return LoadProgress(0, total, f"{COMPILING}, once" if is_compiling else PREPARING)
+        return LoadProgress(0, total, self._compiling() if is_compiling else PREPARING)
+
+    def _compiling(self) -> str:
+        """The stage, with the kernels of this host."""
+        done, asked = kernels_since(self._begin)
+        counts = f": {done} of {asked}" if asked else ""
+        return f"{COMPILING} for {self._dtype}, once{counts}"
 
 
 class SystemHealth:
@@ -83,8 +94,6 @@ class SystemHealth:
 
     def telemetry(self, watch_s: float) -> Telemetry:
         """What the system does now; see `Driver.telemetry`. Errors: ServiceError while it loads."""
-        import psutil
-
         driver, memory = self._services.driver, psutil.virtual_memory()
         with self._lock:
             watch = driver.neuron_watch

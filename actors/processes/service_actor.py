@@ -32,7 +32,7 @@ from hotcold.actors.setup.host_files import (
 )
 from hotcold.actors.setup.shards import served_config
 from hotcold.actors.setup.storage import offloaded_share
-from hotcold.actors.telemetry.vitals import CompileCounter, ServiceVitals, resident_bytes
+from hotcold.actors.telemetry.vitals import CompileWatch, ServiceVitals, resident_bytes
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, ServiceError
@@ -65,7 +65,7 @@ class ServiceActor:
         if self._place is not None:
             pin_process(self._place.cores)
         self._loaded_bytes = 0
-        self._compiled = CompileCounter()
+        self._compiling = CompileWatch()
         self._setup = HostSetup()
         self._service: Service | None = None
         self._loading: CudaLoading | None = None
@@ -181,11 +181,10 @@ class ServiceActor:
 
     def loaded(self) -> ServiceProgress:
         """Load progress."""
-        compiled, setup = self._compiled, self._setup
+        setup = self._setup
         return ServiceProgress(
             self._loaded_bytes,
-            compiled.num_begun,
-            compiled.is_compiling or setup.is_compiling,
+            self._compiling.is_compiling or setup.is_compiling,
             setup.written_bytes,
             setup.file_bytes,
         )

@@ -468,10 +468,9 @@ WRITING_NEURONS = "writing neurons to a file, once"
 
 @dataclass(frozen=True)
 class ServiceProgress:
-    """How far a service is: bytes of weights, and kernels that were not in the cache."""
+    """How far a service is: bytes of weights, and whether it waits for a kernel."""
 
     loaded_bytes: int
-    num_compiled: int  # with the one that is being compiled
     is_compiling: bool
     written_bytes: int = 0  # of its host's file of neurons, while that is made
     file_bytes: int = 0  # and in all; 0 otherwise

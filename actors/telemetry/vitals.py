@@ -34,29 +34,25 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-class CompileCounter(event.Listener):
-    """Counts the kernels that Numba compiles from now on, without those found in its cache.
-
-    Those for which it waits while another process compiles them count as well.
-    """
+class CompileWatch(event.Listener):
+    """Notes when Numba compiles a kernel, or waits for another process that compiles it."""
 
     def __init__(self) -> None:
-        self.num_begun = 0
-        self._num_ended = 0
+        self._depth = 0  # of functions that are compiled for each other
         event.register("numba:compile", self)
 
     @property
     def is_compiling(self) -> bool:
         """Whether a function is being compiled now."""
-        return self.num_begun > self._num_ended
+        return self._depth > 0
 
     def on_start(self, _: event.Event) -> None:
         """A function is not in the cache."""
-        self.num_begun += 1
+        self._depth += 1
 
     def on_end(self, _: event.Event) -> None:
         """It is compiled, or has failed."""
-        self._num_ended += 1
+        self._depth -= 1
 
 
 @dataclass

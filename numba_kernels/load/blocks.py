@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.formats import (
     BLOCK_FORMATS,
     EXPONENTS,
@@ -77,7 +78,7 @@ class PairedBlocks:
         are_bytes = values.dtype == scales.dtype == np.uint8
         if not are_bytes or values.shape != (*scales.shape, QUANT_GROUP // 2) or scales.ndim < 2:
             raise ValueError(f"{values.dtype} {values.shape} beside {scales.dtype} {scales.shape}")
-        self._values, self._scales = values, scales
+        self._values, self._scales = read_only(values), read_only(scales)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -135,7 +136,7 @@ def dequantize_rows(
     if num_blocks is None:
         num_blocks = rows.shape[1] // block.num_bytes - first_block
     out = np.empty((row_ids.size, num_blocks * block.weights), np.float32)
-    source, step = flat_rows(rows.view(np.uint8))
+    source, step = flat_rows(read_only(rows.view(np.uint8)))
     sizes = block.ggml_type, block.weights, block.num_bytes
     dequantize_kernel(*sizes, source, step, row_ids, np.int64(first_block), out)
     return out
@@ -171,7 +172,8 @@ def blocks_into(rows: np.ndarray | PairedBlocks, row_ids: np.ndarray, out: np.nd
 
 def _repacked(rows: np.ndarray, ids: np.ndarray, out: np.ndarray, width: np.int64) -> int:
     block, row_format = BLOCK_FORMATS[rows.dtype], ROW_FORMATS[out.dtype]
-    source, target = flat_rows(rows.view(np.uint8)), flat_rows(out.view(np.uint8))
+    source = flat_rows(read_only(rows.view(np.uint8)))
+    target = flat_rows(out.view(np.uint8))
     places = (*source, ids, *target, width)
     return int(_REPACK[row_format.factors](block, np.int64(row_format.bits), places))
 

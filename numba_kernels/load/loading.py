@@ -1,8 +1,9 @@
 """Kernels that copy weights from a mapped file into the layout that the compute kernels read.
 
 A weight is its bits: float32 as itself, float16 as uint16, bfloat16 as int16. Sources may be
-read-only, strided by row and unaligned, as tensors in a safetensors file are. Each copy also tells
-whether every value is finite, which costs nothing beside the memory traffic.
+read-only, strided by row and unaligned, as tensors in a safetensors file are. To kernels all are
+read-only: Numba would compile them once more for others. Each copy also tells whether every value
+is finite, which costs nothing beside the memory traffic.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import uint32, uint64
 
+from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.formats import FLOAT_FORMATS
 
@@ -34,7 +36,7 @@ def copy_rows(src: np.ndarray, dst: np.ndarray) -> bool:
         raise ValueError(f"copy_rows from {src.shape} to {dst.shape}")
     mask = _check(src, dst)
     return bool(
-        _copy_rows(*_flat(src), *_flat(dst), np.int64(src.shape[0]), np.int64(src.shape[1]), mask)
+        _copy_rows(*_source(src), *_flat(dst), np.int64(src.shape[0]), np.int64(src.shape[1]), mask)
     )
 
 
@@ -50,7 +52,7 @@ def gather_rows(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> bool:
         raise ValueError(f"gather_rows of {row_ids.size} rows from {src.shape} to {dst.shape}")
     mask = _check(src, dst)
     ids = _checked_ids(row_ids, src.shape[0])
-    return bool(_gather_rows(*_flat(src), ids, *_flat(dst), np.int64(src.shape[1]), mask))
+    return bool(_gather_rows(*_source(src), ids, *_flat(dst), np.int64(src.shape[1]), mask))
 
 
 def gather_columns(src: np.ndarray, column_ids: np.ndarray, dst: np.ndarray) -> bool:
@@ -65,14 +67,14 @@ def gather_columns(src: np.ndarray, column_ids: np.ndarray, dst: np.ndarray) -> 
         raise ValueError(f"gather_columns of {column_ids.size} from {src.shape} to {dst.shape}")
     mask = _check(src, dst)
     ids = _checked_ids(column_ids, src.shape[1])
-    return bool(_gather_columns(*_flat(src), ids, *_flat(dst), np.int64(src.shape[0]), mask))
+    return bool(_gather_columns(*_source(src), ids, *_flat(dst), np.int64(src.shape[0]), mask))
 
 
 def all_finite(bits: np.ndarray) -> bool:
     """Return whether all weights of a matrix (R, C) are finite. Errors: as copy_rows."""
     exponent = _check(bits, bits)
     return bool(
-        _all_finite(*_flat(bits), np.int64(bits.shape[0]), np.int64(bits.shape[1]), exponent)
+        _all_finite(*_source(bits), np.int64(bits.shape[0]), np.int64(bits.shape[1]), exponent)
     )
 
 
@@ -99,7 +101,7 @@ def flat_rows(matrix: np.ndarray) -> tuple[np.ndarray, np.int64]:
     rows, columns = matrix.shape
     item = matrix.dtype.itemsize
     if not matrix.size:  # whose strides mean nothing
-        return np.empty(0, matrix.dtype), np.int64(columns)
+        return matrix.reshape(-1), np.int64(columns)
     row_bytes = matrix.strides[0] if rows > 1 else columns * item
     if (
         (columns > 1 and matrix.strides[1] != item)
@@ -116,6 +118,10 @@ def _flat(matrix: np.ndarray) -> tuple[np.ndarray, np.int64]:
     """`flat_rows`, as unsigned integers of the weights' bits."""
     flat, step = flat_rows(matrix)
     return flat.view(f"u{matrix.dtype.itemsize}"), step
+
+
+def _source(matrix: np.ndarray) -> tuple[np.ndarray, np.int64]:
+    return _flat(read_only(matrix))
 
 
 @njit(nogil=True, cache=True)

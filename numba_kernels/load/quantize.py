@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.formats import (
     BYTES,
     EXPONENTS,
@@ -96,7 +97,7 @@ def quantize_into(weights: np.ndarray, row_ids: np.ndarray, rows: np.ndarray) ->
     if rows.shape != (row_ids.size, row_items(rows.dtype, weights.shape[1])):
         raise ValueError(f"quantizing {row_ids.size} rows of {weights.shape} to {rows.shape}")
     ids = _checked_ids(row_ids, weights.shape[0])
-    source, target = flat_rows(weights), flat_rows(rows.view(np.uint8))
+    source, target = flat_rows(read_only(weights)), flat_rows(rows.view(np.uint8))
     return int(_KERNELS[rows.dtype](*source, ids, *target, np.int64(weights.shape[1])))
 
 
@@ -119,7 +120,8 @@ def copy_quantized(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> boo
     are_exponents = row_format.factors == EXPONENTS
     of_block = row_format.group_factor_bytes if are_exponents else row_format.factor_bytes
     factor_bytes = num_blocks * of_block
-    source, target = flat_rows(src.view(np.uint8)), flat_rows(dst.view(np.uint8))
+    source = flat_rows(read_only(src.view(np.uint8)))
+    target = flat_rows(dst.view(np.uint8))
     sizes = np.int64(src.shape[1] - factor_bytes), np.int64(factor_bytes)
     nearest, is_good = copy_rows_kernel(*source, ids, *target, *sizes, are_exponents)
     return bool(is_good and (nearest > 0 or row_format.codes != BYTES))

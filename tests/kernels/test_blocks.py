@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from numba import types
 
 from hotcold.numba_kernels.formats import (
     BLOCK_FORMATS,
@@ -23,6 +24,7 @@ from hotcold.numba_kernels.formats import (
     row_items,
     row_width,
 )
+from hotcold.numba_kernels.load import block_kernels, loading, quantize_kernels
 from hotcold.numba_kernels.load.blocks import (
     COLUMNS_AT_ONCE,
     PairedBlocks,
@@ -31,7 +33,7 @@ from hotcold.numba_kernels.load.blocks import (
     blocks_status,
     dequantize_rows,
 )
-from hotcold.numba_kernels.load.convert import to_float32
+from hotcold.numba_kernels.load.convert import from_float32, to_float32
 from hotcold.numba_kernels.load.quantize import (
     DONE,
     NOT_FINITE,
@@ -267,3 +269,28 @@ def test_infinite_scales_are_found(name: str) -> None:
     assert blocks_status(rows) == NOT_FINITE
     out = np.zeros((HEIGHT, row_items(Q8, WIDTH)), Q8)
     assert blocks_into(rows, np.arange(HEIGHT), out) == NOT_FINITE
+
+
+def test_kernels_are_compiled_for_sources_that_are_read_only_alone() -> None:
+    """As mapped files are; arrays would be another type, and the same to compute."""
+    (rows, _), ids = blocks("Q4_K"), np.arange(HEIGHT)
+    floats = from_float32(to_float32(rows), np.dtype(np.uint16))
+    assert rows.flags.writeable and floats.flags.writeable
+    row_ids = ids.astype(np.int32)
+    for source in (floats, floats[:0]):
+        loading.copy_rows(source, np.empty_like(source))
+        loading.gather_rows(source, row_ids[: len(source)], np.empty_like(source))
+        loading.all_finite(source)
+    loading.gather_columns(floats, row_ids, np.empty((HEIGHT, HEIGHT), np.uint16))
+    quantized = quantize_rows(floats, Q8)
+    copy_quantized(quantized, ids, np.empty_like(quantized))
+    blocks_into(rows, ids, np.empty((HEIGHT, row_items(Q4_K, WIDTH)), Q4_K))
+    for kernel in (
+        loading._copy_rows, loading._gather_rows, loading._gather_columns, loading._all_finite,
+        quantize_kernels.quantize_q8_kernel, quantize_kernels.copy_rows_kernel,
+        block_kernels.dequantize_kernel, block_kernels.repack_k_kernel,
+    ):  # fmt: skip
+        assert kernel.overloads
+        for arguments in kernel.overloads:
+            arrays = [kind for kind in arguments if isinstance(kind, types.Array)]
+            assert not arrays[0].mutable, kernel

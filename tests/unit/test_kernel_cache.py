@@ -195,8 +195,9 @@ def started(code: str, folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_nobody_waits_for_other_types(tmp_path: Path) -> None:
+def test_nobody_waits_for_other_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process stops while it compiles for float16; another compiles for bfloat16 meanwhile."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code = """
 import sys
 import numpy as np
@@ -216,12 +217,17 @@ print(sum(convert.widen_kernel.stats.cache_misses.values()), flush=True)
 """
     with started("STOPS = True" + code.format("uint16"), tmp_path) as first:
         assert first.stdout is not None and first.stdout.readline() == "begun\n"
+        assert kernel_cache.kernels_since(0) == (0, 1)
         with started("STOPS = False" + code.format("int16"), tmp_path) as other:
             try:
                 assert other.communicate(timeout=100)[0] == "1\n"
             finally:
                 other.kill()
+        done, asked = kernel_cache.kernels_since(0)
+        assert 1 <= done == asked - 1
         assert first.communicate("\n")[0] == "1\n"
+    done, asked = kernel_cache.kernels_since(0)
+    assert 2 <= done == asked and kernel_cache.kernels_since(time.time() + 1) == (0, 0)
     for dtype in ("uint16", "int16"):
         with started("STOPS = False" + code.format(dtype), tmp_path) as again:
             assert again.communicate()[0] == "0\n"

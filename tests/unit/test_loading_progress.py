@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numba
 import pytest
 import ray
+from numba.extending import overload
 from rich.progress import Progress
 
 from hotcold.actors.processes.driver_actor import DriverActor
@@ -19,21 +22,26 @@ from hotcold.actors.protocol.messages import (
     ServiceProgress,
     SystemConfig,
 )
-from hotcold.actors.telemetry.vitals import CompileCounter
+from hotcold.actors.telemetry.vitals import CompileWatch
 from hotcold.jobs.support.console import bytes_column
 
 
-def test_compiled_kernels_are_counted() -> None:
-    counter = CompileCounter()
+def test_a_process_knows_that_it_compiles() -> None:
+    watch, seen = CompileWatch(), []
+
+    def one(x: int) -> int:
+        raise NotImplementedError
+
+    @overload(one)
+    def choose(x):
+        seen.append(watch.is_compiling)
+        return lambda x: 1
 
     @numba.njit
-    def twice(x: int) -> int:
-        return 2 * x
+    def one_more(x: int) -> int:
+        return x + one(x)
 
-    assert twice(3) == 6 and twice(4) == 8
-    assert counter.num_begun == 1 and not counter.is_compiling
-    assert twice(1.5) == 3.0
-    assert counter.num_begun == 2 and not counter.is_compiling
+    assert one_more(3) == 4 and set(seen) == {True} and not watch.is_compiling
 
 
 def test_bytes_are_shown_where_they_are_counted() -> None:
@@ -63,8 +71,9 @@ def answers(services: list[Loading], timeout: float) -> list[ServiceProgress]:
     return told
 
 
-def test_what_a_loading_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_loading_driver_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of all services together, and kernels from the first that has to be compiled."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(ray, "get", answers)
     gpu, cpu = Loading(), Loading()
     replacer = SimpleNamespace(stage="")
@@ -87,24 +96,29 @@ def test_what_a_loading_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(found, LoadProgress) and found.total_bytes == 1000
         return found
 
-    compiling = "compiling kernels for bfloat16, once: 3 so far"
+    compiling = "compiling kernels for bfloat16, once"
     assert told("starting services") == LoadProgress(0, 1000, "starting services")
     assert told(PREPARING) == LoadProgress(0, 1000, PREPARING)
-    gpu.told, cpu.told = ServiceProgress(0, 0, False), ServiceProgress(0, 0, True)
-    assert told(PREPARING) == LoadProgress(0, 1000, "compiling kernels, once")
-    cpu.told = ServiceProgress(0, 0, False, written_bytes=300, file_bytes=1000)
+    gpu.told, cpu.told = ServiceProgress(0, False), ServiceProgress(0, True)
+    assert told(PREPARING) == LoadProgress(0, 1000, compiling)
+    cpu.told = ServiceProgress(0, False, written_bytes=300, file_bytes=1000)
     assert told(PREPARING) == LoadProgress(300, 1000, WRITING_NEURONS)
-    gpu.told, cpu.told = ServiceProgress(100, 0, False), ServiceProgress(250, 0, False)
+    gpu.told, cpu.told = ServiceProgress(100, False), ServiceProgress(250, False)
     assert told(LOADING_WEIGHTS) == LoadProgress(350, 1000, LOADING_WEIGHTS, ("a note",))
-    gpu.told, cpu.told = ServiceProgress(200, 1, False), ServiceProgress(250, 2, True)
+    assert told(LOADING_KERNELS) == LoadProgress(1000, 1000, LOADING_KERNELS, ("a note",))
+    gpu.told, cpu.told = ServiceProgress(200, False), ServiceProgress(250, True)
+    kernels = tmp_path / "hotcold/numba/serve_ffn-1"
+    kernels.mkdir(parents=True)
+    for name in ("a.nbc.lock", "a.nbc", "b.nbc.lock", "c.nbc.lock"):
+        (kernels / name).touch()
+    os.utime(kernels / "c.nbc.lock", (0, 0))  # of another start
+    compiling += ": 1 of 2"
     assert told(LOADING_WEIGHTS) == LoadProgress(450, 1000, compiling, ("a note",))
     cpu.told = None  # it compiles: what it said last holds
     assert told(LOADING_WEIGHTS) == LoadProgress(450, 1000, compiling, ("a note",))
-    cpu.told = ServiceProgress(300, 2, False)  # all compiled, and weights are read on
+    cpu.told = ServiceProgress(300, False)  # all compiled, and weights are read on
     assert told(LOADING_WEIGHTS) == LoadProgress(500, 1000, LOADING_WEIGHTS, ("a note",))
     assert told(LOADING_KERNELS) == LoadProgress(1000, 1000, compiling, ("a note",))
-    gpu.told, cpu.told = ServiceProgress(500, 0, False), ServiceProgress(500, 0, False)
-    assert told(LOADING_KERNELS) == LoadProgress(1000, 1000, LOADING_KERNELS, ("a note",))
     assert told("ready") == LoadProgress(1000, 1000, "ready", ("a note",))
     replacer.stage = "restarting the cpu0 service"
     assert told("ready").stage == replacer.stage
