@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hotcold.cuda_kernels.compiled import compiled_file
+from hotcold.cuda_kernels.compiled import compiled_code
 from hotcold.cuda_kernels.source import Entry
 
 Grid = tuple[int, int, int]
@@ -69,7 +69,9 @@ class CupyLauncher:
         kernel(grid, (num_threads, 1, 1), tuple(arguments))
 
     def _compiled(self, entry: Entry) -> Any:
-        return self._cupy.RawModule(path=str(compiled_file(entry))).get_function(entry.name)
+        module = self._cupy.cuda.Module()
+        module.load(compiled_code(entry))
+        return module.get_function(entry.name)
 
 
 def cupy_copies() -> tuple[Callable[[np.ndarray], Any], Callable[[Any], np.ndarray]]:

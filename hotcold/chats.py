@@ -7,9 +7,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar, TokenEvent
-from hotcold.model.errors import PromptError, UsageError, shown, unknown_option
+from hotcold.model.errors import PromptError, UsageError, shown
 from hotcold.model.text.roles import ALWAYS_SAY, TEMPLATE_ROLES
 from hotcold.outputs import ToolCall
+from hotcold.sampling_params import unknown_argument
 
 if TYPE_CHECKING:
     from hotcold.model.text.tokenizer import Tokenizer
@@ -210,7 +211,7 @@ def tools_of(options: ChatOptions) -> Tools | None:
     """What answers may call. Errors: UsageError, also for an option that is not known."""
     known = ChatOptions.__annotations__
     if unknown := sorted(options.keys() - known.keys()):
-        raise UsageError(unknown_option("chat", unknown[0], list(known), _OTHER_NAMES))
+        raise UsageError(unknown_argument("chat", unknown[0], list(known), _OTHER_NAMES))
     tools, choice = options.get("tools"), options.get("tool_choice", "auto")
     if tools is None and choice not in ("auto", "none", None):
         raise UsageError("tool_choice is for chats with tools")

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 Deliver = Callable[[TokenEvent | BaseException], None]
 _has_own_ray = False  # which one system takes for itself
 _started: dict[tuple[Path, SystemOptions], RayConnection] = {}  # by this process, and not closed
-_sharing = threading.RLock()
+_sharing = threading.RLock()  # held for a moment: while users are counted
+_starting = threading.Lock()  # held while a system starts: this process starts one at a time
 _ENDING_S = 5.0
 _CLOSED = "this LLM is closed; make a new one"
 
@@ -73,7 +74,7 @@ class RayConnection:
         self.config = config
         self.max_batch = config.max_batch
         self.num_users = 1
-        self._is_closed = False
+        self.is_closed = False
         self._stack = stack or ExitStack()
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -135,7 +136,7 @@ class RayConnection:
         from hotcold.actors.processes.forked import require_own_ray
 
         require_own_ray()
-        if self._is_closed:
+        if self.is_closed:
             raise UsageError(_CLOSED)
 
     def end_sharing(self) -> None:
@@ -148,9 +149,9 @@ class RayConnection:
         global _has_own_ray
         with _sharing:
             self.num_users -= 1
-            if self.num_users > 0 or self._is_closed:
+            if self.num_users > 0 or self.is_closed:
                 return
-            self._is_closed = True
+            self.is_closed = True
             for key in [key for key, each in _started.items() if each is self]:
                 del _started[key]
         with self._starting:
@@ -290,21 +291,30 @@ def start(path: Path, options: SystemOptions) -> RayConnection:
     if in_cluster() and not ray.is_initialized():
         connect()
     key = path.resolve(), options
-    with _sharing:
-        running = _started.get(key)
-        if running is not None and _answers(running):
-            running.num_users += 1
+    if (running := _shared(key)) is not None:
+        return running
+    with _starting:
+        if (running := _shared(key)) is not None:  # that another thread has started meanwhile
             return running
-        _started[key] = start_prepared(prepare_in_cluster(path, options, say_on_stderr))
-        return _started[key]
+        made = start_prepared(prepare_in_cluster(path, options, say_on_stderr))
+        with _sharing:
+            _started[key] = made
+        return made
 
 
-def _answers(connection: RayConnection) -> bool:
+def _shared(key: tuple[Path, SystemOptions]) -> RayConnection | None:
+    """The system that runs already, if it answers, with one user more."""
+    running = _started.get(key)
     try:
-        connection.system.call("ping")
+        if running is not None:
+            running.system.call("ping")
     except HotcoldError:
-        return False
-    return True
+        return None
+    with _sharing:
+        if running is None or running.is_closed:
+            return None
+        running.num_users += 1
+        return running
 
 
 def start_prepared(system: SystemConfig) -> RayConnection:
@@ -458,8 +468,8 @@ _in_flight: weakref.WeakSet[InFlight] = weakref.WeakSet()
 
 
 def _forget() -> None:
-    global _sharing
-    _sharing = threading.RLock()  # another thread of the parent may have held it
+    global _sharing, _starting
+    _sharing, _starting = threading.RLock(), threading.Lock()  # others of the parent may have them
     for each in _in_flight:
         each.forget()
 

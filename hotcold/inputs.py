@@ -81,6 +81,9 @@ class Inputs:
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
             return self._of_conversation(options)(prompt, params)
         if options:
+            from hotcold.chats import tools_of
+
+            tools_of(options)  # which are known at all
             raise UsageError(f"{next(iter(options))} is for conversations")
         return self._of_prompt(prompt, params)
 

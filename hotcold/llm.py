@@ -16,15 +16,21 @@ from hotcold.actors.protocol.options import OPTIONS, SystemOptions, in_keywords,
 from hotcold.answers import Answer, Answers, progress_bar
 from hotcold.connections import Connection, Deliver, InFlight, find, start
 from hotcold.inputs import Given, Inputs
-from hotcold.model.errors import HotcoldError, PromptError, shown, unknown_option
+from hotcold.model.errors import HotcoldError, PromptError, UsageError, shown
 from hotcold.outputs import RequestOutput, ScoreOutput, StreamPiece
-from hotcold.sampling_params import SamplingParams
+from hotcold.sampling_params import SamplingParams, unknown_argument
 
 if TYPE_CHECKING:
     import numpy as np
 
     from hotcold.chats import ChatOptions
     from hotcold.inputs import Params, Prompt
+
+# What vLLM's LLM has: what is used here.
+_ELSEWHERE = {
+    "get_tokenizer": "llm.tokenize and llm.detokenize",
+    "get_default_sampling_params": "llm.default_sampling",
+}
 
 
 class LLM:
@@ -129,6 +135,12 @@ class LLM:
         state = "" if self._close.alive else ", closed"
         return f"LLM({self.model_path.name!r}{state})"
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Never:
+            told = f"; use {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            raise AttributeError(f"an LLM has no {name!r}{told}")
+
     # --- what it is ------------------------------------------------------------------------------
 
     @cached_property
@@ -201,7 +213,12 @@ class LLM:
     ) -> list[RequestOutput]: ...
 
     def generate(
-        self, prompts: Any, sampling_params: Params = None, *, progress: bool | None = None
+        self,
+        prompts: Any,
+        sampling_params: Params = None,
+        *,
+        progress: bool | None = None,
+        **unknown: Never,
     ) -> RequestOutput | list[RequestOutput]:
         """Continue a text or token ids, or each of a list of them.
 
@@ -212,6 +229,7 @@ class LLM:
         {"prompt_token_ids": IDS} are prompts, too.
         Errors:  PromptError, UsageError, ServiceError
         """
+        _refuse("generate", unknown, "sampling_params", "progress")
         return self._run(self._inputs.of_prompts(prompts, sampling_params), progress)
 
     @overload
@@ -290,8 +308,11 @@ class LLM:
             in_keywords(error)
             raise
 
-    async def agenerate(self, prompts: Any, sampling_params: Params = None) -> Any:
+    async def agenerate(
+        self, prompts: Any, sampling_params: Params = None, **unknown: Never
+    ) -> Any:
         """As `generate`, for `await`. A task that is cancelled ends what it asked for."""
+        _refuse("agenerate", unknown, "sampling_params")
         return await self._arun(lambda: self._inputs.of_prompts(prompts, sampling_params))
 
     async def achat(
@@ -310,6 +331,7 @@ class LLM:
         *,
         normalize: bool = False,
         progress: bool | None = None,
+        **unknown: Never,
     ) -> np.ndarray:
         """A vector of a text (D,), or of each of a list (N, D): the mean of its hidden states
         after the last layer and its norm, as of /v1/embeddings.
@@ -320,6 +342,7 @@ class LLM:
         """
         import numpy as np
 
+        _refuse("embed", unknown, "normalize", "progress")
         given = self._inputs.to_read(texts, wants_embedding=True)
         results = self._finished(given, progress)
         found = np.array([_first(one).embedding for one in results], np.float32)
@@ -339,11 +362,14 @@ class LLM:
         self, texts: Sequence[Prompt], *, progress: bool | None = None
     ) -> list[ScoreOutput]: ...
 
-    def score(self, texts: Any, *, progress: bool | None = None) -> ScoreOutput | list[ScoreOutput]:
+    def score(
+        self, texts: Any, *, progress: bool | None = None, **unknown: Never
+    ) -> ScoreOutput | list[ScoreOutput]:
         """How likely the model finds a text or token ids, or each of a list: in nats, by token.
 
         Errors:  PromptError of the first text that cannot be scored, ServiceError
         """
+        _refuse("score", unknown, "progress")
         given = self._inputs.to_read(texts, num_prompt_logprobs=0)
         found = []
         for one in self._finished(given, progress):
@@ -463,7 +489,14 @@ def _unknown_option(name: str) -> TypeError:
         for one in OPTIONS.values()
         for other in (one.flag, *OTHER_NAMES.get(one.flag, ()))
     }
-    return TypeError(unknown_option("LLM", name, own, others))
+    return TypeError(unknown_argument("LLM", name, own, others))
+
+
+def _refuse(method: str, unknown: dict[str, Never], *known: str) -> None:
+    """Raise UsageError for an option that a method does not have."""
+    for name in unknown:
+        others = {"use_tqdm": "progress"} if "progress" in known else {}
+        raise UsageError(unknown_argument(method, name, known, others))
 
 
 def _end(in_flight: InFlight, connection: Connection) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,10 @@ _OTHER_NAMES = {  # elsewhere: here
     **dict.fromkeys(("thinking_budget", "reasoning_budget"), "thinking_token_budget"),
     "best_of": "n",
 }
+_NEEDLESS = (  # options of vLLM's
+    "disable_log_stats", "distributed_executor_backend", "enforce_eager", "pipeline_parallel_size",
+    "swap_space", "tensor_parallel_size", "trust_remote_code",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -139,6 +143,19 @@ class SamplingParams(sampling.SamplingParams):
         if self.choice is not None:
             return grammars().choice_grammar(list(self.choice))
         return Grammar("lark", self.grammar or "")
+
+
+def unknown_argument(
+    owner: str, name: str, known: Sequence[str], others: Mapping[str, str] | None = None
+) -> str:
+    """As `unknown_option`, of what may belong in SamplingParams, or is needed elsewhere alone."""
+    own = name if name in (one.name for one in fields(SamplingParams)) else _OTHER_NAMES.get(name)
+    if own:
+        told = f"{own} in SamplingParams" if own == _HELD else f"SamplingParams({own}=...)"
+        return f"{owner} has no option {name!r}; give {told}"
+    if name in _NEEDLESS:
+        return f"{owner} has no option {name!r}, and needs none like it; leave it out"
+    return unknown_option(owner, name, known, others)
 
 
 def _are_texts(given: Any) -> bool:

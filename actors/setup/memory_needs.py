@@ -19,6 +19,7 @@ from hotcold.placement.memory import MemoryNeed, memory_need, weight_bytes
 
 # Measured after long prompts beyond what is counted: of each service; of Ray and the command.
 _SERVICE_BYTES, _OTHERS_BYTES = 50 << 20, 200 << 20
+_TILED = 128 + 16  # vectors and rows that a thread packs at once for the byte tiles of AMX
 _TORCH_BYTES = 130 << 20  # of a process that imports it, for .bin files
 CUDA_BYTES = 512 << 20  # host memory of CUDA, CuPy and cuBLAS; not measured
 
@@ -110,10 +111,15 @@ def _whole_need(system: SystemConfig, config: ModelConfig) -> MemoryNeed:
 
 
 def _vectors_bytes(system: SystemConfig, config: ModelConfig) -> int:
-    """Upper bound of the threads' `ActivationSpace`, in attention and in CPU services."""
+    """Upper bound of what threads have for vectors, in attention and in CPU services.
+
+    Their `ActivationSpace`, and what they pack vectors and rows into for AMX's tiles.
+    """
     width = max(config.hidden_size, config.num_heads * config.head_dim)
-    num_spaces = 2 * system.num_threads
-    return num_spaces * KERNEL_TOKENS * width * (4 + 1)  # floats, and a byte each
+    kept = KERNEL_TOKENS * width * (4 + 1)  # floats, and a byte each
+    blocks = (size for layer in config.layers for size in layer.ffn.block_sizes)
+    packed = _TILED * max(width, *blocks) * 3 // 2  # a byte each, factors, sums
+    return 2 * system.num_threads * (kept + packed)
 
 
 def attention_parts_bytes(system: SystemConfig, config: ModelConfig) -> int:

@@ -258,8 +258,7 @@ def _overload_by_byte_tiles(weights, x, out, first, last, column):  # type: igno
         is_dense = out.strides[1] == out.itemsize
         if out.shape[0] <= _STEP_TOKENS or last - first < _FEWEST_ROWS or not is_dense:
             return False
-        byte_tile_products(weights, x, out, first, last, first + column)
-        return True
+        return byte_tile_products(weights, x, out, first, last, first + column)
 
     if takes_bytes(weights.dtype):
         return many

@@ -98,21 +98,27 @@ class _Products:
         self.padded_groups = self.chunks * CHUNK_GROUPS
         self.num_blocks = (out.shape[0] + (AMX_ROWS - 1)) // AMX_ROWS  # of vectors
 
-    def emit(self, first: Vec, last: Vec, column: Vec) -> None:
-        """out[t, column + n - first] for rows n before `last`."""
-        load_shapes(self.builder, _SHAPES)
+    def emit(self, first: Vec, last: Vec, column: Vec) -> Vec:
+        """out[t, column + n - first] for rows n before `last`; whether there was memory for it."""
         bytes_a_group = _GROUP_BYTES + 2 * _LINE
         num_bytes = (self.num_blocks + 1) * self.padded_groups * bytes_a_group
         totals_bytes = self.num_blocks * (CHUNK_GROUPS * _TILE_BYTES)
         counts_bytes = self.chunks * _TILE_BYTES
         num_bytes = num_bytes + totals_bytes + counts_bytes
         space, free = _allocated(self.builder, num_bytes + _LINE)
-        start = Ptr(
-            self.builder,
-            self.builder.inttoptr(
-                ((space.address() + (_LINE - 1)) & -_LINE).value, I8.as_pointer()
-            ),
-        )
+        is_there = space.address().differs(0)
+        with self.builder.if_then(is_there.value, likely=True):
+            aligned = ((space.address() + (_LINE - 1)) & -_LINE).value
+            start = Ptr(self.builder, self.builder.inttoptr(aligned, I8.as_pointer()))
+            self._multiply(start, totals_bytes, counts_bytes, first, last, column)
+            free()
+        return is_there
+
+    def _multiply(
+        self, start: Ptr, totals_bytes: Vec, counts_bytes: Vec, first: Vec, last: Vec, column: Vec
+    ) -> None:
+        """As `emit`, in the space that begins at `start`."""
+        load_shapes(self.builder, _SHAPES)
         self.totals, start = start, start + totals_bytes
         self.counts, start = start, start + counts_bytes
         codes_end = start + (self.num_blocks + 1) * self.padded_groups * _GROUP_BYTES
@@ -150,7 +156,6 @@ class _Products:
             0, (last - first + (AMX_ROWS - 1)) // AMX_ROWS, 1, lambda i: rows(first + i * AMX_ROWS)
         )
         call_tiles(self.builder, "tilerelease")
-        free()
 
     def _place(self, block: Vec, count: Vec) -> Vec:
         """The first vector of a block; the last one has some of those before, too."""
@@ -264,7 +269,7 @@ class _Products:
 
 
 def _allocated(builder, num_bytes: Vec) -> tuple[Ptr, Callable[[], None]]:  # type: ignore[no-untyped-def]
-    """So much memory, and what gives it back: more than a stack holds."""
+    """So much memory, or null, and what gives it back: more than a stack holds."""
     address = I8.as_pointer()
     malloc = ir.FunctionType(address, [I64])
     free = ir.FunctionType(ir.VoidType(), [address])
@@ -283,11 +288,12 @@ def byte_tile_products(typingctx, weights, x, out, first, last, column):
     """out[t, column + n - first] = weights[n] . x[t] for n in first..last-1 and all t.
 
     At least 16 rows and 16 vectors; weights of `takes_bytes`, x `QuantizedVectors`; numbers of a
-    row of `out` lie side by side. Checks nothing.
+    row of `out` lie side by side. False, and nothing is done, where there is no memory for that.
+    Checks nothing.
     """
 
-    def emit(given: Arguments) -> None:
+    def emit(given: Arguments) -> Vec:
         products = _Products(given.array(0), given.arrays(1), given.array(2))
-        products.emit(*given.numbers(3, 4, 5))
+        return products.emit(*given.numbers(3, 4, 5))
 
-    return types.void(weights, x, out, *(_INDEX,) * 3), codegen_of(emit)
+    return types.boolean(weights, x, out, *(_INDEX,) * 3), codegen_of(emit)

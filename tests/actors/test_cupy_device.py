@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hotcold.cuda_kernels import compiled
 from hotcold.cuda_kernels.cupy_device import CupyDevice, _free_at_first
 from hotcold.cuda_kernels.matrix import FORMATS, padded_items
 from hotcold.numba_kernels.formats import row_items
@@ -103,20 +100,3 @@ def test_what_is_used_is_asked_beside_a_thread_that_captures_a_graph() -> None:
 @pytest.mark.parametrize(("told", "expected"), [(None, 9), (10, 10), (80, 9)])
 def test_of_a_part_of_a_card_the_card_says_nothing(told: int | None, expected: int) -> None:
     assert _free_at_first(told, 9, 12) == expected
-
-
-def test_a_compiled_kernel_is_on_disk_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", synced.append)
-    compiled._write(tmp_path / "a.cubin", b"code")
-    assert len(synced) == 1 and (tmp_path / "a.cubin").read_bytes() == b"code"
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        compiled._write(tmp_path / "b.cubin", b"code")
-    assert [file.name for file in tmp_path.iterdir()] == ["a.cubin"]

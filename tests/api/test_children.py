@@ -2,8 +2,18 @@
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from hotcold import connections
+from hotcold.actors import launch
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.connections import RayConnection
 from tests.e2e.commands import environment, processes_left, ray_folder
 
 SCRIPT = """
@@ -94,3 +104,34 @@ def test_forks_pools_and_cells_that_run_again(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout == "done\n"
         assert processes_left(ray) == []
+
+
+def test_while_one_starts_no_other_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What uses another system goes on; who wants the same one waits, and shares it."""
+    system: Any = SimpleNamespace(call=lambda name: None, owns_ray=False)
+    config: Any = SimpleNamespace(max_batch=1)
+    begun, loaded, started = threading.Event(), threading.Event(), []
+
+    def start(prepared: Any) -> RayConnection:
+        begun.set()
+        assert loaded.wait(60)
+        started.append(prepared)
+        return RayConnection(system, config)
+
+    monkeypatch.setattr(connections, "start_prepared", start)
+    monkeypatch.setattr(launch, "prepare_in_cluster", lambda *arguments: "prepared")
+    other, options = RayConnection(system, config), SystemOptions()
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(connections.start, tmp_path, options) for _ in range(2)]
+        try:
+            assert begun.wait(60)
+            pool.submit(other.end_sharing).result(60)
+            pool.submit(other.close).result(60)
+        finally:
+            loaded.set()
+        first, second = (each.result(60) for each in asked)
+    assert first is second and first.num_users == 2 and started == ["prepared"]
+    first.close()
+    assert not first.is_closed
+    second.close()
+    assert first.is_closed and not connections._started

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from pydantic import BaseModel
 import hotcold
 from hotcold import LLM, SamplingParams, UsageError
 from hotcold.actors.protocol.options import OPTIONS, SystemOptions
+from hotcold.inputs import Inputs
 from hotcold.jobs.support.options import system_options
 from hotcold.model import sampling
+from hotcold.model.files.locate import DEMO_DIRECTORY
 
 DEFAULTS = sampling.SamplingParams(temperature=0.3, top_k=7)
 HEAVY = {"torch", "numba", "ray", "numpy", "click", "rich", "asyncio", "tokenizers", "hotcold.llm"}
@@ -79,14 +82,47 @@ def test_params_are_as_they_were_given() -> None:
         ("context", "did you mean context_length?"),
         ("max_model_len", "did you mean context_length?"),
         ("n_gpu_layers", "did you mean gpu_memory?"),
-        ("tensor_parallel_size", "known are model, mode, dtype, "),
+        ("zzz", "known are model, mode, dtype, "),
+        ("temperature", "give SamplingParams(temperature=...)"),
+        ("tensor_parallel_size", "leave it out"),
     ],
 )
 def test_an_unknown_option_is_told(option: str, told: str) -> None:
     options: Any = {option: 3, "threads": 2}
     with pytest.raises(TypeError) as error:
         LLM("nowhere", **options)
-    assert str(error.value).startswith(f"LLM has no option {option!r}; {told}")
+    assert str(error.value).startswith(f"LLM has no option {option!r}") and told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "option", "told"),
+    [
+        ("generate", "max_tokens", "give SamplingParams(max_tokens=...)"),
+        ("generate", "max_new_tokens", "give SamplingParams(max_tokens=...)"),
+        ("generate", "guided_decoding", "give one of json_schema, regex"),
+        ("generate", "use_tqdm", "did you mean progress?"),
+        ("generate", "zzz", "known are sampling_params, progress"),
+        ("chat", "temperature", "give SamplingParams(temperature=...)"),
+        ("chat", "use_tqdm", "did you mean progress?"),
+        ("chat", "chat_template_kwargs", "did you mean template_variables?"),
+        ("embed", "use_tqdm", "did you mean progress?"),
+        ("score", "zzz", "known are progress"),
+    ],
+)
+def test_an_unknown_option_of_a_method_is_told(method: str, option: str, told: str) -> None:
+    system: Any = SimpleNamespace(max_batch=1, close=lambda: None)
+    llm, options = LLM.over(system), {option: 3}
+    llm.__dict__["_inputs"] = Inputs(DEMO_DIRECTORY, 64)
+    with pytest.raises(UsageError) as error:
+        getattr(llm, method)([{"role": "user", "content": "a"}], **options)
+    assert str(error.value).startswith(f"{method} has no option {option!r}; {told}")
+
+
+def test_what_vllm_has_besides_is_told() -> None:
+    llm = LLM.__new__(LLM)
+    with pytest.raises(AttributeError, match=r"'get_tokenizer'; use llm.tokenize and"):
+        llm.get_tokenizer()
+    assert not hasattr(llm, "zzz")
 
 
 def test_none_is_the_default_of_each_option() -> None:

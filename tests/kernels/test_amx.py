@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from hotcold.actors.cpu.kernel_matmul import AmxMatmul
-from hotcold.numba_kernels.decode.rows import gemv
+from hotcold.numba_kernels.decode.rows import _gemv, gemv
+from hotcold.numba_kernels.decode.vectors import activation_space
 from hotcold.numba_kernels.ir.target import has_feature
 from tests.kernels import reference
 from tests.kernels.amx import EmulatedAmxMatmul, bfloat16_of
@@ -73,6 +77,22 @@ def test_whole_numbers_add_up_as_one_vector_alone(
     found = gemv(rows, x)
     alone = [gemv(rows, x[t : t + 1]) for t in range(num_tokens)]
     assert np.isfinite(found).all() and found.tobytes() == np.concatenate(alone).tobytes()
+
+
+@pytest.mark.skipif(not has_feature("amx-int8"), reason="a CPU with AMX")
+def test_without_memory_for_tiles_vectors_make_the_same_numbers() -> None:
+    rows = random_rows(1, "q8", 48, 1 << 18).rows
+    x = random_floats(2, 33, 1 << 18)
+    expected, found = gemv(rows, x), np.zeros((33, 48), np.float32)
+    scratch, bias = activation_space(1, *x.shape), np.empty(0, np.float32)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), limits[1]))
+    try:
+        _gemv(rows, bias, x, scratch, found)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert found.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("kind", BITS)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from numba.core.caching import NullCache
 
 from hotcold.cuda_kernels import compiled
+from hotcold.cuda_kernels.source import Entry
 from hotcold.jobs.support import loading
 from hotcold.numba_kernels import one_compiler, own_cache
 from hotcold.numba_kernels.load import convert
 from hotcold.numba_kernels.one_compiler import KernelCache
 from tests.full_disk import files_of_at_most
-
-_FOLDERS: list[Callable[[], Path]] = [
-    lambda: own_cache.own_folder("room"),
-    compiled.cache_folder.__wrapped__,
-]
 
 
 @pytest.fixture(autouse=True)
@@ -35,34 +33,30 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert not list((tmp_path / "here").iterdir())
 
 
-@pytest.mark.parametrize("folder", _FOLDERS, ids=["cpu", "gpu"])
 @pytest.mark.parametrize("chosen", [None, "", "cache", "./cache"])
 def test_it_is_never_below_the_current_folder(
-    folder: Callable[[], Path], chosen: str | None, home: Path, monkeypatch: pytest.MonkeyPatch
+    chosen: str | None, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     if chosen is not None:
         monkeypatch.setenv("XDG_CACHE_HOME", chosen)
-    assert folder().parent == home / ".cache" / "hotcold"
+    assert own_cache.own_folder("room") == home / ".cache" / "hotcold" / "room"
 
 
-@pytest.mark.parametrize("folder", _FOLDERS, ids=["cpu", "gpu"])
-def test_it_is_made_for_its_owner_alone(
-    folder: Callable[[], Path], home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_made_for_its_owner_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
     before = os.umask(0)
     try:
-        made = folder()
+        made = own_cache.own_folder("room")
     finally:
         os.umask(before)
     for one in (made, made.parent):
         assert stat.S_IMODE(one.stat().st_mode) == 0o700
-    assert folder() == made
+    assert own_cache.own_folder("room") == made
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757, 0o1777])
-@pytest.mark.parametrize("which", ["hotcold", "hotcold/room", "hotcold/cuda"])
+@pytest.mark.parametrize("which", ["hotcold", "hotcold/room"])
 def test_one_that_others_may_write_is_not_used(
     which: str, mode: int, home: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -70,24 +64,20 @@ def test_one_that_others_may_write_is_not_used(
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     (home / which).mkdir(parents=True)
     (home / which).chmod(mode)
-    assert home not in compiled.cache_folder.__wrapped__().parents or which == "hotcold/room"
-    if which != "hotcold/cuda":
-        for _ in range(2):
-            with pytest.raises(PermissionError):
-                own_cache.own_folder("room")
-        told = capsys.readouterr().err
-        assert told.count("\n") == 1 and f"{home}/hotcold" in told and "XDG_CACHE_HOME" in told
+    for _ in range(2):
+        with pytest.raises(PermissionError):
+            own_cache.own_folder("room")
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and f"{home}/hotcold" in told and "XDG_CACHE_HOME" in told
 
 
 def test_another_users_is_not_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     own_cache.own_folder("room")
-    compiled.cache_folder.__wrapped__()
     another = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: another)
     with pytest.raises(PermissionError):
         own_cache.own_folder("room")
-    assert home not in compiled.cache_folder.__wrapped__().parents
 
 
 def test_in_a_folder_open_to_all_anybody_could_swap_it(
@@ -145,20 +135,44 @@ def test_a_full_folder_is_said_before_anything_is_compiled(monkeypatch: pytest.M
     assert said == ["full", "started"]
 
 
-def test_a_gpus_kernel_for_which_there_is_no_room_is_this_processs(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("damage", ["none", "another byte", "cut", "others may write", "full"])
+def test_a_gpus_kernel_is_read_where_it_is_whole(
+    damage: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Else it is compiled again, and kept where there is room."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-    path = compiled.cache_folder.__wrapped__() / "kernel"
-    assert compiled._kept(path, b"code") == path and path.read_bytes() == b"code"
-    write, tried = compiled._write, []
+    made: list[bytes] = []
 
-    def full(path: Path, code: bytes) -> None:
-        tried.append(path)
-        with files_of_at_most(2 if len(tried) == 1 else 100):
-            write(path, code)
+    def compile_using_nvrtc(source: str, options: Any, filename: str) -> tuple[bytes, None]:
+        made.append(b"code %d" % len(made))
+        return made[-1], None
 
-    monkeypatch.setattr(compiled, "_write", full)
-    other = compiled._kept(path.with_name("another"), b"more code")
-    assert home not in other.parents and other.read_bytes() == b"more code"
-    assert [one.name for one in path.parent.iterdir()] == ["kernel"]
+    cuda = ModuleType("cupy.cuda")
+    cuda.__dict__.update(
+        Device=lambda: SimpleNamespace(compute_capability="90"),
+        compiler=SimpleNamespace(compile_using_nvrtc=compile_using_nvrtc),
+        nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    entry = Entry("gates", "GATES")
+    monkeypatch.setattr(compiled, "entry_source", lambda entry: "source")
+    assert compiled.compiled_code(entry) == compiled.compiled_code(entry) == b"code 0"
+    (file,) = (home / "hotcold" / "cuda").iterdir()
+    content = file.read_bytes()
+    if damage == "another byte":
+        file.write_bytes(content[:-1] + b"?")
+    elif damage == "cut":
+        file.write_bytes(content[:-1])
+    elif damage == "others may write":
+        file.parent.chmod(0o777)
+    elif damage == "full":
+        file.unlink()
+        with files_of_at_most(2):
+            assert compiled.compiled_code(entry) == b"code 1"
+        assert not list(file.parent.iterdir())
+    for _ in range(2):
+        found = compiled.compiled_code(entry)
+    assert found == made[-1] and len(made) == {"none": 1, "others may write": 3, "full": 3}.get(
+        damage, 2
+    )
