@@ -79,14 +79,17 @@ def list_models(known: bool, as_json: bool) -> None:
 
 
 def _list_known(as_json: bool) -> None:
-    from hotcold.model.files.known_models import known_models
+    from hotcold.model.files.known_models import is_sparse, known_models
 
     names = known_models()
-    width = max(map(len, names))
+    width, widest = max(map(len, names)), max(map(len, names.values()))
+    sparse = [name for name, model in names.items() if is_sparse(model)]
     for name, model in sorted(names.items()):
-        click.echo(f"{name:{width}}  {model}")
+        mark = f"{model:{widest}}  sparse" if name in sparse else model
+        click.echo(f"{name:{width}}  {mark}")
+    click.echo("sparse: most neurons of the model are zero, and leaving them out pays", err=True)
     if as_json:
-        print_json({"known": names})
+        print_json({"known": names, "sparse": sparse})
 
 
 @click.command()

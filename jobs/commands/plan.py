@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _LOADS_WITHOUT = (
-    "where no neuron is chosen first, down projections stay as the file has them, and services "
-    "hold runs of neurons; with --out they are by neurons, for a system whose --plan names that "
-    "file"
+    "none is needed: systems of these options choose no neurons beforehand, and divide them "
+    "equally; --out FILE writes one all the same, for --plan FILE"
 )
 _NOT_STORED = (
     "--plot draws what neurons on storage cost, and all of this model fits; give less --cpu-memory"
@@ -135,7 +134,7 @@ def _written(
     if planning.system.down_transposed:
         return None, _LOADS_WITHOUT
     if is_described:
-        return None, "give --out"
+        return None, "it is for the machine of --machine; --out FILE writes it"
     own = place_to_write(path, plan_path(path, made.request))
     try:
         write_plan(own, planning.model.identity, made)

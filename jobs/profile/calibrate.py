@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from hotcold.actors.driver.prompts import Prompts
+from hotcold.actors.protocol.messages import THRESHOLD
 from hotcold.actors.setup.modes import ffn_share, no_zeros, require_memory_to_calibrate
 from hotcold.actors.setup.preflight import SystemOptions, check_memory, prepare_system, read_model
+from hotcold.jobs.bench.decode import decode_request
 from hotcold.jobs.profile.files import ProfileFiles
-from hotcold.jobs.support.console import print_json
+from hotcold.jobs.support.console import print_json, status_line
 from hotcold.jobs.support.loading import running_system
 from hotcold.jobs.support.text_file import read_text
 from hotcold.model.config.model_config import ModelConfig
@@ -20,6 +23,9 @@ from hotcold.model.files.artifact import ModelIdentity
 from hotcold.placement.profile import ActivationProfile, write_profile
 from hotcold.placement.solver.cost import RowBytes
 from hotcold.predictors.magnitude_thresholds import Calibrated, write_thresholds
+
+_TIMED_TOKENS, _TIMED_S = 64, 1.5
+_WORTH = 1.02  # less than that is the machine's noise
 
 
 def calibrate(
@@ -67,7 +73,37 @@ def calibrate(
         from hotcold.jobs.profile.plot import plot_profile
 
         plot_profile(files.plot, found, found.layers(config), identity.name)
-    _report(calibrated, found, served, files, time.monotonic() - started, as_json)
+    told = _report(calibrated, found, served, files, time.monotonic() - started)
+    speeds = _speeds(path, replace(options, thresholds=files.thresholds))
+    click.echo(speed_line(speeds))
+    if as_json:
+        print_json(told | {"tokens_per_s": speeds})
+
+
+def _speeds(path: Path, options: SystemOptions) -> dict[str, float]:
+    """Tokens a second in each mode, decoded for about _TIMED_S in a system of its own."""
+    found = {}
+    for mode in ("dense", THRESHOLD):
+        named = options.thresholds if mode == THRESHOLD else None
+        asked = replace(options, mode=mode, thresholds=named, speculate="off")
+        system, config = prepare_system(path, asked)
+        with running_system(system) as running, status_line(f"timing --mode {mode}"):
+            most = min(_TIMED_TOKENS, system.context_length - 4)
+            first = running.complete(decode_request(config, 2, min(4, most)))
+            count = int(_TIMED_S * first.decode_tokens_per_s)
+            timed = running.complete(decode_request(config, 2, min(max(4, count), most)))
+            found[mode] = timed.decode_tokens_per_s
+    return found
+
+
+def speed_line(speeds: dict[str, float]) -> str:
+    """Which mode is faster here, as measured."""
+    dense, thresholds = speeds["dense"], speeds[THRESHOLD]
+    if thresholds > dense * _WORTH:
+        told = f"--mode {THRESHOLD} is the faster one here"
+    else:
+        told = f"--mode {THRESHOLD} does not pay here; dense is what runs without it"
+    return f"decoding: dense {dense:.1f} tokens/s, {THRESHOLD} {thresholds:.1f}: {told}"
 
 
 def _report(
@@ -76,8 +112,8 @@ def _report(
     config: ModelConfig,
     files: ProfileFiles,
     seconds: float,
-    as_json: bool,
-) -> None:
+) -> dict[str, Any]:
+    """Tell what was found and written; returns it for programs."""
     share, ups = ffn_share(calibrated, config), float(calibrated.up_share.mean())
     downs = f"{float(calibrated.down_share.mean()):.1%} of"
     if RowBytes.of(config).reads_all_down:
@@ -90,21 +126,14 @@ def _report(
     )
     for file in files.all:
         click.echo(f"wrote {file}")
-    click.echo(
-        "--mode threshold uses them; of small models dense may be faster all the same: `hotcold "
-        "bench decode` measures each --mode"
-    )
-    if as_json:
-        print_json(
-            {
-                "tokens": found.num_tokens,
-                "seconds": round(seconds, 3),
-                "target_kld": calibrated.target_kld,
-                "mean_kld": calibrated.mean_kld,
-                "up_share": calibrated.up_share.tolist(),
-                "down_share": calibrated.down_share.tolist(),
-                "ffn_bytes_share": share,
-                "path": str(files.profile),
-                "thresholds_path": str(files.thresholds),
-            }
-        )
+    return {
+        "tokens": found.num_tokens,
+        "seconds": round(seconds, 3),
+        "target_kld": calibrated.target_kld,
+        "mean_kld": calibrated.mean_kld,
+        "up_share": calibrated.up_share.tolist(),
+        "down_share": calibrated.down_share.tolist(),
+        "ffn_bytes_share": share,
+        "path": str(files.profile),
+        "thresholds_path": str(files.thresholds),
+    }

@@ -42,7 +42,7 @@ def print_plan(plan: PlacementPlan, path: Path | None, about: str) -> None:
         print("memory is so short that some layers use a GPU for fewer neurons than pays off")
     for text in report["assumed"]:
         print(f"assumed: {text}")
-    print(f"plan: {path or 'not written'} ({about})")
+    print(f"no plan file: {about}" if path is None else f"plan: {path} ({about})")
 
 
 def plan_json(plan: PlacementPlan, path: Path | None) -> dict[str, Any]:

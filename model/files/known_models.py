@@ -9,11 +9,13 @@ import os
 import tomllib
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from hotcold.model.errors import UsageError, shown
 from hotcold.model.files.hub import REPOSITORY, cached_models
 
 _FILE = Path(__file__).with_name("known_models.toml")
+_SPARSE = "sparse"  # the table of names of models whose neurons are mostly zero
 _LATEST = ":latest"  # Ollama's tag where none is given
 
 
@@ -27,6 +29,11 @@ def own_file() -> Path:
 def known_models() -> dict[str, str]:
     """Repositories by name. Errors: UsageError of the user's file."""
     return _names_in(_FILE) | _names_in(own_file())
+
+
+def is_sparse(repository: str) -> bool:
+    """Whether most neurons of a known model are zero, so that leaving them out pays."""
+    return repository in _tables_in(_FILE)[_SPARSE].values()
 
 
 def repository_of(text: str) -> str:
@@ -67,14 +74,24 @@ def did_you_mean(text: str) -> str:
     return f"; known names: {', '.join(sorted(shortest))}"
 
 
-def _names_in(path: Path) -> dict[str, str]:
-    """The names of a file; none where it is missing. Errors: UsageError."""
+def _tables_in(path: Path) -> dict[str, Any]:
+    """The names of a file, and a table of those of sparse models; none where it is missing.
+
+    Errors:  UsageError
+    """
     try:
-        found = tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(path.read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as problem:
         raise UsageError(f"{path} cannot be read: {problem}; mend or remove it") from None
+
+
+def _names_in(path: Path) -> dict[str, str]:
+    """All names of a file. Errors: UsageError."""
+    found = _tables_in(path)
+    if isinstance(found.get(_SPARSE), dict):
+        found |= found.pop(_SPARSE)
     for name, model in found.items():
         if "/" in name or not isinstance(model, str) or not REPOSITORY.fullmatch(model):
             raise UsageError(

@@ -1,6 +1,6 @@
 """Filters of tokens that few requests ask for: top-n-sigma, typical, XTC, Mirostat.
 
-In NumPy, so that nothing waits for their compilation: passes over the logits, no sort of all.
+Passes over the logits, no sort of all: in NumPy, but for what that does number by number.
 """
 
 import math
@@ -9,7 +9,15 @@ from typing import Literal
 import numpy as np
 
 from hotcold.numba_kernels.checks import float_array, require
-from hotcold.numba_kernels.decode.sampling import argmax_kernel, largest
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.sampling import (
+    argmax_kernel,
+    draw,
+    largest,
+    space_of,
+    sum_of,
+    weigh,
+)
 
 _BINS = 1024  # by which candidates are told apart before some of them are sorted
 _MIROSTAT_TOKENS = 100  # by which Mirostat 1 estimates the slope, m of its paper
@@ -46,11 +54,24 @@ def sample_filtered(
         return best
     ids = _candidates(logits, top_k, top_n_sigma)
     if typical_p < 1.0:
-        ids = ids[_most_typical(logits[ids], typical_p)]
-    ids = ids[_likeliest(logits[ids], temperature, top_p, min_p)]
+        ids = _among(ids, _most_typical(_of(logits, ids), typical_p))
+    if top_p < 1.0 or min_p > 0.0:
+        ids = _among(ids, _likeliest(_of(logits, ids), temperature, top_p, min_p))
     if chance < xtc_probability:
-        ids = ids[_without_top(logits[ids], xtc_threshold)]
-    return int(ids[_drawn(_weights(logits[ids], temperature), uniform)])
+        ids = _among(ids, _without_top(_of(logits, ids), xtc_threshold))
+    weights = _weights(_of(logits, ids), temperature)
+    place = _drawn(weights, uniform)
+    return place if ids is None else int(ids[place])
+
+
+def _of(logits: np.ndarray, ids: np.ndarray | None) -> np.ndarray:
+    """The logits of some ids, or of all."""
+    return logits if ids is None else logits[ids]
+
+
+def _among(ids: np.ndarray | None, places: np.ndarray) -> np.ndarray:
+    """The ids at some places."""
+    return places if ids is None else ids[places]
 
 
 def sample_mirostat(
@@ -93,15 +114,14 @@ def _checked(logits: np.ndarray, temperature: float) -> tuple[np.ndarray, int]:
 
 
 def _weights(values: np.ndarray, temperature: float) -> np.ndarray:
-    """exp((v - max v) / temperature), in float64."""
-    weights = values.astype(np.float64)
-    weights -= weights.max()
-    weights /= temperature
-    return np.exp(weights, out=weights)
+    """exp((v - max v) / temperature), in float64, until it is called again."""
+    weights = space_of("weights", values.size, np.float64)
+    weigh(values, np.float64(values.max()), float(temperature), weights)
+    return weights
 
 
-def _candidates(logits: np.ndarray, top_k: int, top_n_sigma: float) -> np.ndarray:
-    """Ids of the tokens that top_n_sigma and top_k leave, and that are possible at all."""
+def _candidates(logits: np.ndarray, top_k: int, top_n_sigma: float) -> np.ndarray | None:
+    """Ids of what top_n_sigma and top_k leave, and that are possible at all; None: of all."""
     ids = None
     if top_n_sigma > 0:
         finite = logits.astype(np.float64)
@@ -111,17 +131,28 @@ def _candidates(logits: np.ndarray, top_k: int, top_n_sigma: float) -> np.ndarra
     if 0 < top_k < size:
         ids = largest(logits, top_k) if ids is None else ids[largest(logits[ids], top_k)]
     if ids is None:
-        return np.flatnonzero(logits > -np.inf)
+        return None if logits.min() > -np.inf else np.flatnonzero(logits > -np.inf)
     return ids[logits[ids] > -np.inf]
 
 
 def _most_typical(values: np.ndarray, share: float) -> np.ndarray:
     weights = _weights(values, 1.0)
     total = weights.sum()
-    probabilities = weights / total
-    surprises = values.max() + math.log(total) - values.astype(np.float64)
-    distances = np.abs(surprises - (probabilities * surprises).sum())
-    return _first_that_hold(distances, probabilities, share, "right")
+    surprises, products = (space_of(n, values.size, np.float64) for n in ("surprises", "products"))
+    most = float(values.max() + math.log(total))
+    _surprise(values, most, total, weights, surprises, products)
+    surprises -= products.sum()
+    distances = np.abs(surprises, out=surprises)
+    return _first_that_hold(distances, weights, share, "right")
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _surprise(values, most, total, weights, surprises, products):  # type: ignore[no-untyped-def]
+    """Divide `weights` by their total; of each its -log p, and p times that."""
+    for i in range(values.shape[0]):
+        weights[i] /= total
+        surprises[i] = most - values[i]
+        products[i] = weights[i] * surprises[i]
 
 
 def _likeliest(values: np.ndarray, temperature: float, top_p: float, min_p: float) -> np.ndarray:
@@ -139,17 +170,42 @@ def _first_that_hold(
 
     Only those are sorted whose keys are near the last one's.
     """
-    before, near = np.empty(0, np.int64), np.arange(keys.size)
+    num_before, places, near = 0, np.empty(0, np.int32), np.arange(keys.size)
     low, span = keys.min(), float(keys.max() - keys.min())
     if keys.size > _BINS and 0 < span < np.inf:
-        bins = ((keys - low) * ((_BINS - 1) / span)).astype(np.int32)
-        held = np.cumsum(np.bincount(bins, weights, _BINS))
+        bins, sums = space_of("bins", keys.size, np.int16), np.zeros(_BINS, np.float64)
+        _put_in_bins(keys, weights, low, (_BINS - 1) / span, bins, sums)
+        held = np.cumsum(sums)
         last = min(int(np.searchsorted(held, wanted, side=side)), _BINS - 1)
-        before, near = np.flatnonzero(bins < last), np.flatnonzero(bins == last)
+        places = np.empty(keys.size, np.int32)
+        num_before, num_near = _split(bins, last, places)
+        near = places[keys.size - num_near :][::-1].copy()
         wanted -= held[last - 1] if last else 0.0
     near = near[np.argsort(keys[near], kind="stable")]
     count = 1 + int(np.searchsorted(np.cumsum(weights[near]), wanted, side=side))
-    return np.concatenate([before, near[:count]])
+    return np.concatenate([places[:num_before], near[:count]])
+
+
+@njit(nogil=True, cache=True)
+def _put_in_bins(keys, weights, low, scale, bins, sums):  # type: ignore[no-untyped-def]
+    """bins[i] = (keys[i] - low) * scale, down to a whole number; what each weighs is added up."""
+    for i in range(keys.shape[0]):
+        number = np.int16((keys[i] - low) * scale)
+        bins[i] = number
+        sums[number] += weights[i]
+
+
+@njit(nogil=True, cache=True)
+def _split(bins, last, places):  # type: ignore[no-untyped-def]
+    """Places of lesser bins from the first on, those of bin `last` from the end on; how many."""
+    num_before, num_near = 0, 0
+    for i in range(bins.shape[0]):
+        places[num_before] = i
+        num_before += np.int64(bins[i] < last)
+        if bins[i] == last:
+            num_near += 1
+            places[-num_near] = i
+    return num_before, num_near
 
 
 def _without_top(values: np.ndarray, threshold: float) -> np.ndarray:
@@ -164,11 +220,7 @@ def _without_top(values: np.ndarray, threshold: float) -> np.ndarray:
 
 def _drawn(weights: np.ndarray, uniform: float) -> int:
     """The place whose share of the summed weights has `uniform` in it."""
-    sums = np.cumsum(weights)
-    place = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
-    if place < sums.size:
-        return place
-    return int(np.flatnonzero(weights)[-1])  # rounding
+    return int(draw(weights, float(sum_of(weights)), uniform))
 
 
 def _zipf_count(logits: np.ndarray, temperature: float, mu: float) -> int:

@@ -1,6 +1,7 @@
 """Choosing the next token from logits: greedy, or top-k, top-p and min-p sampling."""
 
 import math
+import threading
 
 import numpy as np
 
@@ -11,7 +12,14 @@ from hotcold.numba_kernels.decode.finite import INFINITE, MAGNITUDE
 _PIECE = 512  # logits
 _MOST = np.int32(2**31 - 1)
 _LARGEST_HEAP = 512
+_FEW = 64  # logits that mostly hold what top_p and min_p keep
 _DIGIT_BITS = 11  # of a radix sort of 32 bits
+_DIGIT_MASK, _FIRST_SHIFT = np.uint32((1 << _DIGIT_BITS) - 1), 32 - _DIGIT_BITS
+_LAST_RANK = 0xFFFFFFFF
+_LEAST_POWER = -708.0  # of e, whose number is a normal one
+_LOG2_E = 1 / math.log(2)
+_LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
+_WHOLE = 1.5 * 2.0**52  # added, it leaves a whole number in the lowest bits
 
 
 @njit(nogil=True, cache=True)
@@ -99,10 +107,14 @@ def largest(logits, count):
     values, ids = logits[:count].copy(), np.arange(count)
     for parent in range(count // 2 - 1, -1, -1):
         _sift_down(values, ids, count, parent)
-    for i in range(count, logits.shape[0]):
-        if logits[i] > values[0]:
-            values[0], ids[0] = logits[i], i
-            _sift_down(values, ids, count, 0)
+    for first in range(count, logits.shape[0], _PIECE):
+        some = logits[first : first + _PIECE]
+        if _ends_kernel(some)[1] <= _ends_kernel(values[:1])[1]:
+            continue
+        for i in range(some.shape[0]):
+            if some[i] > values[0]:
+                values[0], ids[0] = some[i], first + i
+                _sift_down(values, ids, count, 0)
     for last in range(count - 1, 0, -1):
         values[0], values[last] = values[last], values[0]
         ids[0], ids[last] = ids[last], ids[0]
@@ -131,47 +143,227 @@ def _choose(logits, ids, temperature, top_p, min_p, total, uniform):
     return ids[kept - 1]
 
 
+@njit(nogil=True, cache=True, _nrt=True, error_model="numpy")
+def weigh(logits, top, temperature, out):
+    """out[i] = exp((logits[i] - top) / temperature), of logits up to `top`; returns their sum.
+
+    In loops of many numbers at once, which libm's exp is not: 2^k e^r with |r| <= ln 2 / 2, e^r by
+    its series. Below e^-708 it is 0.
+    """
+    powers = np.empty(_PIECE, np.float64)
+    bits = powers.view(np.int64)
+    scale = 1.0 / max(temperature, 1e-300)
+    for first in range(0, logits.shape[0], _PIECE):
+        some, weights = logits[first : first + _PIECE], out[first : first + _PIECE]
+        for i in range(some.shape[0]):
+            x = max((some[i] - top) * scale, _LEAST_POWER)
+            weights[i] = x
+            powers[i] = x * _LOG2_E + _WHOLE
+        for i in range(some.shape[0]):
+            whole = powers[i] - _WHOLE
+            r = weights[i] - whole * _LN2_HIGH - whole * _LN2_LOW
+            weights[i] = 0.0 if weights[i] == _LEAST_POWER else _series(r)
+        for i in range(some.shape[0]):
+            bits[i] = (bits[i] + 1023) << 52
+        for i in range(some.shape[0]):
+            weights[i] *= powers[i]
+    return sum_of(out)
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _series(r):
+    total = r * (1 / 6227020800) + 1 / 479001600
+    total = total * r + 1 / 39916800
+    total = total * r + 1 / 3628800
+    total = total * r + 1 / 362880
+    total = total * r + 1 / 40320
+    total = total * r + 1 / 5040
+    total = total * r + 1 / 720
+    total = total * r + 1 / 120
+    total = total * r + 1 / 24
+    total = total * r + 1 / 6
+    total = total * r + 0.5
+    return (total * r + 1.0) * r + 1.0
+
+
 @njit(nogil=True, cache=True, _nrt=True)
-def _choose_any(logits, best, temperature, total, uniform):
-    target = uniform * total
-    for i in range(logits.shape[0]):
-        target -= math.exp((logits[i] - logits[best]) / temperature)
-        if target < 0:
-            return i
-    return best
+def _rank(logits, ranks):
+    """Unsigned numbers in the order of `largest`, the largest logit's first."""
+    bits = logits.view(np.int32)
+    for i in range(bits.shape[0]):
+        sign = bits[i] >> np.int32(31)
+        ranks[i] = np.uint32(_MOST - np.int32(((bits[i] & MAGNITUDE) ^ sign) - sign))
 
 
 @njit(nogil=True, cache=True)
-def _total(logits, best, temperature):
-    total = 0.0
-    for i in range(logits.shape[0]):
-        total += math.exp((logits[i] - logits[best]) / temperature)
-    return total
+def sum_of(numbers):
+    """Their sum: of every fourth one, as a sum of one after the other waits for each."""
+    a, b, c, d = 0.0, 0.0, 0.0, 0.0
+    whole = numbers.shape[0] & ~3
+    for i in range(0, whole, 4):
+        a += numbers[i]
+        b += numbers[i + 1]
+        c += numbers[i + 2]
+        d += numbers[i + 3]
+    for i in range(whole, numbers.shape[0]):
+        a += numbers[i]
+    return (a + b) + (c + d)
 
 
 @njit(nogil=True, cache=True, _nrt=True)
-def sample_kernel(logits, temperature, top_k, top_p, min_p, uniform):
-    """One token id; see `sample`. Checks nothing; -1 if a logit is NaN."""
+def _sums_by_digit(ranks, amounts):
+    """The sum of amounts for each first digit of a rank; of neighbours apart, then together."""
+    sums = np.zeros((2, 1 << _DIGIT_BITS), np.float64)
+    for i in range(0, ranks.shape[0] - 1, 2):
+        sums[0, ranks[i] >> _FIRST_SHIFT] += amounts[i]
+        sums[1, ranks[i + 1] >> _FIRST_SHIFT] += amounts[i + 1]
+    if ranks.shape[0] & 1:
+        sums[0, ranks[-1] >> _FIRST_SHIFT] += amounts[-1]
+    for digit in range(sums.shape[1]):
+        sums[0, digit] += sums[1, digit]
+    return sums[0]
+
+
+@njit(nogil=True, cache=True)
+def _reached_digit(sums, before, wanted):
+    """The digit at which sums reach `wanted`, else the last of some amount; the sum before it."""
+    last, least, reached = 0, before, before
+    for digit in range(sums.shape[0]):
+        if sums[digit] > 0.0:
+            last, least = digit, reached
+            reached += sums[digit]
+            if reached >= wanted:
+                break
+    return last, least
+
+
+@njit(nogil=True, cache=True, _nrt=True)
+def _reach(ranks, amounts, sums, wanted, space):
+    """The place, in order of rank and then of index, at which amounts reach `wanted`; their sum.
+
+    The last one of some amount where they do not. `sums` are `_sums_by_digit`. A digit of ranks
+    after the other, among those that have the digits before: nothing is sorted.
+    """
+    digit, before = _reached_digit(sums, 0.0, wanted)
+    ids, count = space, 0
+    for i in range(ranks.shape[0]):
+        ids[count] = np.int32(i)
+        count += np.int64(ranks[i] >> _FIRST_SHIFT == digit)
+    ids = ids[:count]
+    for shift in (_FIRST_SHIFT - _DIGIT_BITS, 0):
+        first = ranks[ids[0]]
+        is_one = True
+        for i in ids:
+            is_one = is_one and ranks[i] == first
+        if is_one:
+            break
+        own = np.zeros(1 << _DIGIT_BITS, np.float64)
+        for i in ids:
+            own[(ranks[i] >> shift) & _DIGIT_MASK] += amounts[i]
+        digit, before = _reached_digit(own, before, wanted)
+        count = 0
+        for i in ids:
+            ids[count] = i
+            count += np.int64((ranks[i] >> shift) & _DIGIT_MASK == digit)
+        ids = ids[:count]
+    place, reached = ids[0], before
+    for i in ids:
+        if amounts[i] > 0.0:
+            place = i
+            reached += amounts[i]
+            if reached >= wanted:
+                break
+    return place, reached
+
+
+@njit(nogil=True, cache=True, _nrt=True)
+def _choose_ranked(logits, weights, total, top_k, top_p, min_p, uniform, ranks, ids):
+    """`_choose` among all; `weights` are overwritten, `ranks` and `ids` are space."""
+    _rank(logits, ranks)
+    if 0 < top_k < logits.shape[0]:
+        ones = np.ones(logits.shape[0], np.uint8)
+        place, _ = _reach(ranks, ones, _sums_by_digit(ranks, ones), float(top_k), ids)
+        last = ranks[place]
+        for i in range(ranks.shape[0]):
+            is_kept = ranks[i] < last or (ranks[i] == last and i <= place)
+            weights[i] = weights[i] if is_kept else 0.0
+        total = sum_of(weights)
+    place, sums = -1, np.empty(0, np.float64)
+    if top_p < 1.0 or min_p == 0.0:
+        sums = _sums_by_digit(ranks, weights)
+        place, total = _reach(ranks, weights, sums, top_p * total, ids)
+    if min_p > 0.0:
+        last = np.uint32(_LAST_RANK) if place < 0 else ranks[place]
+        for i in range(weights.shape[0]):
+            is_kept = ranks[i] < last or (ranks[i] == last and (place < 0 or i <= place))
+            weights[i] = weights[i] if is_kept and weights[i] >= min_p else 0.0
+        total, sums = sum_of(weights), _sums_by_digit(ranks, weights)
+    wanted = min(np.nextafter(uniform * total, np.inf), total)
+    return _reach(ranks, weights, sums, wanted, ids)[0]
+
+
+@njit(nogil=True, cache=True)
+def draw(weights, total, uniform):
+    """The place whose share of `total`, the sum of `weights`, has `uniform` in it."""
+    target, first = uniform * total, 0
+    while first + _PIECE < weights.shape[0]:
+        own = sum_of(weights[first : first + _PIECE])
+        if target < own:
+            break
+        target -= own
+        first += _PIECE
+    place = first
+    for i in range(first, weights.shape[0]):
+        target -= weights[i]
+        if target < 0:
+            return i
+        place = i if weights[i] > 0.0 else place
+    while weights[place] == 0.0 and place > 0:  # rounding
+        place -= 1
+    return place
+
+
+@njit(nogil=True, cache=True, _nrt=True)
+def sample_kernel(logits, temperature, top_k, top_p, min_p, uniform, weights, ranks, ids):
+    """One token id; see `sample`. Checks nothing; -1 if a logit is NaN. The last three are space:
+
+    Shapes:  weights float64, ranks uint32, ids int32 (V,)
+    """
     best = argmax_kernel(logits)
     if best < 0 or temperature == 0.0 or top_k == 1 or logits[best] == np.inf:
         return best
     size = logits.shape[0]
-    if 0 < top_k < size:
-        ids = largest(logits, top_k)
+    if 0 < top_k <= min(size - 1, _LARGEST_HEAP):
+        top = largest(logits, top_k)
         total = 0.0
-        for i in ids:
+        for i in top:
             total += math.exp((logits[i] - logits[best]) / temperature)
-        chosen = _choose(logits, ids, temperature, top_p, min_p, total, uniform)
-        return chosen if chosen >= 0 else ids[-1]
-    total = _total(logits, best, temperature)
-    if top_p >= 1.0 and min_p == 0.0:
-        return _choose_any(logits, best, temperature, total, uniform)
-    count, chosen = min(size, 64), -1
-    while chosen < 0:
-        ids = largest(logits, count)
-        chosen = _choose(logits, ids, temperature, top_p, min_p, total, uniform)
-        count = min(size, count * 8) if count < _LARGEST_HEAP else size
-    return chosen
+        chosen = _choose(logits, top, temperature, top_p, min_p, total, uniform)
+        return chosen if chosen >= 0 else top[-1]
+    total = weigh(logits, logits[best], temperature, weights)
+    if top_p >= 1.0 and min_p == 0.0 and not 0 < top_k < size:
+        return draw(weights, total, uniform)
+    if top_k == 0:
+        top = largest(logits, min(size, _FEW))
+        chosen = _choose(logits, top, temperature, top_p, min_p, total, uniform)
+        if chosen >= 0:
+            return chosen
+    return _choose_ranked(logits, weights, total, top_k, top_p, min_p, uniform, ranks, ids)
+
+
+_kept = threading.local()
+
+
+def space_of(name: str, size: int, dtype: type) -> np.ndarray:
+    """An array of whatever was there, which the next call in this thread gives again by that name.
+
+    Memory that is new at each token takes as long as the work.
+    """
+    found: np.ndarray | None = getattr(_kept, name, None)
+    if found is None or found.size < size:
+        found = np.empty(size, dtype)
+        setattr(_kept, name, found)
+    return found[:size]
 
 
 def sample(
@@ -200,6 +392,8 @@ def sample(
     require(0 <= min_p <= 1, "min_p must lie in [0, 1]")
     require(0 <= uniform < 1, "uniform must lie in [0, 1)")
     shares = (float(top_p), float(min_p), float(uniform))  # an int would compile it anew
-    chosen = int(sample_kernel(logits, float(temperature), top_k, *shares))
+    kinds = {"weights": np.float64, "ranks": np.uint32, "ids": np.int32}
+    space = (space_of(name, logits.size, kind) for name, kind in kinds.items())
+    chosen = int(sample_kernel(logits, float(temperature), top_k, *shares, *space))
     require(chosen >= 0, "the logits hold a NaN")
     return chosen

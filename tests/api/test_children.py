@@ -132,6 +132,6 @@ def test_while_one_starts_no_other_waits(tmp_path: Path, monkeypatch: pytest.Mon
         first, second = (each.result(60) for each in asked)
     assert first is second and first.num_users == 2 and started == ["prepared"]
     first.close()
-    assert not first.is_closed
+    assert first.num_users == 1
     second.close()
     assert first.is_closed and not connections._started

@@ -121,7 +121,7 @@ def test_an_unknown_option_of_a_method_is_told(method: str, option: str, told: s
 def test_what_vllm_has_besides_is_told() -> None:
     llm = LLM.__new__(LLM)
     with pytest.raises(AttributeError, match=r"'get_tokenizer'; use llm.tokenize and"):
-        llm.get_tokenizer()
+        llm.get_tokenizer()  # type: ignore[attr-defined]
     assert not hasattr(llm, "zzz")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hotcold.jobs.cli import main
+from hotcold.jobs.profile.calibrate import speed_line
 from hotcold.model.config.build import read_config
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.placement.profile import read_profile
@@ -65,6 +66,8 @@ def test_from_profile_to_perplexity(
         capsys, "profile", model, "--text", text, "--target-kl", f"{TARGET}", *threads
     )
     assert err.startswith("no activation of this model (silu) is exactly zero")
+    speeds = told["tokens_per_s"]
+    assert set(speeds) == {"dense", "threshold"} and min(speeds.values()) > 0
     assert 0.8 * TARGET < told["mean_kld"] <= TARGET and 0.3 < told["ffn_bytes_share"] < 0.99
     config, identity = read_config(model), ModelIdentity.of(model)
     found = read_thresholds(Path(told["thresholds_path"]), identity, config)
@@ -91,6 +94,17 @@ def test_from_profile_to_perplexity(
     assert scored["ups_computed"] == pytest.approx(found.up_share.mean(), abs=0.1)
     assert scored["neurons_computed"] == pytest.approx(found.down_share.mean(), abs=0.1)
     assert "reads" in command(capsys, "show", model)[1]
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "told"),
+    [(130.0, "is the faster one here"), (90.0, "does not pay here"), (100.5, "does not pay here")],
+)
+def test_only_what_was_faster_is_praised(thresholds: float, told: str) -> None:
+    line = speed_line({"dense": 100.0, "threshold": thresholds})
+    assert (
+        line.startswith(f"decoding: dense 100.0 tokens/s, threshold {thresholds}") and told in line
+    )
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ if sys.argv[1] == "alone":
     only_compile()
 x = np.ones(64, np.float32)
 norm_kernel(np.int32(0), x, x, x[:0], np.float32(1e-5), x)
-sample_kernel(x, 1.0, 2, 0.9, 0.1, 0.5)
+sample_kernel(x, 1.0, 2, 0.9, 0.1, 0.5, x.astype(float), x.view(np.uint32), x.view(np.int32))
 for kernel in (norm_kernel, sample_kernel):
     (code,) = kernel.inspect_asm().values()
     print(hashlib.sha256(code.encode()).hexdigest(), len(code) > 1000)

@@ -125,9 +125,14 @@ def test_of_a_path_it_is_told_that_nothing_is_there(typed: str) -> None:
 def test_all_names_are_listed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own_file().write_text('"house" = "me/house"\n')
     assert main(["list", "--known", "--json"]) == 0
-    *lines, said = capsys.readouterr().out.splitlines()
-    assert json.loads(said) == {"known": known_models()}
+    out, err = capsys.readouterr()
+    *lines, said = out.splitlines()
+    told = json.loads(said)
+    assert told["known"] == known_models() and "leaving them out pays" in err
+    assert {"prosparse-llama2", "bamboo", "smallthinker:21b"} <= set(told["sparse"])
+    assert not {"house", "qwen3:8b"} & set(told["sparse"])
     assert [line.split() for line in lines] == [
-        list(pair) for pair in sorted(known_models().items())
+        [*pair, "sparse"] if pair[0] in told["sparse"] else list(pair)
+        for pair in sorted(known_models().items())
     ]
     assert "prosparse-llama2:7b" in said and ["house", "me/house"] in [x.split() for x in lines]

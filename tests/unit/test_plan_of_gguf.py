@@ -77,7 +77,7 @@ def test_a_plan_of_what_keeps_the_files_rows(
     """Such a system loads by no plan, so none is written."""
     report = planned(capsys, path)
     assert neuron_bytes(report) == loaded_bytes(path, is_dense=True)
-    assert report["path"] is None and "services hold runs of neurons" in report["said"]
+    assert report["path"] is None and "no plan file: none is needed" in report["said"]
     assert not (path.parent / "hotcold").exists()
 
 
@@ -102,7 +102,7 @@ def test_a_plan_of_what_loads_by_it(
     else:
         report = planned(capsys, path, *arguments)
     written = Path(report["path"])
-    assert written.exists() and "runs of neurons" not in report["said"]
+    assert written.exists() and "none is needed" not in report["said"]
     assert neuron_bytes(report) > loaded_bytes(path, is_dense=True)
     written.unlink()
 

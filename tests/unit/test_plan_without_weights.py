@@ -47,7 +47,7 @@ def test_a_shape_alone_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--shape", "llama-7b", "--machine", HERE, "--gpu-memory", "4GiB")
     exact = planned(capsys, *arguments, "--density", "0.1")
     assert exact["path"] is None
-    assert "the model's weights are not here" in exact["said"]
+    assert "no plan file: the model's weights are not here" in exact["said"]
     assumed = "\n".join(exact["assumed"])
     for words in ("0.1 of the neurons fire", "(--density)", "description", "half full"):
         assert words in assumed

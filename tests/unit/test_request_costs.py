@@ -26,7 +26,7 @@ from hotcold.model.parameters import Texts
 from hotcold.model.sampling import PARAMETERS, SamplingParams
 from hotcold.model.text.tokenizer import Tokenizer
 
-LENGTH, VOCAB = 30_000, 32_000
+LENGTH, VOCAB, LARGEST_VOCAB = 30_000, 32_000, 150_000
 LONGEST_MS, LONGEST_START_S = 4.0, 2.0
 Cost = Callable[[list[int]], Callable[[int], object]]  # of a prompt: what each later token costs
 
@@ -52,8 +52,8 @@ def texts(size: int) -> tuple[str, ...]:
     return tuple(f"{'a' * (size - 2)}{ends[i % 61]}{ends[i // 61]}" for i in range(Texts.most))
 
 
-def logits() -> np.ndarray:
-    return np.random.default_rng(3).standard_normal(VOCAB).astype(np.float32)
+def logits(size: int = VOCAB) -> np.ndarray:
+    return np.random.default_rng(3).standard_normal(size).astype(np.float32)
 
 
 def dry(**options: Any) -> Cost:
@@ -87,7 +87,8 @@ def penalties(**options: Any) -> Cost:
 
 def drawn(**options: Any) -> Cost:
     def begin(tokens: list[int]) -> Callable[[int], object]:
-        sampler, found = TokenSampler(SamplingParams(**{"temperature": 1.5, **options})), logits()
+        sampler = TokenSampler(SamplingParams(**{"temperature": 1.5, **options}))
+        found = logits(LARGEST_VOCAB)
         return lambda token_id: sampler.draw(found)
 
     return begin
@@ -166,7 +167,7 @@ COSTS: dict[str, list[Cost]] = {
         stopped(("a" * 500 + "c", "b" * 1000), "aabb"),
     ],
     "temperature": [drawn(**ALL)],
-    "top_k": [drawn(**ALL | {"top_k": VOCAB - 1})],
+    "top_k": [drawn(**ALL | {"top_k": LARGEST_VOCAB - 1})],
     "top_p": [drawn(**ALL | {"top_p": 0.9999})],
     "min_p": [drawn(**ALL | {"min_p": 1e-6})],
     "top_n_sigma": [drawn(**ALL, top_n_sigma=100.0)],
