@@ -170,7 +170,8 @@ def _first_that_hold(
 
     Only those are sorted whose keys are near the last one's.
     """
-    num_before, places, near = 0, np.empty(0, np.int32), np.arange(keys.size)
+    num_before, places = 0, np.empty(0, np.int32)
+    near: np.ndarray = np.arange(keys.size)
     low, span = keys.min(), float(keys.max() - keys.min())
     if keys.size > _BINS and 0 < span < np.inf:
         bins, sums = space_of("bins", keys.size, np.int16), np.zeros(_BINS, np.float64)
@@ -201,7 +202,7 @@ def _split(bins, last, places):  # type: ignore[no-untyped-def]
     num_before, num_near = 0, 0
     for i in range(bins.shape[0]):
         places[num_before] = i
-        num_before += np.int64(bins[i] < last)
+        num_before += int(bins[i] < last)
         if bins[i] == last:
             num_near += 1
             places[-num_near] = i

@@ -248,7 +248,7 @@ def _reach(ranks, amounts, sums, wanted, space):
     ids, count = space, 0
     for i in range(ranks.shape[0]):
         ids[count] = np.int32(i)
-        count += np.int64(ranks[i] >> _FIRST_SHIFT == digit)
+        count += int(ranks[i] >> _FIRST_SHIFT == digit)
     ids = ids[:count]
     for shift in (_FIRST_SHIFT - _DIGIT_BITS, 0):
         first = ranks[ids[0]]
@@ -264,7 +264,7 @@ def _reach(ranks, amounts, sums, wanted, space):
         count = 0
         for i in ids:
             ids[count] = i
-            count += np.int64((ranks[i] >> shift) & _DIGIT_MASK == digit)
+            count += int((ranks[i] >> shift) & _DIGIT_MASK == digit)
         ids = ids[:count]
     place, reached = ids[0], before
     for i in ids:
