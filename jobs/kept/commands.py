@@ -49,7 +49,7 @@ def ps(as_json: bool) -> None:
 def stop(names: tuple[str, ...]) -> None:
     """End the running systems of these NAMEs (see `hotcold ps`); all that are kept without one.
 
-    Requests that run are answered first.
+    Requests that run are answered first. `python -m hotcold.jobs.stop` ends one of a Ray cluster.
     """
     running = running_systems()
     chosen = [system_named(name, running) for name in dict.fromkeys(names)]
@@ -84,7 +84,9 @@ def system_named(
             return one
     names = ", ".join(record.name for _, record in running)
     others = f"these do: {names}" if names else "none does"
-    raise UsageError(f"no system named {name!r} is running; {others}")
+    raise UsageError(
+        f"no system named {name!r} is running; {others} (those of a Ray cluster are not listed)"
+    )
 
 
 def _state(folder: Path, record: registry.Record) -> dict[str, Any]:

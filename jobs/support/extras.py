@@ -48,4 +48,7 @@ def require_known_gradio() -> None:
 
 
 def _install(name: str) -> str:
-    return f"{shlex.quote(sys.executable)} -m pip install 'hotcold[{name}]'"
+    python = shlex.quote(sys.executable)
+    has_pip = importlib.util.find_spec("pip") is not None  # environments of uv's have none
+    pip = f"{python} -m pip install" if has_pip else f"uv pip install --python {python}"
+    return f"{pip} 'hotcold[{name}]'"

@@ -258,7 +258,8 @@ def test_commands_use_what_is_served(machine: Machine) -> None:
         assert machine.run("stop")[0] == "no system is kept\n"
         process = machine.begin("stop", "demos")
         assert process.communicate(timeout=WAIT_S)[1] == (
-            "hotcold: error: no system named 'demos' is running; these do: demo\n"
+            "hotcold: error: no system named 'demos' is running; these do: demo (those of a Ray "
+            "cluster are not listed)\n"
         )
         assert machine.run("stop", "demo") == ("the system 'demo' has ended\n", "")
         assert server.end() == (0, "")

@@ -90,6 +90,8 @@ def _check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail where a command of a shell block could not be given as it stands."""
     program, *words = shlex.split(command)
     program = program.removeprefix(".venv/bin/")
+    if [program, *words[:2]] == ["python", "-m", "pip"]:
+        program, words = "pip", words[2:]
     if program == "hotcold":
         _parse(cli, words, program)
     elif program in ("python", "python3") and words[:1] == ["-m"] and words[1] != "venv":
@@ -151,7 +153,7 @@ def test_command_in_prose_can_be_given(command: str, monkeypatch: pytest.MonkeyP
         "python -m benchmarks.no_such_thing",
         "python -m benchmarks.faults --fault 3",
         "python -m jobs.generate --request IN",
-        "pip install -e '.[gui]'",
+        "python -m pip install -e '.[gui]'",
         "benchmarks/gpu_host.sh --wheel DIR",
         "ray job submit --workingdir . -- python -m hotcold.jobs.stop --system NAME",
         "ray job submit --working-dir . -- python -m hotcold.jobs.stop --sistem NAME",

@@ -30,6 +30,7 @@ def test_the_test_extra_has_all_others_that_commands_use() -> None:
     assert {*EXTRAS, "cluster"} == set(own.removeprefix("hotcold[").rstrip("]").split(","))
 
 
+@pytest.mark.parametrize("has_pip", [True, False])
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -41,12 +42,14 @@ def test_the_test_extra_has_all_others_that_commands_use() -> None:
 def test_a_missing_extra_is_named(
     line: list[str],
     told: str,
+    has_pip: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     needed = {package for packages in EXTRAS.values() for package in packages}
+    needed |= set() if has_pip else {"pip"}
     found = importlib.util.find_spec
 
     def without(name: str, package: str | None = None) -> object:
@@ -55,8 +58,9 @@ def test_a_missing_extra_is_named(
     monkeypatch.setattr(importlib.util, "find_spec", without)
     assert main(line) == 1
     extra = {"serve": "ui", "plan": "plan", "profile": "plot"}[line[0]]
-    pip = f"{shlex.quote(sys.executable)} -m pip"
-    expected = f"hotcold: error: {told} not installed; {pip} install 'hotcold[{extra}]'\n"
+    python = shlex.quote(sys.executable)
+    pip = f"{python} -m pip install" if has_pip else f"uv pip install --python {python}"
+    expected = f"hotcold: error: {told} not installed; {pip} 'hotcold[{extra}]'\n"
     assert capsys.readouterr().err == expected
 
 
