@@ -22,7 +22,7 @@ from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import ARTIFACTS, place_to_write
-from hotcold.model.files.atomic_write import sync_folder
+from hotcold.model.files.atomic_write import part_of, remove_old_parts, sync_folder
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
 from hotcold.model.weights.ffn import FfnWeights, ffn_layers
@@ -63,11 +63,9 @@ def write_bundles(
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _open_part(part, path, waits=accept_existing)
         if descriptor < 0:
-            part = part.with_name(f"{path.name}.{os.getpid()}.part")
-            descriptor, own = (
-                os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW),
-                part,
-            )
+            remove_old_parts(path)  # of killed runs
+            part = own = part_of(path)
+            descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     except OSError as problem:
         raise ArtifactError(
             f"{path}: cannot be written ({problem.strerror}); name another folder in {ARTIFACTS}"

@@ -30,6 +30,7 @@ from hotcold.model.bundles.pack import write_bundles
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.atomic_write import part_of
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.files.safetensors_file import SafetensorsFile
 from hotcold.model.weights.check import stored_config
@@ -348,7 +349,7 @@ def test_two_at_once(model: Model) -> None:
 
 
 def test_a_file_system_without_locks(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is written, and neither a whole run nor a stopped one leaves a part."""
+    """The file is written, and neither a whole run nor a stopped or killed one leaves a part."""
 
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -361,6 +362,9 @@ def test_a_file_system_without_locks(model: Model, monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt):
         model.write(stop)
     assert list(model.file.parent.iterdir()) == []
+    killed = part_of(model.file)
+    killed.write_bytes(b"some neurons")
+    os.utime(killed, (0, 0))
     model.write()
     assert list(model.file.parent.iterdir()) == [model.file]
     assert damaged_bundles(model.read()) == []
