@@ -85,7 +85,12 @@ def _locked(path: Path, *, wait: bool) -> int:
     lock = -1
     with suppress(OSError):
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError:
+            if not wait:
+                raise
+            # On a file system without locks nobody gets one, and nobody removes what is in use.
         found = os.fstat(lock)
         # Another process may have removed the folder before it was locked here.
         if found.st_uid == os.geteuid() and os.path.samestat(found, os.stat(path)):

@@ -22,7 +22,7 @@ from hotcold.actors.protocol.messages import (
     ServiceSpec,
     SystemConfig,
 )
-from hotcold.actors.protocol.ray_memory import kept_bytes
+from hotcold.actors.protocol.ray_memory import kept_bytes, require_object_store
 from hotcold.actors.setup.connection import Connection, SpawnRelay, service_nodes
 from hotcold.actors.setup.memory_needs import system_need
 from hotcold.actors.setup.modes import no_predictors_note, threshold_note
@@ -133,6 +133,8 @@ class SystemServices:
             node_id = None if self.system.hosts else self.node_id
             await_actors(self.connection.handles, num_cpus, _START_S, node_id)
             self.connection.find(self.connection.topology.services)
+            if self.system.shares_arena:
+                require_object_store(arena_layout(self.system, self.config).num_bytes)
             if self.system.storage is not None:
                 self._prepare_hosts()
             self.stage = LOADING_WEIGHTS

@@ -29,6 +29,11 @@ _MIN_FREE = "RAY_min_memory_free_bytes"  # from how few on it kills, whatever th
 _MOUNTS = Path("/proc/self/mounts")
 _RAYLET_PID = "RAY_RAYLET_PID"  # what a raylet tells its workers
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+_TRIAL_BYTES = 1 << 20  # more than Ray sends beside its object store
+_LARGER = (
+    f"make {SHARED_MEMORY} larger (mount -o remount,size=1g {SHARED_MEMORY}; in Docker "
+    "--shm-size=1g; on Kubernetes a volume `emptyDir: {medium: Memory}` mounted there)"
+)
 
 
 def kept_bytes() -> int:
@@ -53,9 +58,7 @@ def require_shared_memory(num_bytes: int) -> None:
     if num_bytes > free:
         raise MemoryBudgetError(
             f"{num_bytes / 1e6:.0f} MB of shared memory are needed, and {SHARED_MEMORY} has "
-            f"{free / 1e6:.0f} MB free; remove what is in it, or make it larger (mount -o "
-            f"remount,size=1g {SHARED_MEMORY}; in Docker --shm-size=1g; on Kubernetes a volume "
-            f"`emptyDir: {{medium: Memory}}` mounted there)"
+            f"{free / 1e6:.0f} MB free; remove what is in it, or {_LARGER}"
         )
 
 
@@ -72,6 +75,16 @@ def reserve_object_store(raylet_pid: int) -> None:
             except OSError:
                 require_shared_memory(num_bytes)  # its error says how much is missing
                 raise
+
+
+def require_object_store(num_bytes: int) -> None:
+    """Fail as `put_arena` of `num_bytes` would, in a moment: loading before it may take minutes.
+
+    Errors:  as `put_arena`
+    """
+    if not is_reserved(int(os.environ.get(_RAYLET_PID, "0"))):
+        require_shared_memory(num_bytes)
+        require_in_memory(ray.get(ray.put(np.zeros(_TRIAL_BYTES, np.uint8))))
 
 
 def put_arena(arena: np.ndarray) -> tuple[Any, np.ndarray]:
@@ -110,8 +123,8 @@ def require_in_memory(arena: np.ndarray) -> None:
     if file and _file_system(file) not in _IN_MEMORY:
         raise ServiceError(
             f"Ray has put shared memory into a file on disk, {file}: its object store is full, or "
-            f"{SHARED_MEMORY} too small; start Ray with more --object-store-memory and a larger "
-            f"{SHARED_MEMORY}"
+            f"did not fit into {SHARED_MEMORY} when Ray started; start Ray with another "
+            f"--object-store-memory, or {_LARGER} first"
         )
 
 

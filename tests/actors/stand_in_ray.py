@@ -333,6 +333,7 @@ def stand_in_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
             ("placement_group", lambda *arguments, **options: None),
             ("remove_placement_group", lambda group: None),
             ("put_arena", lambda arena: (host.put(arena), arena)),
+            ("require_object_store", lambda num_bytes: None),
             ("ServiceProcess", lambda pid, is_local: StandInProcess(host, pid)),
         ):
             if replaced in vars(module) and name not in _LEFT_ALONE:

@@ -5,6 +5,7 @@ The first start is of a private Ray, the others are plain ones.
 
 from __future__ import annotations
 
+import errno
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,6 +73,22 @@ def starting(monkeypatch: pytest.MonkeyPatch, *errors: str) -> Iterator[Starting
         for process in (*found.left, before):
             process.kill()
             process.wait()
+
+
+def test_a_folder_where_the_file_system_has_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray starts in it all the same, and who looks for dead processes' folders leaves it."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(temp_folder.fcntl, "flock", flock)
+    folder = temp_folder.TempFolder()
+    temp_folder.TempFolder.remove_dead()
+    assert list(tmp_path.iterdir()) == [folder.path]
+    folder.remove()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("num_failures", [0, 1, 2, 3])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 
 from hotcold.actors.protocol import ray_memory
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
@@ -20,6 +21,7 @@ from hotcold.actors.protocol.ray_memory import (
     kept_bytes,
     put_arena,
     require_in_memory,
+    require_object_store,
     require_shared_memory,
     reserve_object_store,
 )
@@ -184,6 +186,8 @@ def test_an_object_store_that_does_not_fit_is_an_error(raylet: int) -> None:
 def test_an_arena_on_a_disk_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     require_in_memory(np.zeros(1 << 20, np.uint8))  # of no file
     mapped = np.memmap(tmp_path / "plasma", np.uint8, "w+", shape=1 << 20)
+    monkeypatch.setattr(ray, "put", lambda array: "ref")
+    monkeypatch.setattr(ray, "get", {"ref": mapped}.get)
     for kind, is_fine in (("tmpfs", True), ("ext4", False)):
         mounts = [("/", "ext4"), (str(tmp_path.parent), "xfs"), (str(tmp_path), kind)]
         lines = [f"device {path} {name} rw 0 0" for path, name in mounts]
@@ -191,7 +195,9 @@ def test_an_arena_on_a_disk_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_pat
         table.write_text("\n".join(lines))
         monkeypatch.setattr(ray_memory, "_MOUNTS", table)
         if is_fine:
-            require_in_memory(mapped)
+            require_object_store(1)
         else:
-            with pytest.raises(ServiceError, match=f"a file on disk, {tmp_path}/plasma"):
-                require_in_memory(mapped)
+            with pytest.raises(ServiceError, match=f"a file on disk, {tmp_path}/plasma.*emptyDir"):
+                require_object_store(1)
+    with pytest.raises(MemoryBudgetError, match="shared memory are needed"):
+        require_object_store(1 << 60)
