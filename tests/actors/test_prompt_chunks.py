@@ -18,22 +18,30 @@ pytestmark = pytest.mark.sweep
 LENGTH = 512
 CUTS = {LENGTH: ([64], [128], [97, MATRIX_TOKENS, 70, 200, 112]), MAX_POSITIONS: ([64], [95, 33])}
 
+FEATURES = {"this": None, "plain": (), "vnni": ("avx512vnni",)}
+# The features that their products differ by: `matmul_kinds` has the table.
+MODELS = {
+    ("llama-relu", "float32", ""): ["this"],
+    ("llama-gqa", "bfloat16", ""): ["this", "plain", "vnni"],
+    ("falcon-bias", "float16", ""): ["this", "plain", "vnni"],
+    ("gemma2", "float16", ""): ["this", "plain", "vnni"],
+    ("opt-postnorm", "float32", ""): ["this"],
+    ("q-llama", "float16", "q8"): ["this", "plain"],
+    ("q-llama-wide", "float16", "q4"): ["this", "plain"],
+    ("q-opt", "float16", "q4_1"): ["this", "plain"],
+}
+
 
 @pytest.mark.parametrize("mode", ["exact", "dense"])
 @pytest.mark.parametrize(
-    ("variant", "stored", "weights"),
+    ("variant", "stored", "weights", "features"),
     [
-        ("llama-relu", "float32", ""),
-        ("llama-gqa", "bfloat16", ""),
-        ("falcon-bias", "float16", ""),
-        ("gemma2", "float16", ""),
-        ("opt-postnorm", "float32", ""),
-        ("q-llama", "float16", "q8"),
-        ("q-llama-wide", "float16", "q4"),
-        ("q-opt", "float16", "q4_1"),
+        pytest.param(*model, features, id="-".join([name, *model]))
+        for model, own in MODELS.items()
+        for name, features in FEATURES.items()
+        if name in own
     ],
 )
-@pytest.mark.parametrize("features", [None, (), ("avx512vnni",)], ids=["this", "plain", "vnni"])
 def test_bits_do_not_depend_on_the_cuts(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
