@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +16,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig, TokenEvent
+from hotcold.actors.protocol.messages import (
+    COMPILING_LONGER,
+    DriverLoad,
+    GenerateRequest,
+    SystemConfig,
+    TokenEvent,
+)
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
 
 if TYPE_CHECKING:
@@ -33,6 +40,7 @@ _started: dict[tuple[Path, SystemOptions], RayConnection] = {}  # by this proces
 _sharing = threading.RLock()  # held for a moment: while users are counted
 _starting = threading.Lock()  # held while a system starts: this process starts one at a time
 _ENDING_S = 5.0
+_LOOK_S = 1.0  # between two looks at what a request waits for
 _CLOSED = "this LLM is closed; make a new one"
 
 
@@ -55,6 +63,9 @@ class Connection(Protocol):
 
     def telemetry(self) -> dict[str, Any]:
         """What the system does now, as the page's panel shows it. Errors: HotcoldError."""
+
+    def is_compiling(self) -> bool:
+        """Whether requests wait for kernels that are being compiled. Errors: HotcoldError."""
 
     def end_sharing(self) -> None:
         """Have the next `close` end the system of this process's own, whoever else uses it."""
@@ -131,6 +142,11 @@ class RayConnection:
 
         self._require_running()
         return telemetry_json(self.system.call("telemetry"))
+
+    def is_compiling(self) -> bool:
+        """See `Connection`."""
+        load: DriverLoad = self.system.call("driver_load")
+        return load.is_compiling
 
     def _require_running(self) -> None:
         from hotcold.actors.processes.forked import require_own_ray
@@ -244,6 +260,10 @@ class KeptConnection:
         """See `Connection`."""
         return self.system.telemetry()
 
+    def is_compiling(self) -> bool:
+        """See `Connection`."""
+        return bool(self.system.state().get("is_compiling"))
+
     def end_sharing(self) -> None:
         """See `Connection`: it is no system of this process's own."""
 
@@ -355,6 +375,7 @@ class InFlight:
         self._waiting: dict[str, tuple[GenerateRequest, Deliver]] = {}  # first come, first served
         self._running: dict[str, Deliver] = {}
         self._is_closed = False
+        self._may_tell = True  # what the first request waits for, once
         _in_flight.add(self)
 
     def forget(self) -> None:
@@ -380,9 +401,15 @@ class InFlight:
         return name
 
     def _submit(self, request: GenerateRequest) -> None:
-        name = request.request_id
+        name, begun = request.request_id, threading.Event()
+        if self._may_tell and sys.stderr is not None and sys.stderr.isatty():
+            self._may_tell = False
+            threading.Thread(
+                target=self._tell_compiling, args=(begun,), name="compiling", daemon=True
+            ).start()
 
         def take(event: TokenEvent | BaseException) -> None:
+            begun.set()
             is_last = isinstance(event, BaseException) or event.result is not None
             deliver = self._leave(name) if is_last else self._running.get(name)
             if deliver is not None:
@@ -390,6 +417,15 @@ class InFlight:
                     deliver(event)
 
         self._connection.submit(request, take)
+
+    def _tell_compiling(self, begun: threading.Event) -> None:
+        """Say at a terminal, once, that a request waits for kernels; until it has `begun`."""
+        while not begun.wait(_LOOK_S):
+            with suppress(HotcoldError):
+                if self._connection.is_compiling():
+                    print(COMPILING_LONGER, file=sys.stderr)
+                    return
+        self._may_tell = True
 
     def _leave(self, request_id: str) -> Deliver | None:
         """A request has ended; the next takes its place. Returns who read it."""

@@ -464,8 +464,12 @@ def _first(answers: Answers) -> Generation:
 
 def _connect(model: str | None, options: SystemOptions, keep_s: float, own: bool) -> Connection:
     """A system that runs already, or a new one. Errors: HotcoldError."""
+    from warnings import filterwarnings
+
     from hotcold.model.files.locate import locate_model
 
+    # Ray and the hub's library import a bar that in a notebook wants widgets, and show none here.
+    filterwarnings("ignore", "IProgress not found")
     ray = sys.modules.get("ray")
     is_in_ray = (ray is not None and ray.is_initialized()) or "RAY_ADDRESS" in os.environ
     if keep_s or not is_in_ray:

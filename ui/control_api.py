@@ -8,7 +8,7 @@ Other versions' commands use these paths too.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import asdict
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar, SystemConfig, TokenEvent
+from hotcold.model.errors import HotcoldError
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api import sse
 from hotcold.ui.api.backend import Answers, Backend
@@ -169,6 +170,9 @@ def create_control_app(
 
     async def state(request: Request) -> Response:
         memory = await asyncio.to_thread(memory_bytes, backend)
+        is_compiling = False
+        with suppress(HotcoldError):  # of a model that is not loaded, or has failed
+            is_compiling = (await backend.client.load()).is_compiling
         return _Line(
             {
                 "status": "ready",
@@ -179,6 +183,7 @@ def create_control_app(
                 "memory_bytes": memory,
                 "tokens_per_s": backend.tokens_per_s,
                 "num_active": backend.num_active,
+                "is_compiling": is_compiling,
                 "idle_s": timer.idle_s,
                 "left_s": timer.left_s,
             }

@@ -1,6 +1,8 @@
 """Health polls of actors while something waits for them."""
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +18,7 @@ POLL_S = 0.1  # between two polls
 # even at work, but not while it compiles kernels or encodes a long prompt, which may hold the
 # interpreter for seconds. Polls are counted, not seconds: while all processes are stopped, nothing
 # is late.
+_LOADED_S = 2.0  # kernels that were compiled before
 _STOPPED_POLLS = 15  # where the operating system says that the process is stopped
 _TIMEOUT_POLLS = 50
 STARTING_POLLS = 1200
@@ -64,6 +67,7 @@ class ActorWatch:
         self._processes: dict[int, ServiceProcess] = {}
         self.has_started = False  # until the driver says that all kernels are compiled
         self._num_preparing = 0  # who waits for services that may compile kernels
+        self._preparing_since = math.inf
         self._counting = threading.Lock()
 
     @property
@@ -71,16 +75,24 @@ class ActorWatch:
         """Whether services may be compiling kernels, so that they answer late."""
         return not self.has_started or self._num_preparing > 0
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether somebody waits for services for longer than it takes to load kernels."""
+        return time.monotonic() - self._preparing_since > _LOADED_S
+
     @contextmanager
     def preparing(self) -> Iterator[None]:
         """Within it services may compile kernels; any number of threads may be within it."""
         with self._counting:
             self._num_preparing += 1
+            self._preparing_since = min(self._preparing_since, time.monotonic())
         try:
             yield
         finally:
             with self._counting:
                 self._num_preparing -= 1
+                if not self._num_preparing:
+                    self._preparing_since = math.inf
 
     def expect(self, service: int, process: ServiceProcess) -> None:
         """From now on the service is lost unless it runs in `process`."""

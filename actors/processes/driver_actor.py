@@ -155,9 +155,11 @@ class DriverActor:
     def driver_load(self, with_experts: bool = False) -> DriverLoad:
         """As `Driver.load`. Errors: ServiceError where the system has ended."""
         load = self.services.driver.load(with_experts)
-        replacer = self.services.connection.replacer
+        connection = self.services.connection
+        replacer = connection.replacer
         return replace(
             load,
+            is_compiling=connection.watch.is_compiling,
             device=self.services.device_name,
             num_replaced=replacer.num_replaced,
             last_replaced=replacer.last_replaced,

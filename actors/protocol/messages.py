@@ -458,8 +458,10 @@ class DriverLoad:
     experts: ExpertCounts | None = None  # of a mixture, since the system began, if asked for
     num_replaced: int = 0  # services, since they were started or their number was changed
     last_replaced: str = ""  # which, and why
+    is_compiling: bool = False  # kernels of long prompts, while requests wait for them
 
 
+COMPILING_LONGER = "compiling kernels of longer prompts, once: later starts have them"
 COMPILING = "compiling kernels"  # so begins a stage of kernels that were not in the cache
 # Stages that count bytes: of weights, and of files that other hosts lack.
 LOADING_WEIGHTS = "loading weights"

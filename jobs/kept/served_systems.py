@@ -12,7 +12,12 @@ import click
 import psutil
 
 from hotcold.actors.exchange.watch import Pulse
-from hotcold.actors.protocol.messages import DriverLoad, LoadProgress, SystemConfig
+from hotcold.actors.protocol.messages import (
+    COMPILING_LONGER,
+    DriverLoad,
+    LoadProgress,
+    SystemConfig,
+)
 from hotcold.actors.protocol.options import OPTIONS, PATHS, SystemOptions
 from hotcold.actors.setup.memory_needs import system_need
 from hotcold.actors.setup.preflight import prepare_system
@@ -103,6 +108,7 @@ class SystemStarter:
         self._pulses: dict[Backend, Pulse] = {}
         self._tell = tell
         self._num_replaced: dict[Backend, int] = {}
+        self._compiling: set[Backend] = set()  # of which it was told that kernels are compiled
         self._is_closed = False
         self._working = threading.Lock()  # one starts or ends at a time
         self._ray: list[psutil.Process] = []
@@ -154,6 +160,7 @@ class SystemStarter:
         with self._working:
             self._pulses.pop(backend, None)
             self._num_replaced.pop(backend, None)
+            self._compiling.discard(backend)
             self._unregister(backend.name)
             processes = []
             with suppress(HotcoldError):
@@ -170,6 +177,9 @@ class SystemStarter:
             try:
                 if (load := pulse.poll(_TIMEOUT_POLLS)) is not None:
                     self._tell_replaced(backend, load)
+                    if load.is_compiling and backend not in self._compiling:
+                        self._tell(COMPILING_LONGER, backend.name)
+                        self._compiling.add(backend)
             except ServiceError as problem:
                 if backend.is_loaded:  # else it was just unloaded
                     found.append((backend, problem))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -146,3 +147,21 @@ def test_whom_the_kernel_killed_long_ago_says_nothing_of_a_service(
     child.kill()
     psutil.wait_procs([child])
     assert process.is_gone() and is_killed_for_memory(process.how_it_ended()) == is_meant
+
+
+def test_who_waits_for_long_waits_for_a_compiler(
+    watch: ActorWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert not watch.is_compiling
+    with watch.preparing():
+        now[0] += 1.5
+        with watch.preparing():
+            assert not watch.is_compiling
+            now[0] += 1.0
+            assert watch.is_compiling
+        assert watch.is_compiling
+    assert not watch.is_compiling
+    with watch.preparing():
+        assert not watch.is_compiling

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import io
 import pickle
 import subprocess
 import sys
+import threading
+import warnings
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import BaseModel
+from tqdm.notebook import WARN_NOIPYW
+from tqdm.std import TqdmWarning
 
 import hotcold
-from hotcold import LLM, SamplingParams, UsageError
+from hotcold import LLM, SamplingParams, UsageError, connections
+from hotcold.actors.protocol.messages import COMPILING_LONGER, GenerateRequest
 from hotcold.actors.protocol.options import OPTIONS, SystemOptions
 from hotcold.inputs import Inputs
 from hotcold.jobs.support.options import system_options
@@ -116,6 +122,52 @@ def test_an_unknown_option_of_a_method_is_told(method: str, option: str, told: s
     with pytest.raises(UsageError) as error:
         getattr(llm, method)([{"role": "user", "content": "a"}], **options)
     assert str(error.value).startswith(f"{method} has no option {option!r}; {told}")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("is_compiling", [True, False])
+def test_what_a_first_answer_waits_for_is_told_at_a_terminal(
+    is_terminal: bool, is_compiling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+    asked, delivers, told = threading.Semaphore(0), [], Terminal()
+
+    def look() -> bool:
+        asked.release()
+        return is_compiling
+
+    def deliver(request: GenerateRequest, take: Any) -> None:
+        delivers.append(take)
+
+    connection: Any = SimpleNamespace(max_batch=9, is_compiling=look, submit=deliver)
+    monkeypatch.setattr(connections, "_LOOK_S", 0.01)
+    monkeypatch.setattr(sys, "stderr", told)
+    in_flight = connections.InFlight(connection)
+    request = GenerateRequest(DEFAULTS, prompt="a")
+    for _ in range(2):
+        in_flight.start(request, lambda event: None)
+    if is_terminal:
+        assert asked.acquire(timeout=60)
+        assert is_compiling or asked.acquire(timeout=60)
+    for take in delivers:
+        take(UsageError("over"))
+    for thread in threading.enumerate():
+        if thread.name == "compiling":
+            thread.join(60)
+    line = f"{COMPILING_LONGER}\n"
+    assert told.getvalue() == (line if is_terminal and is_compiling else "")
+
+
+def test_a_notebook_without_widgets_is_not_told_of_them() -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(UsageError):
+            LLM("/nowhere/at/all")
+        warnings.warn(WARN_NOIPYW, TqdmWarning, stacklevel=1)
+    assert not told
 
 
 def test_what_vllm_has_besides_is_told() -> None:

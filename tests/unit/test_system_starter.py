@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 
 from hotcold.actors.exchange.watch import Pulse
-from hotcold.actors.protocol.messages import DriverLoad, LoadProgress, SystemConfig
+from hotcold.actors.protocol.messages import (
+    COMPILING_LONGER,
+    DriverLoad,
+    LoadProgress,
+    SystemConfig,
+)
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.system import System
 from hotcold.jobs.kept import registry
@@ -162,13 +167,16 @@ def test_a_service_that_was_replaced_is_told_of(
         DriverLoad(0, 0, 0.0, num_replaced=3, last_replaced="two"),
         DriverLoad(0, 0, 0.0),  # after `hotcold scale`
         DriverLoad(0, 0, 0.0, num_replaced=1, last_replaced="three"),
+        DriverLoad(1, 0, 0.0, num_replaced=1, is_compiling=True),
+        DriverLoad(1, 0, 0.0, num_replaced=1, is_compiling=True),
     ]
     answers = iter(loads)
     monkeypatch.setattr(Pulse, "poll", lambda pulse, max_polls: next(answers))
     starter.start(backend)
     for _ in loads:
         assert starter.lost() == []
-    assert told == [("one", "demo"), ("two", "demo"), ("three", "demo")]
+    events = ["one", "two", "three", COMPILING_LONGER]
+    assert told == [(event, "demo") for event in events]
 
 
 def test_a_failed_system_is_told_of_once(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
