@@ -1,108 +1,224 @@
 """Faults at random moments while requests run: what becomes of the tokens.
 
-    python -m benchmarks.faults --faults 1000 --out benchmarks/results/faults
+    python -m benchmarks.faults --faults 1000 --out benchmarks/results/faults.md
 
 Half of the faults come over one long generation after another, half over a batch of eight requests
-with prompts of 1 to 400 tokens, greedy and drawn. Each is of a kind of `benchmarks.fault_kinds`:
-services killed, stopped and paused, the driver or everything paused, memory taken, /dev/shm full,
-another number of CPU services, a disk that hardly reads. Which, and what it does, its number and
-`--seed` say; `--only` takes the kinds that are named. With `--model` and `--resident 0.5` half of a
-model's neurons or experts stay on storage, in a bundle file beside it.
+with prompts of 1 to 400 tokens, greedy and drawn. Services are killed, stopped and paused, the
+driver or everything is paused, the number of CPU services changes, the disk hardly reads (by root).
+Which, and what it does, its number and `--seed` say; `--only` takes the kinds that are named. With
+`--model` and `--resident 0.5` half of a model's neurons or experts stay on storage.
 
-Every answer is compared with that of an undisturbed run of the same system, whatever the number of
-CPU services while it ran.
-
-The time to recover is from the end of what was done to the first token after that; where a service
-was lost, to the first one once all services run again. Time in which this process did not run is
-left out: of a machine that was suspended, or busy with others. Faults keep the pace that the system
-allows: fewer than ten lost services in a minute in which services serve. In the end no slot and no
-page of the KV cache may be lent.
+Every answer is compared with that of an undisturbed run of the same system. The time to recover is
+from the end of what was done to the first token after that; where a service was lost, to the first
+one once all services run again. Faults keep the pace that the system allows: fewer than ten lost
+services in a minute. In the end no request and no page of the KV cache may be lent.
 """
+
+from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
+import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import click
+import numpy as np
 import psutil
 
-from benchmarks.fault_kinds import KINDS, SCALED, SLOW_READS, STARVED, Kind, possible_kinds
-from benchmarks.fault_load import Load, leaks, requests_of
-from benchmarks.runs import Json, table_option, where_and_when, write_report
-from benchmarks.stored_system import on_storage
-from hotcold.actors.protocol.messages import SystemConfig
+from benchmarks.cgroups import disk_cgroup, unlimit
+from benchmarks.frame import Json, head, heading, program, progress, table
+from benchmarks.storage import on_storage
+from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.actors.system import System
 from hotcold.model.errors import HotcoldError
 from hotcold.model.files.locate import locate_model
+from hotcold.model.sampling import SamplingParams
 
 _A_MINUTE_S, _MAX_A_MINUTE = 66.0, 9  # a fault may be noticed some seconds late
-# The kernel says that it has killed somebody for want of memory, and not whom: a service that is
-# lost soon after is taken for it.
-_STARVED_S = 20.0
-_LOOK_S = 0.05
 _SETTLED_S = 0.6  # a fault that may lose a service is over when all have served for so long
-_LONGEST_RECOVERY_S = 300.0
+_LONGEST_S = 300.0
+_PROMPT_TOKENS = (1, 7, 31, 40, 100, 200, 300, 400)
+Pids = dict[str, int]
+Harm = Callable[[System, Pids, random.Random], None]
 
 
-@dataclass
-class Fault:
-    """One fault; moments by a `RunningClock`, in seconds."""
-
-    number: int
-    kind: str
-    over_s: float
-    recovered_s: float
+def _services(pids: Pids, chance: random.Random, count: int = 1) -> list[int]:
+    return [pids[name] for name in chance.sample(sorted({*pids} - {"driver"}), count)]
 
 
-def inject(
-    system: System, load: Load, kind: Kind, number: int, chance: random.Random
-) -> Fault | None:
-    """One fault at a random moment; returns when tokens flow again, None where they do not."""
-    processes: dict[str, int] = system.call("processes")
+def _signal(
+    number: int, of: Callable[[Pids, random.Random], Iterable[int]], longest_s: float = 0.0
+) -> Harm:
+    """Send processes a signal; with `longest_s` let them go on after a while."""
+
+    def do(system: System, pids: Pids, chance: random.Random) -> None:
+        chosen = list(of(pids, chance))
+        for each in (number, signal.SIGCONT) if longest_s else (number,):
+            for pid in chosen:
+                with suppress(ProcessLookupError):  # given up as stuck, and ended
+                    os.kill(pid, each)
+            if longest_s and each == number:
+                time.sleep(chance.uniform(0.05, longest_s))
+
+    return do
+
+
+def _scale(system: System, pids: Pids, chance: random.Random) -> None:
+    """One CPU service becomes two, two become one; what cannot be had is told, and all goes on."""
+    with suppress(HotcoldError):
+        system.call("scale", 3 - sum(name.startswith("cpu") for name in pids))
+
+
+def _slow_reads(system: System, pids: Pids, chance: random.Random) -> None:
+    """The disk gives services hardly anything for a while: 10 kB/s to 10 MB/s."""
+    file = Path(system.call("describe").storage.path)
+    services = {pid for name, pid in pids.items() if name != "driver"}
+    with disk_cgroup(file, round(10 ** chance.uniform(4, 7))) as group:
+        for folder in (group, group.parent):
+            for pid in services:
+                with suppress(ProcessLookupError):
+                    (folder / "cgroup.procs").write_text(str(pid))
+            if folder == group:
+                time.sleep(chance.uniform(0.5, 5.0))
+                unlimit(group)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`do` returns when what it did is over. `loses` a service, always, perhaps (None), never."""
+
+    do: Harm
+    loses: bool | None = False
+    num_lost: int = 1
+
+
+SCALED, SLOW = "scaled", "slow reads"
+KINDS = {
+    "kill -9": Kind(_signal(signal.SIGKILL, _services), True),
+    "kill -9 of two": Kind(
+        _signal(signal.SIGKILL, lambda pids, chance: _services(pids, chance, 2)), True, 2
+    ),
+    "SIGSTOP": Kind(_signal(signal.SIGSTOP, _services), True),
+    "service paused": Kind(_signal(signal.SIGSTOP, _services, 3.0), None),
+    "driver paused": Kind(_signal(signal.SIGSTOP, lambda pids, _: [pids["driver"]], 2.0)),
+    "all paused": Kind(_signal(signal.SIGSTOP, lambda pids, _: pids.values(), 4.0)),
+    SCALED: Kind(_scale),
+    SLOW: Kind(_slow_reads),
+}
+
+
+class Load:
+    """Requests that start again as soon as they have ended, until told to stop."""
+
+    def __init__(self, system: System, requests: list[GenerateRequest]) -> None:
+        """Run each request alone first, for the tokens that it must give."""
+        self._system, self._requests = system, requests
+        self._expected = [system.complete(request).ids for request in requests]
+        self._stopping, self._lock = threading.Event(), threading.Lock()
+        self._moments: deque[float] = deque(maxlen=100_000)  # of tokens, of all requests
+        self.num_right, self.wrong = 0, list[str]()
+        numbers = range(len(requests))
+        self._threads = [
+            threading.Thread(target=self._run, args=(n,), daemon=True) for n in numbers
+        ]
+
+    def start(self) -> None:
+        """Start all requests."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Return when those that run have ended."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+    def first_after(self, at_s: float) -> float | None:
+        """When the first token after a moment came; None before there is one."""
+        with self._lock:
+            later = list(itertools.takewhile(lambda at: at > at_s, reversed(self._moments)))
+        return later[-1] if later else None
+
+    def _run(self, number: int) -> None:
+        problem = ""
+        while not (problem or self._stopping.is_set()):
+            try:
+                ids = list[int]()
+                for event in self._system.generate(self._requests[number]):
+                    ids += event.token_ids
+                    with self._lock:
+                        self._moments.append(time.monotonic())
+                problem = "" if ids == self._expected[number] else "other tokens"
+            except HotcoldError as error:
+                problem = str(error)
+            with self._lock:
+                self.num_right += not problem
+                self.wrong += [f"request {number}: {problem}"] * bool(problem)
+
+
+def requests_of(count: int, context: int) -> list[GenerateRequest]:
+    """`count` requests: one that fills the context, or a batch of shorter ones."""
+    chance, found = np.random.default_rng(count), []
+    for n in range(count):
+        ids = chance.integers(10, 4000, _PROMPT_TOKENS[n] if count > 1 else 50).tolist()
+        most = min(context - len(ids) - 8, context if count == 1 else 200 + 100 * n)
+        temperature = 0.9 if n % 2 else 0.0
+        sampling = SamplingParams(max_tokens=most, temperature=temperature, seed=n, ignore_eos=True)
+        found.append(GenerateRequest(sampling, prompt_ids=ids))
+    return found
+
+
+def leaks(system: System) -> str:
+    """What nobody uses and is still lent; "" for nothing. Of an ended system, why it has ended."""
+    for _ in range(60):
+        try:
+            load = system.call("driver_load")
+        except HotcoldError as error:
+            return str(error)
+        if not (load.num_running or load.num_waiting or load.kv_cache_usage):
+            return ""
+        time.sleep(0.1)
+    return f"{load.num_running + load.num_waiting} requests, {load.kv_cache_usage:.1%} of the pages"
+
+
+def inject(system: System, load: Load, kind: Kind, chance: random.Random) -> float:
+    """One fault at a random moment; seconds until tokens flow again. Errors: HotcoldError."""
+    pids: Pids = system.call("processes")
     time.sleep(chance.uniform(0.05, 0.5))
-    began_s = load.clock.now_s
-    kind.do(system, processes, chance)
-    over_s = load.clock.now_s if kind.loses is not True else began_s
+    began_s = time.monotonic()
+    kind.do(system, pids, chance)
+    over_s = time.monotonic() if kind.loses is not True else began_s
     harmed_s = over_s  # the last moment at which the system was not seen whole
     while not load.wrong:
-        time.sleep(_LOOK_S)
-        now = load.clock.now_s
-        try:
-            is_whole = serves(system)
-        except HotcoldError as error:
-            load.wrong.append(f"after fault {number}, {kind.name}: {error}")
-            break
-        if not is_whole:
+        time.sleep(0.05)
+        now = time.monotonic()
+        if not serves(system):
             harmed_s = now
         first_s = load.first_after(harmed_s)
         # A service that was paused may be given up just as it goes on.
         if first_s is not None and (kind.loses is False or now - harmed_s > _SETTLED_S):
-            return Fault(number, kind.name, over_s, first_s)
-        if now - over_s > _LONGEST_RECOVERY_S:
-            load.wrong.append(f"no token for long after fault {number}, {kind.name}")
-    return None
+            return first_s - over_s
+        if now - over_s > _LONGEST_S:
+            break
+    raise HotcoldError("; ".join(load.wrong) or "no token for long")
 
 
 def serves(system: System) -> bool:
     """Whether all processes of a system run, and no service is being replaced."""
-    processes: dict[str, int] = system.call("processes")
-    if system.call("progress").stage.startswith("restarting"):
-        return False
-    return all(map(_runs, processes.values()))
-
-
-def _runs(process_id: int) -> bool:
-    """Whether a process has neither ended nor been stopped."""
-    ended_or_stopped = psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD, psutil.STATUS_STOPPED
+    processes: Pids = system.call("processes")
+    over = psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD, psutil.STATUS_STOPPED
     with suppress(psutil.NoSuchProcess):
-        return psutil.Process(process_id).status() not in ended_or_stopped
+        run = all(psutil.Process(pid).status() not in over for pid in processes.values())
+        return run and not system.call("progress").stage.startswith("restarting")
     return False
 
 
@@ -111,160 +227,91 @@ class Pace:
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=_MAX_A_MINUTE)
-        self._last: dict[str, float] = {}
-        self._mended_s = 0.0
-
-    def mended(self, took_s: float) -> None:
-        """A fault was over after so long, which does not count in the system's minute."""
-        self._mended_s += took_s
+        self.mended_s = 0.0  # what replacements took does not count in the system's minute
 
     def allows(self, kind: Kind) -> bool:
         """Whether that kind may come now; taken as done if so."""
-        now = time.monotonic()
-        if now - self._last.get(kind.name, -math.inf) < kind.rest_s:
-            return False
-        if kind.loses is not False and now - self._last.get(STARVED, -math.inf) < _STARVED_S:
-            return False
+        served_s = time.monotonic() - self.mended_s
         if kind.loses is not False:
-            served_s = now - self._mended_s
             recent = sum(served_s - at_s < _A_MINUTE_S for at_s in self._losses)
             if recent + kind.num_lost > _MAX_A_MINUTE:
                 return False
             self._losses += kind.num_lost * [served_s]
-        self._last[kind.name] = now
         return True
 
 
-def _part(
-    system: System,
-    load: Load,
-    names: list[str],
-    numbers: range,
-    seed: int,
-    pace: Pace,
-    end_s: float,
-) -> Json:
-    faults: list[Fault] = []
-    load.start()
-    for number in numbers:
-        if time.monotonic() > end_s:
-            break
-        chance = random.Random(f"{seed} {number}")  # which repeats this fault alone
-        kind = next(kind for kind in _drawn(names, chance) if pace.allows(kind))
-        fault = inject(system, load, kind, number, chance)
-        if fault is None:
-            break
-        faults.append(fault)
-        took_s = fault.recovered_s - fault.over_s
-        pace.mended(took_s)
-        click.echo(f"{number}, seed {seed}: {kind.name}: {took_s:.2f} s", err=True)
-    load.stop()
-    if SCALED in names and not load.wrong:
-        system.call("scale", 2)
-    lent = leaks(system)
-    if load.wrong or lent:
-        click.echo("; ".join([*load.wrong, lent]), err=True)
-    took = [[f.kind, f.number, f.recovered_s - f.over_s] for f in faults]
-    return {"faults": took, "right": load.num_right, "wrong": load.wrong, "leaks": lent}
-
-
-def _drawn(names: list[str], chance: random.Random) -> Iterator[Kind]:
+def _drawn(names: list[str], chance: random.Random) -> Iterator[str]:
     """Kinds, drawn until one is allowed; where none is, after a while."""
-    for count in itertools.count():
-        if count and count % (4 * len(names)) == 0:
+    for count in itertools.count(1):
+        yield chance.choice(names)
+        if count % (4 * len(names)) == 0:
             time.sleep(0.5)
-        yield KINDS[chance.choice(names)]
 
 
-def table_of(report: Json) -> str:
-    """The report as Markdown, a row for each load and kind of fault."""
-    name = report.get("model", "The demo model")
-    kept = report.get("resident", 1.0)
-    stored = f"; {kept:.0%} of the neurons in memory" if kept < 1 else ""
-    lines = [
-        f"{name}: {report['shape']}; {report['machine']}; {report['date']}; a GPU service "
-        f"on the CPU and two CPU services{stored}",
-        "",
-        "| load | fault | faults | answers as undisturbed | others | median s | worst s |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, part in report["parts"].items():
-        answers = f"{part['right']} | {len(part['wrong'])}"
-        for kind in KINDS:
-            took = [seconds for what, _, seconds in part["faults"] if what == kind]
-            if took:
-                spread = f"{median(took):.2f} | {max(took):.2f}"
-                lines.append(f"| {name} | {kind} | {len(took)} | {answers} | {spread} |")
-    every = [seconds for part in report["parts"].values() for _, _, seconds in part["faults"]]
-    if every:
-        lines += ["", f"{len(every)} faults, seed {report['seed']}: median {median(every):.2f} s, "
-                  f"worst {max(every):.2f} s."]  # fmt: skip
-    lent = [part["leaks"] for part in report["parts"].values() if part["leaks"]]
-    lines += ["", "Seconds are from the fault's end to the next token, of any request; where a "
-              "service is always lost, from its beginning to the first once all run. "
-              f"Left lent in the end: {'; '.join(lent) or 'no request, no page'}."]  # fmt: skip
-    return "\n".join(lines) + "\n"
-
-
-@click.command()
-@click.option("--faults", type=click.IntRange(min=2), default=200, show_default=True)
+@program
+@click.option("--faults", type=click.IntRange(min=2), default=200)
 @click.option("--exchange", type=click.Choice(["arena", "calls"]), default="arena")
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", default=0)
 @click.option("--minutes", type=float, default=math.inf, help="Fewer faults, if this is over.")
-@click.option("--context", default=4096, show_default=True, help="Of the long generation.")
+@click.option("--context", default=4096, help="Of the long generation.")
 @click.option("--only", type=click.Choice(list(KINDS)), multiple=True, help="Only these kinds.")
 @click.option("--model", help="The embedded model without it.")
-@click.option("--resident", default=1.0, show_default=True, help="Neurons in memory, a share.")
-@click.option("--out", type=click.Path(path_type=Path), help="Writes OUT.json and OUT.md.")
-@table_option(table_of)
+@click.option("--resident", default=1.0, help="Neurons in memory, a share.")
 def main(
-    faults: int,
-    exchange: str,
-    seed: int,
-    minutes: float,
-    context: int,
-    only: tuple[str, ...],
-    model: str | None,
-    resident: float,
-    out: Path | None,
-) -> None:
+    faults: int, exchange: str, seed: int, minutes: float, context: int, only: tuple[str, ...],
+    model: str | None, resident: float,
+) -> tuple[Json, str]:  # fmt: skip
     """Do a system harm while requests run, and compare what they answer."""
-    names = [name for name in possible_kinds() if not only or name in only]
     # A system with neurons on storage refuses to be scaled; another reads nothing.
-    needless = SCALED if resident < 1 else SLOW_READS
-    names = [name for name in names if name != needless]
+    left_out = {SCALED if resident < 1 else SLOW, *[SLOW] * bool(os.geteuid())}
+    names = [name for name in KINDS if name not in left_out and (not only or name in only)]
     if not names:
-        raise click.ClickException(f"not permitted here: {', '.join(only)}")
-    path = locate_model(model)
+        raise click.UsageError(f"no such system, or user, can have {', '.join(only)}")
+    path, pace = locate_model(model), Pace()
     config = SystemConfig(
-        str(path),
-        num_cpu_actors=2,
-        num_threads=2,
-        context_length=context,
-        kv_positions=8 * context,
-        exchange=exchange,
-    )
-    if resident < 1:
-        config = on_storage(config, resident)
-    parts: Json = {}
-    pace, half = Pace(), faults // 2
-    spans = {1: range(half), 8: range(half, faults)}
+        str(path), num_cpu_actors=2, num_threads=2, context_length=context,
+        kv_positions=8 * context, exchange=exchange,
+    )  # fmt: skip
+    config = on_storage(config, resident) if resident < 1 else config
+    report: Json = head(path, config.num_threads) | {"seed": seed, "faults": [], "wrong": []}
+    report["right"], lines = {}, []
     with System.start(config) as system:
-        for name, count in (("one long generation", 1), ("batch of eight", 8)):
-            requests = requests_of(count, config.context_length)
-            load = Load(system, requests)
-            end_s = time.monotonic() + minutes * 30  # half of them
-            parts[name] = _part(system, load, names, spans[count], seed, pace, end_s)
-            if parts[name]["wrong"]:
-                break
-    report = where_and_when(path, config.num_threads) | {
-        "parts": parts, "exchange": exchange, "seed": seed,
-    }  # fmt: skip
-    if model is not None:
-        report |= {"model": path.name, "resident": resident}
-    write_report(report, table_of(report), out)
-    if any(part["wrong"] or part["leaks"] for part in parts.values()):
-        raise click.ClickException("some answers differ; see the report")
+        for what, count in (("one long generation", 1), ("batch of eight", 8)):
+            load, ends_s = (
+                Load(system, requests_of(count, context)),
+                time.monotonic() + 30 * minutes,
+            )
+            load.start()
+            half = faults // 2
+            for number in range(half) if count == 1 else range(half, faults):
+                if time.monotonic() > ends_s or report["wrong"]:
+                    break
+                chance = random.Random(f"{seed} {number}")  # which repeats this fault alone
+                name = next(n for n in _drawn(names, chance) if pace.allows(KINDS[n]))
+                try:
+                    took_s = inject(system, load, KINDS[name], chance)
+                except HotcoldError as error:
+                    report["wrong"].append(f"fault {number}, {name}: {error}")
+                    break
+                pace.mended_s += took_s
+                report["faults"].append([what, name, number, took_s])
+                progress(f"{number}, seed {seed}: {name}: {took_s:.2f} s")
+            load.stop()
+            if SCALED in names and not report["wrong"]:
+                system.call("scale", 2)
+            lent = leaks(system)
+            report["wrong"] += [*load.wrong, *[f"still lent: {lent}"] * bool(lent)]
+            report["right"][what] = load.num_right
+            for name in names:
+                took = [s for of, kind, _, s in report["faults"] if (of, kind) == (what, name)]
+                if took:
+                    seconds = f"{median(took):.2f}", f"{max(took):.2f}"
+                    lines.append([what, name, len(took), load.num_right, *seconds])
+    kept = f"; {resident:.0%} of the neurons in memory" if resident < 1 else ""
+    columns = ("load", "fault", "faults", "answers as undisturbed", "median s", "worst s")
+    text = heading(report, f"{path.name}, {len(report['faults'])} faults, seed {seed}{kept}")
+    wrong = "".join(f"- {one}\n" for one in report["wrong"] or ["nothing was wrong or left lent"])
+    return report, f"{text}{table(columns, lines)}\n{wrong}"
 
 
 if __name__ == "__main__":

@@ -1,64 +1,57 @@
-"""What formats and modes cost real models: perplexity, KL divergence and answers beside float32.
+"""What formats, KV caches and the mode `threshold` cost real models, beside float32.
 
-    python -m benchmarks.quality smollm2.gguf gemma3.gguf --out benchmarks/results/quality
+    python -m benchmarks.quality smollm2.gguf gemma3.gguf --out benchmarks/results/quality.md
 
 Each MODEL is a GGUF file. Its weights as ggml dequantizes them, in float32, are what all else is
-compared with: the file as it is, f16, and q8 and q4 made of the float32 weights; each in the modes
-`dense` and `threshold`, whose thresholds `hotcold profile` makes of the file with its own defaults.
-All tokens go through kernels, with a float32 KV cache. The text is docstrings of Python's standard
-library and this project's licence; the questions are benchmarks/questions.jsonl.
+compared with: the file as it is, and with the thresholds that `hotcold profile` makes of it; f16, q8
+and q4 made of the float32 weights; float32 with each KV cache; llama.cpp on the same file, where
+llama-cpp-python is installed. Perplexity, mean KL divergence and how often the likeliest token is
+the same are of docstrings of Python's standard library and this project's licence, by the kernels of
+decoding; the questions are benchmarks/questions.jsonl.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
+import importlib.util
 import inspect
 import json
-import platform
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 import numpy as np
+import torch
 
-from benchmarks.quality_models import (
-    bytes_shares,
-    running,
-    scores,
-    targets,
-    window_logits,
-    write_dequantized,
-)
-from benchmarks.runs import Json, hotcold, shape_text, table_option, where_and_when, write_report
-from hotcold.actors.driver.engine import Engine
-from hotcold.actors.protocol.messages import THRESHOLD
+from benchmarks.frame import EXISTING, Json, head, heading, hotcold, program, progress, table
+from hotcold.actors.protocol.options import KV_DTYPES
 from hotcold.actors.setup.modes import has_thresholds
-from hotcold.model.config.build import read_config
+from hotcold.model.config.build import config_values, read_config
 from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.files.safetensors_writer import SafetensorsWriter, TensorSpec
 from hotcold.model.text.tokenizer import Tokenizer
-from hotcold.numba_kernels.decode.activations import Thresholds
-from hotcold.placement.solver.cost import RowBytes
+from hotcold.numba_kernels.decode.scoring import compare_logits
+from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.predictors.magnitude_thresholds import read_thresholds
+from tests.actors.in_process import InProcessSystem
 
 _HERE = Path(__file__).parent
-_MODULES = (
-    "argparse", "asyncio", "calendar", "collections", "decimal", "difflib", "doctest", "email",
-    "fractions", "heapq", "logging", "random", "shlex", "statistics", "string", "textwrap",
-    "threading", "tokenize", "typing", "unittest", "urllib.parse", "uuid", "zipfile",
-)  # fmt: skip
-_WINDOW, _UNSCORED = 256, 16
-_SHOTS = (
-    "Question: What is the capital of Portugal?\nAnswer: Lisbon\n\n"
-    "Question: How many wheels does a bicycle have?\nAnswer: 2\n\n"
-)
-_ANSWER_TOKENS = 8
+_MODULES = ("argparse", "asyncio", "collections", "decimal", "difflib", "doctest", "email", "heapq",
+            "logging", "random", "shlex", "statistics", "string", "textwrap", "threading", "typing",
+            "unittest", "urllib.parse", "uuid", "zipfile")  # fmt: skip
+_WINDOW, _UNSCORED, _STEP, _ANSWER = 256, 16, 16, 8  # tokens
+_SHOTS = ("Question: What is the capital of Portugal?\nAnswer: Lisbon\n\n"
+          "Question: How many wheels does a bicycle have?\nAnswer: 2\n\n")  # fmt: skip
+# Logits (T, V) after tokens at positions `first` and on, behind those given before.
+Logits = Callable[[Sequence[int], int], np.ndarray]
 
 
 def quality_text() -> str:
-    """The text: of each module its own docstring and those of its public classes, and a licence."""
+    """Of each module its own docstring and those of its public classes, and a licence."""
     parts = [(_HERE.parent / "LICENSE").read_text()]
     for name in _MODULES:
         module = importlib.import_module(name)
@@ -68,157 +61,155 @@ def quality_text() -> str:
     return "\n\n".join(dict.fromkeys(parts))
 
 
-def questions() -> list[tuple[str, list[str]]]:
-    """Questions, each with the answers of which one must be in what the model says."""
-    lines = (_HERE / "questions.jsonl").read_text().splitlines()
-    return [(found["question"], found["answers"]) for found in map(json.loads, lines)]
+def write_dequantized(source: Path, folder: Path, dtype: str) -> Path:
+    """Write a GGUF file's weights as float32 or float16 safetensors."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(
+        json.dumps({**config_values(source)[0], "torch_dtype": dtype})
+    )
+    checkpoint = Checkpoint(source)
+    names = checkpoint.names()
+    arrays = {name: to_float32(np.ascontiguousarray(checkpoint.array(name))) for name in names}
+    specs = [TensorSpec(name, arrays[name].shape) for name in names]
+    with SafetensorsWriter(folder, specs, dtype) as writer:  # type: ignore[arg-type]
+        for name in names:
+            writer.write(name, torch.from_numpy(arrays[name]))
+    return folder
 
 
-def is_right(said: str, answers: list[str]) -> bool:
-    """Whether an answer stands in the first line, as whole words."""
-    line = said.strip().split("\n")[0]
-    return any(re.search(rf"\b{re.escape(one)}s?\b", line, re.IGNORECASE) for one in answers)
+@contextmanager
+def in_hotcold(
+    path: Path, threads: int, dtype: str = "", kv_dtype: str = "float32", thresholds: str = ""
+) -> Iterator[Logits]:
+    """hotcold's services in this process, in `dense` or with thresholds."""
+    options = {"num_positions": 2 * _WINDOW, "max_tokens": _WINDOW, "kv_dtype": kv_dtype}
+    with InProcessSystem(
+        path, num_threads=threads, weight_dtype=dtype, has_down_norms=bool(thresholds), **options
+    ) as system:
+        engine = system.engine("dense")
+        if thresholds:
+            config = read_config(path)
+            found = read_thresholds(Path(thresholds), ModelIdentity.of(path), config)
+            engine = system.engine("threshold", thresholds=found.thresholds.of_layers())
+
+        def logits(ids: Sequence[int], first: int) -> np.ndarray:
+            parts = []
+            for begin in range(0, len(ids), _STEP):
+                step = list(ids[begin : begin + _STEP])
+                places = range(first + begin, first + begin + len(step))
+                parts.append(engine.step(step, places, [0] * len(step), len(step)).copy())
+            return np.concatenate(parts)
+
+        yield logits
+
+
+@contextmanager
+def in_llama_cpp(path: Path, threads: int) -> Iterator[Logits]:
+    """llama.cpp in this process, by llama-cpp-python."""
+    library = importlib.import_module("llama_cpp")
+    llama = library.Llama(
+        str(path), n_ctx=2 * _WINDOW, n_batch=_WINDOW, n_threads=threads, logits_all=True,
+        verbose=False,
+    )  # fmt: skip
+
+    def logits(ids: Sequence[int], first: int) -> np.ndarray:
+        llama.n_tokens = first
+        llama.eval(list(ids))
+        return np.array(llama.scores[first : first + len(ids)])
+
+    try:
+        yield logits
+    finally:
+        llama.close()
 
 
 class Subject:
     """One model's tokens: windows of the text, and the questions."""
 
     def __init__(self, path: Path, num_windows: int) -> None:
+        """Errors: ClickException for a model without a tokenizer."""
         tokenizer = Tokenizer.from_model(path)
         if tokenizer is None:
             raise click.ClickException(f"{path}: has no tokenizer")
-        self.path, self.config, self._tokenizer = path, read_config(path), tokenizer
-        opening = tokenizer.encode("")
+        self._tokenizer, opening = tokenizer, tokenizer.encode("")
         ids = tokenizer.encode(quality_text(), add_special_tokens=False)
         size = _WINDOW - len(opening)
         starts = [(len(ids) - size) * i // max(1, num_windows - 1) for i in range(num_windows)]
         self.windows = [opening + ids[start : start + size] for start in starts]
-        self._shots = tokenizer.encode(_SHOTS)
-        self.num_right_of = len(questions())
+        self.float32: list[np.ndarray] = []
 
-    def num_right(self, engine: Engine) -> int:
-        """Questions that the engine answers rightly, greedily, after two that are answered."""
-        shots, right = len(self._shots), 0
-        _run(engine, self._shots, 0)
-        for question, answers in questions():
-            asked = self._tokenizer.encode(f"Question: {question}\nAnswer:", False)
-            found, at, next_ids = [], shots, asked
-            for _ in range(_ANSWER_TOKENS):
-                row = _run(engine, next_ids, at)
-                at += len(next_ids)
-                next_ids = [int(row.argmax())]
-                found += next_ids
-            right += is_right(self._tokenizer.decode(found), answers)
+    def scores(self, logits: Logits) -> Json:
+        """ppl, mean_kld and same_top beside the first that was scored, and right answers."""
+        rows = [logits(ids, 0)[_UNSCORED:-1] for ids in self.windows]
+        self.float32 = self.float32 or rows
+        wanted = [token for ids in self.windows for token in ids[_UNSCORED + 1 :]]
+        both = zip(np.concatenate(self.float32), np.concatenate(rows), wanted, strict=True)
+        compared = [compare_logits(*each) for each in both]
+        return {
+            "ppl": float(np.exp(np.mean([each.nll for each in compared]))),
+            "mean_kld": max(0.0, float(np.mean([each.kld for each in compared]))),
+            "same_top": float(np.mean([each.same_top for each in compared])),
+            "right": self._num_right(logits),
+        }
+
+    def _num_right(self, logits: Logits) -> int:
+        """Questions that are answered rightly, greedily, after two that are answered."""
+        shots, right = self._tokenizer.encode(_SHOTS), 0
+        logits(shots, 0)
+        for line in (_HERE / "questions.jsonl").read_text().splitlines():
+            asked = json.loads(line)
+            ids = self._tokenizer.encode(f"Question: {asked['question']}\nAnswer:", False)
+            found, at = list[int](), len(shots)
+            for _ in range(_ANSWER):
+                row = logits(ids, at)[-1]
+                at, ids = at + len(ids), [int(row.argmax())]
+                found += ids
+            said = self._tokenizer.decode(found).strip().split("\n")[0]
+            words = [rf"\b{re.escape(one)}s?\b" for one in asked["answers"]]
+            right += any(re.search(word, said, re.IGNORECASE) for word in words)
         return right
 
 
-def _run(engine: Engine, ids: list[int], at: int) -> np.ndarray:
-    """Logits after the last of `ids`, the first of which stands at position `at`."""
-    row = np.empty(0, np.float32)
-    for begin in range(0, len(ids), engine.kernel_tokens):
-        part = ids[begin : begin + engine.kernel_tokens]
-        places = range(at + begin, at + begin + len(part))
-        row = engine.step(part, places, [0] * len(part))[0]
-    return row.copy()
-
-
-def _variants(subject: Subject, scratch: Path) -> Iterator[tuple[str, Path, str]]:
-    """Name, path and --dtype of each format; float32 first."""
-    wide = write_dequantized(subject.path, scratch / "float32", "float32")
-    yield "float32", wide, ""
-    yield "as stored", subject.path, ""
-    yield "f16", write_dequantized(subject.path, scratch / "float16", "float16"), ""
-    yield "q8", wide, "q8"
-    yield "q4", wide, "q4"
-
-
-def _thresholds(subject: Subject, scratch: Path) -> tuple[list[Thresholds], Json]:
-    file = scratch / "thresholds.safetensors"
-    out = ["--out", str(scratch / "profile.safetensors"), "--thresholds-out", str(file)]
-    told = hotcold("profile", str(subject.path), *out)
-    found = read_thresholds(file, ModelIdentity.of(subject.path), subject.config)
-    kept = ("tokens", "seconds", "target_kld", "mean_kld", "ffn_bytes_share")
-    return found.thresholds.of_layers(), {name: told[name] for name in kept}
-
-
-def measure(path: Path, num_windows: int, threads: int) -> Json:
-    """All formats and modes of one model."""
-    subject, rows = Subject(path, num_windows), []
-    dense = np.empty((0, 0), np.float32)
+def measure(path: Path, num_windows: int, threads: int) -> list[Json]:
+    """All rows of one model, float32 first."""
+    subject, rows = Subject(path, num_windows), list[Json]()
     with tempfile.TemporaryDirectory() as folder:
-        thresholds, calibrated = None, None
-        if has_thresholds(subject.config):
-            thresholds, calibrated = _thresholds(subject, Path(folder))
-        for name, variant, dtype in _variants(subject, Path(folder)):
-            with running(variant, dtype, _WINDOW, threads) as system:
-                for mode in ("dense", THRESHOLD) if thresholds else ("dense",):
-                    own = thresholds if mode == THRESHOLD else None
-                    engine = system.engine(mode, thresholds=own)
-                    if not dense.size:
-                        found = window_logits(engine, subject.windows, _UNSCORED)
-                        dense = np.array([row.copy() for row in found])
-                    rows.append({"format": name, "mode": mode, **_scores(engine, subject, dense)})
-                    click.echo(f"{path.stem}, {name}, {mode}: {rows[-1]}", err=True)
-    return {
-        "model": path.stem,
-        "shape": shape_text(subject.config),
-        "thresholds": calibrated,
-        "questions": subject.num_right_of,
-        "scored_tokens": len(dense),
-        "rows": rows,
-    }
+        wide = write_dequantized(path, Path(folder) / "float32", "float32")
+        half = write_dequantized(path, Path(folder) / "float16", "float16")
+        runs = {"float32": in_hotcold(wide, threads), "as stored": in_hotcold(path, threads)}
+        runs |= {"f16": in_hotcold(half, threads)}
+        runs |= {dtype: in_hotcold(wide, threads, dtype) for dtype in ("q8", "q4")}
+        for kv_dtype in KV_DTYPES:
+            if kv_dtype != "float32":
+                runs[f"float32, KV {kv_dtype}"] = in_hotcold(wide, threads, kv_dtype=kv_dtype)
+        if has_thresholds(read_config(path)):
+            file = str(Path(folder) / "thresholds.safetensors")
+            out = ["--out", str(Path(folder) / "profile.safetensors"), "--thresholds-out", file]
+            hotcold("profile", str(path), *out)
+            runs["as stored, `threshold`"] = in_hotcold(path, threads, thresholds=file)
+        if importlib.util.find_spec("llama_cpp") is not None:
+            runs["llama.cpp"] = in_llama_cpp(path, threads)
+        for name, run in runs.items():
+            with run as logits:
+                rows.append({"model": path.stem, "format": name, **subject.scores(logits)})
+            progress(str(rows[-1]))
+    return rows
 
 
-def _scores(engine: Engine, subject: Subject, dense: np.ndarray) -> Json:
-    found = window_logits(engine, subject.windows, _UNSCORED)
-    scored = scores(dense, found, targets(subject.windows, _UNSCORED))
-    gates, ups, downs = bytes_shares(engine, subject.windows[0][:64])
-    rows = RowBytes.of(subject.config)
-    read = rows.read(gates, ups, downs)
-    return {
-        "ffn_bytes_share": read / (rows.first + rows.rest),
-        **scored,
-        "right": subject.num_right(engine),
-    }
-
-
-def table_of(report: Json) -> str:
-    """The report as Markdown: a row for each model, format and mode."""
-    lines = [
-        f"{report['machine']}; {report['date']}; Python {report['python']}. KL divergence and "
-        "likeliest token are beside the float32 weights of the same file in `dense`.",
-        "",
-        "| model | format | mode | FFN bytes read | perplexity | mean KL | same top token | "
-        "right answers |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for model in report["models"]:
-        for row in model["rows"]:
-            lines.append(
-                f"| {model['model']} | {row['format']} | `{row['mode']}` | "
-                f"{row['ffn_bytes_share']:.0%} | {row['ppl']:.2f} | {row['mean_kld']:.4f} | "
-                f"{row['same_top']:.1%} | {row['right']} of {model['questions']} |"
-            )
-    return "\n".join(lines) + "\n"
-
-
-@click.command()
-@click.argument("models", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--windows", type=click.IntRange(min=1), default=4, show_default=True)
-@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Writes OUT.json and OUT.md.")
-@table_option(table_of)
-def main(models: tuple[Path, ...], windows: int, threads: int, out: Path | None) -> None:
+@program
+@click.argument("models", nargs=-1, required=True, type=EXISTING)
+@click.option("--windows", type=click.IntRange(min=1), default=4)
+@click.option("--threads", type=click.IntRange(min=1), default=2)
+def main(models: tuple[Path, ...], windows: int, threads: int) -> tuple[Json, str]:
     """Measure each of MODELS, GGUF files."""
-    where = where_and_when(models[0], threads)
-    report = {
-        "machine": where["machine"],
-        "date": where["date"],
-        "python": platform.python_version(),
-        "text_digest": hashlib.sha256(quality_text().encode()).hexdigest(),
-        "models": [measure(path, windows, threads) for path in models],
-    }
-    write_report(report, table_of(report), out)
+    rows = [row for path in models for row in measure(path, windows, threads)]
+    report = head(models[0], threads) | {"rows": rows}
+    asked = len((_HERE / "questions.jsonl").read_text().splitlines())
+    columns = ["model", "format", "perplexity", "mean KL", "same top token", f"right of {asked}"]
+    lines = [[row["model"], row["format"], f"{row['ppl']:.2f}", f"{row['mean_kld']:.5f}",
+              f"{row['same_top']:.1%}", row["right"]] for row in rows]  # fmt: skip
+    scored = windows * (_WINDOW - _UNSCORED - 1)
+    return report, heading(report, f"{scored} tokens, beside float32") + table(columns, lines)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ and for half of the layers' values and down projections, Q4_K for the others; wi
 the head; with mxfp4 experts in MXFP4, all else in Q8_0, as in gpt-oss's own files.
 
 Some rows are drawn and quantized, and all layers have them, in other orders: what weights are does
-not matter for speed.
-What is chosen does: neurons fire at the shape's rates, by a part of all gate rows along what all
-inputs have in common; a mixture's router, embeddings and head are those of `hotcold make-model`, so
-that experts are chosen with a skew, and kept from token to token.
+not matter for speed. What is chosen does: neurons fire at the shape's rates, by a part of all gate
+rows along what all inputs have in common; a mixture's router, embeddings and head are those of
+`hotcold make-model`, so that experts are chosen with a skew, and kept from token to token.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,9 +23,9 @@ import click
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType
+from gguf.quants import quantize
 from torch.nn import functional
 
-from benchmarks.ggml_blocks import blocks_of
 from hotcold.model.config.activations import activated, activated_up
 from hotcold.model.config.build import build_config
 from hotcold.model.config.model_config import ModelConfig
@@ -41,63 +42,43 @@ _ROWS = 768  # drawn; repeated in larger matrices
 _BLOCK_ROWS = 8192  # of the embedding and the head, quantized at once
 _Kind = GGMLQuantizationType
 FORMATS = {
+    "f16": LlamaFileType.MOSTLY_F16,
+    "q8_0": LlamaFileType.MOSTLY_Q8_0,
     "q4_0": LlamaFileType.MOSTLY_Q4_0,
     "q4_k_m": LlamaFileType.MOSTLY_Q4_K_M,
     "mxfp4": LlamaFileType.MOSTLY_MXFP4_MOE,
 }
 # llama.cpp's names of families. Its gating functions: 1 softmax, 2 sigmoid.
-ARCHITECTURES = {
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe",
-    "olmoe": "olmoe",
-    "mixtral": "llama",
-    "gpt_oss": "gpt-oss",
-    "smallthinker": "smallthinker",
-}
+ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "olmoe": "olmoe",
+                 "mixtral": "llama", "gpt_oss": "gpt-oss",
+                 "smallthinker": "smallthinker"}  # fmt: skip
 _SIGMOID = 2
-_TINY: dict[str, Any] = {
-    "hidden": 256,
-    "ffn": 256,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 64,
-    "vocab": 2048,
-    "context": 512,
-    "layers": 8,
-}
+
+
+def _tiny(family: str) -> SyntheticShape:
+    kv_heads, experts, chosen = 4 if family == "olmoe" else 2, 16, 4
+    if family == "mixtral":
+        experts, chosen = 8, 2
+    activation: Any = "relu" if family == "smallthinker" else "silu"
+    return SyntheticShape(family, 256, 256, 4, kv_heads, 64, 2048, 512, 8, activation,
+                          density=0.4, experts=experts, chosen=chosen)  # fmt: skip
+
+
 SHAPES = {
-    **{name: shape for name, shape in KNOWN.items() if shape.family in ARCHITECTURES},
+    **{name: each for name, each in KNOWN.items() if each.family in {*ARCHITECTURES} - {"llama"}},
     "tiny": SyntheticShape("qwen3", 256, 512, 2, 1, 128, 512, 256, 8, activation="silu"),
-    **{
-        f"tiny-{family}": SyntheticShape(
-            family,
-            **(_TINY | ({"kv_heads": 4} if family == "olmoe" else {})),
-            activation="relu" if family == "smallthinker" else "silu",
-            density=0.4,
-            experts=8 if family == "mixtral" else 16,
-            chosen=2 if family == "mixtral" else 4,
-        )
-        for family in ("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "smallthinker")
-    },
+    **{f"tiny-{name}": _tiny(name) for name in {*ARCHITECTURES} - {"llama", "qwen3"}},
 }
 del SHAPES["tiny-moe"]
-
-
-def takes_more_bits(layer: int, num_layers: int) -> bool:
-    """Whether llama.cpp gives a layer's values and down more bits in Q4_K_M.
-
-    Source:  llama.cpp, src/llama-quant.cpp, use_more_bits
-    """
-    eighth = num_layers // 8
-    middle = eighth <= layer < 7 * num_layers // 8
-    return not middle or (layer - eighth) % 3 == 2
 
 
 def matrix_kind(name: str, file_format: str, layer: int, config: ModelConfig) -> _Kind:
     """The format of a matrix that llama.cpp's quantizer chooses.
 
-    Source:  llama.cpp, src/llama-quant.cpp, llama_tensor_get_type
+    Source:  llama.cpp, src/llama-quant.cpp, llama_tensor_get_type and use_more_bits
     """
+    if file_format in ("f16", "q8_0"):
+        return _Kind.F16 if "embd" in name or file_format == "f16" else _Kind.Q8_0
     if file_format == "mxfp4":
         return _Kind.MXFP4 if "_exps" in name else _Kind.Q8_0
     if name == "output":
@@ -106,12 +87,53 @@ def matrix_kind(name: str, file_format: str, layer: int, config: ModelConfig) ->
     has_eight = config.experts is not None and config.experts.router.num_experts == 8
     if has_eight and name in ("attn_k", "attn_v"):
         return _Kind.Q8_0
-    if file_format == "q4_0":
-        return plain
-    if has_eight and name == "attn_output":
-        return _Kind.Q5_K
-    takes_more = name in ("attn_v", "ffn_down", "ffn_down_exps")
-    return _Kind.Q6_K if takes_more and takes_more_bits(layer, config.num_layers) else plain
+    if file_format == "q4_0" or name not in ("attn_v", "ffn_down", "ffn_down_exps"):
+        return _Kind.Q5_K if has_eight and name == "attn_output" and plain != _Kind.Q4_0 else plain
+    eighth, num_layers = config.num_layers // 8, config.num_layers
+    middle = eighth <= layer < 7 * num_layers // 8
+    return plain if middle and (layer - eighth) % 3 != 2 else _Kind.Q6_K
+
+
+def blocks_of(rows: np.ndarray, kind: _Kind) -> np.ndarray:
+    """Rows (N, width) float32 as ggml's blocks, (N, bytes) uint8.
+
+    Q4_K, Q5_K and Q6_K, which the gguf package only reads, get one scale for a whole matrix of
+    random numbers. Errors: ValueError for widths that are no whole blocks
+    """
+    items, _ = GGML_QUANT_SIZES[kind]
+    if rows.shape[-1] % items:
+        raise ValueError(f"rows of {rows.shape[-1]} numbers are no whole blocks of {items}")
+    bits = {_Kind.Q4_K: 4, _Kind.Q5_K: 5, _Kind.Q6_K: 6}.get(kind)
+    if bits is None:
+        return quantize(rows, kind).view(np.uint8)
+    step = {4: 0.335, 5: 0.188, 6: 0.104}[bits] * float(rows.std())  # of the least squared error
+    middle = 2 ** (bits - 1) + (0.5 if bits == 6 else 0)  # Q6_K's weights are multiples of a step
+    levels = np.floor(rows / step + middle).clip(0, 2**bits - 1).astype(np.uint8)
+    blocks = levels.reshape(*rows.shape[:-1], -1, items)
+    shape = blocks.shape[:-1]
+    if bits == 6:  # low nibbles, two high bits, 16 scales, d: d * scale * (level - 32)
+        halves = blocks.reshape(*shape, 2, 4, 32)
+        low = (halves[..., :2, :] & 15) | (halves[..., 2:, :] & 15) << 4
+        shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+        high = ((halves >> 4) << shifts).sum(-2, dtype=np.uint8)
+        unit = np.array([step / 16], np.float16).view(np.uint8)
+        parts = [
+            low.reshape(*shape, 128),
+            high.reshape(*shape, 64),
+            np.full(16, 16, np.uint8),
+            unit,
+        ]
+    else:  # d, dmin, six bits of scales and minima, high bits, nibbles: d * scale * level - dmin * min
+        unit = np.array([step / 32, step * (2**bits - 1) / 64], np.float16)
+        scales = np.full(12, 32 | (32 >> 4) << 6, np.uint8)  # 32 of each; low bits in the last 4
+        scales[8:] = (32 & 15) * 17
+        groups = blocks.reshape(*shape, 4, 2, 32)
+        nibbles = (groups[..., 0, :] & 15) | (groups[..., 1, :] & 15) << 4
+        by_group = blocks.reshape(*shape, 8, 32) >> 4
+        high = (by_group << np.arange(8, dtype=np.uint8)[:, None]).sum(-2, dtype=np.uint8)
+        parts = [unit.view(np.uint8), scales, *[high] * (bits == 5), nibbles.reshape(*shape, 128)]
+    whole = [np.broadcast_to(part, (*shape, part.shape[-1])) for part in parts]
+    return np.concatenate(whole, axis=-1).reshape(*rows.shape[:-1], -1)
 
 
 @dataclass(frozen=True)
@@ -120,7 +142,7 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
-    kind: _Kind
+    kind: _Kind = _Kind.F32
 
     @property
     def num_bytes(self) -> int:
@@ -137,7 +159,6 @@ class RandomModel:
         self._source = NormalSource(_SEED)
         self._topics = Topics.draw(config.vocab_size, config.hidden_size, self._source)
         self._ids, self._text = self._topics.sample(config.vocab_size, self._source)
-        self._is_gpt_oss = shape.family == "gpt_oss"
         self._drawn: dict[tuple[str, _Kind], np.ndarray] = {}
         self._inputs = torch.empty(0)
         self._layer_inputs = torch.empty(0)
@@ -149,7 +170,7 @@ class RandomModel:
         yield self._matrix("token_embd", table, "token_embd", 0)
         for layer in range(config.num_layers):
             yield from self._layer(layer)
-        yield Tensor("output_norm.weight", table[1:], _Kind.F32)
+        yield Tensor("output_norm.weight", table[1:])
         yield self._matrix("output", table, "output", 0)
 
     def values(self, tensor: Tensor) -> Iterator[np.ndarray]:
@@ -161,10 +182,8 @@ class RandomModel:
             yield from _in_parts(embedding, tensor.kind)
         elif tensor.name == "output.weight":
             outputs = functional.rms_norm(self._layer_inputs, self._layer_inputs.shape[1:])
-            vocab = self._config.vocab_size
-            yield from _in_parts(
-                self._topics.head(vocab, outputs, self._text, self._source), tensor.kind
-            )
+            head = self._topics.head(self._config.vocab_size, outputs, self._text, self._source)
+            yield from _in_parts(head, tensor.kind)
         elif tensor.kind == _Kind.F32:
             yield self._vector(role, tensor.shape)
         else:
@@ -185,7 +204,7 @@ class RandomModel:
         keys = config.num_kv_heads * config.head_dim
 
         def vector(name: str, *sizes: int) -> Tensor:
-            return Tensor(f"{block}{name}", sizes, _Kind.F32)
+            return Tensor(f"{block}{name}", sizes)
 
         yield vector("attn_norm.weight", hidden)
         sizes = {"q": (attention, hidden), "k": (keys, hidden), "v": (keys, hidden)}
@@ -196,15 +215,12 @@ class RandomModel:
                 yield vector(f"attn_{name}.bias", of_one[0])
         for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
             if config.qk_norm:
-                yield vector(
-                    f"attn_{name}_norm.weight",
-                    config.head_dim * (heads if config.qk_norm == "full" else 1),
-                )
+                sizes_of = heads if config.qk_norm == "full" else 1
+                yield vector(f"attn_{name}_norm.weight", config.head_dim * sizes_of)
         if config.has_sinks:
             yield vector("attn_sinks.weight", config.num_heads)
-        yield vector(
-            "post_attention_norm.weight" if self._is_gpt_oss else "ffn_norm.weight", hidden
-        )
+        norm = "post_attention_norm" if self._shape.family == "gpt_oss" else "ffn_norm"
+        yield vector(f"{norm}.weight", hidden)
         if config.experts is None:
             size = config.ffn_size
             yield self._matrix(f"{block}ffn_gate", (size, hidden), "ffn_gate", layer)
@@ -215,11 +231,8 @@ class RandomModel:
         yield vector("ffn_gate_inp.weight", experts, hidden)
         if config.experts.router.has_bias:
             yield vector("ffn_gate_inp.bias", experts)
-        for name, rows, width in (
-            ("gate", size, hidden),
-            ("up", size, hidden),
-            ("down", hidden, size),
-        ):
+        for name, rows, width in (("gate", size, hidden), ("up", size, hidden),
+                                  ("down", hidden, size)):  # fmt: skip
             role = f"ffn_{name}_exps"
             yield self._matrix(f"{block}{role}", (experts, rows, width), role, layer)
             if config.ffn_bias:
@@ -254,15 +267,9 @@ class RandomModel:
         spec = self._config.layers[0].ffn.router
         assert spec is not None
         reads_layer = spec.reads == "layer_input"
-        self._made = make_router(
-            self._layer_inputs if reads_layer else self._inputs,
-            self._topics,
-            self._text,
-            spec,
-            RoutingStats(self._shape.skew, self._shape.kept),
-            None,
-            self._source,
-        )
+        inputs = self._layer_inputs if reads_layer else self._inputs
+        wanted = RoutingStats(self._shape.skew, self._shape.kept)
+        self._made = make_router(inputs, self._topics, self._text, spec, wanted, None, self._source)
         return self._made.rows.numpy()
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -367,6 +374,21 @@ def _add_keys(writer: GGUFWriter, config: ModelConfig, shape: SyntheticShape) ->
         writer.add_expert_feed_forward_length(config.experts.size)
         if router.score == "sigmoid":
             writer.add_uint32(f"{writer.arch}.expert_gating_func", _SIGMOID)
+
+
+def write_like(out: Path, config: ModelConfig, file_format: str) -> None:
+    """Write a Llama with random weights and as many bytes in every part as a dense model has.
+
+    For an FFN of two matrices its three have 2/3 of the neurons, a multiple of 32 as any row is.
+    """
+    if config.experts is not None:
+        raise click.UsageError("a mixture is compared by its GGUF file; this program writes one")
+    ffn = config.ffn_size if config.has_gate else round(config.ffn_size / 48) * 32
+    shape = SyntheticShape(
+        "llama", config.hidden_size, ffn, config.num_heads, config.num_kv_heads, config.head_dim,
+        config.vocab_size, config.max_positions, config.num_layers, activation="silu",
+    )  # fmt: skip
+    write(out, shape, file_format)
 
 
 @click.command()

@@ -10,9 +10,8 @@ beginnings of prompts kept in memory and in a file (`--prefix-cache`), speculati
 at once in a KV cache with room for three, so some are preempted. Some requests are cancelled in the
 middle, now and then a service is killed, the system started anew, or all of it killed.
 
-Prompts are new, or begin like earlier ones, are edited, or go on after an answer; long and short;
-text of this program's documents where the model has a tokenizer. Each request is drawn from --seed
-and its number, so a run repeats. A difference is printed with its request as JSON.
+Each request is drawn from --seed and its number, so a run repeats. A difference is printed with its
+request as JSON.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ import os
 import queue
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -36,23 +34,161 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.fault_load import leaks
-from benchmarks.request_draws import Drawn, Draws
-from benchmarks.runs import Json, table_option, where_and_when, write_report
-from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig, TokenEvent
+from benchmarks.faults import leaks
+from benchmarks.frame import HERE, Json, head, heading, program, progress
+from hotcold.actors.protocol.messages import GenerateRequest, Grammar, SystemConfig, TokenEvent
 from hotcold.actors.protocol.options import OPTIONS, SystemOptions
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.system import System
+from hotcold.model.config.build import read_config
 from hotcold.model.errors import HotcoldError
 from hotcold.model.files.locate import locate_model
+from hotcold.model.parameters import Number, Switch, Texts, Whole
+from hotcold.model.sampling import PARAMETERS, SamplingParams
+from hotcold.model.synthetic.make import make_model
 from hotcold.model.synthetic.shape import DTYPES, resolve_shape
+from hotcold.model.text.tokenizer import Tokenizer
 
 _CLIENTS = 8
 _AHEAD = 24  # requests whose right answers are known and that wait for a client
 _KILL_EVERY_S = 12.0  # the system gives up at the tenth lost service within a minute
 _SHOWN_EVERY_S = 10.0
-_PLAIN: Json = {"prefix_cache_bytes": 0, "speculate": "off"}
-_SHOWN = {"cached_tokens": "prompt_tokens_kept", "accepted_tokens": "drafted_tokens_accepted"}
+_MOST_DIFFERENCES = 20
+_LONGEST_ANSWER = 48
+_REMEMBERED = 40  # earlier requests that prompts may begin like
+_STOPS = (" the", ".", "\n", "e", "():", "of ")
+_GRAMMARS = (
+    Grammar("json_schema", '{"type": "object", "properties": {"name": {"type": "string", '
+            '"maxLength": 12}, "n": {"type": "integer"}}, "required": ["name", "n"], '
+            '"additionalProperties": false}'),
+    Grammar("json_schema", '{"type": "array", "items": {"enum": ["one", "two"]}, "maxItems": 6}'),
+    Grammar("lark", "start: /[a-z]+( [a-z]+)*[.]/"),
+    Grammar("calls", 'start: "<call>" ("search" | "open") "(" args ")"\nargs: %json {"type": '
+            '"object", "properties": {"q": {"type": "string", "maxLength": 9}}, "required": ["q"], '
+            '"additionalProperties": false}'),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A request; whether its reader leaves, a service is killed, the system starts anew before."""
+
+    number: int
+    request: GenerateRequest
+    leaves_after: int | None = None
+    kills: bool = False
+    restarts: bool = False
+
+
+class Draws:
+    """Draws requests to one model, in the order of their numbers, by what earlier ones were."""
+
+    def __init__(self, path: Path, seed: int, context: int, harms: bool = True) -> None:
+        """`harms`: services are killed and the system is started anew, too."""
+        self._seed, self._context, self._harms = seed, context, harms
+        self._vocab, self._text = read_config(path).vocab_size, list[int]()
+        self._tokenizer = Tokenizer.from_model(path)
+        if self._tokenizer is not None:
+            pages = "".join(file.read_text() for file in sorted((HERE / "docs").glob("[a-g]*.md")))
+            self._text = self._tokenizer.encode(pages[: 1 << 17], False)
+        self._earlier: list[tuple[GenerateRequest, list[int]]] = []  # with their answers
+
+    def draw(self, number: int) -> Drawn:
+        """The request of that number."""
+        chance = random.Random(f"{self._seed} {number}")
+        request, fate = self._request(chance, number), chance.random()
+        leaves = chance.choice((0, 1, 1, 2, 5, 12, 30)) if fate < 0.15 else None
+        kills, restarts = 0.15 <= fate < 0.17, 0.17 <= fate < 0.174
+        return Drawn(number, request, leaves, self._harms and kills, self._harms and restarts)
+
+    def add(self, drawn: Drawn, answer: Sequence[int]) -> None:
+        """Remember a request and its answer for later prompts."""
+        self._earlier = [*self._earlier, (drawn.request, list(answer))][-_REMEMBERED:]
+
+    def _request(self, chance: random.Random, number: int) -> GenerateRequest:
+        name = f"{self._seed}-{number}"
+        if self._earlier and chance.random() < 0.1:  # the same again; as `n` has it, another seed
+            same, _ = chance.choice(self._earlier[-8:])
+            seed = chance.choice((same.sampling.seed, chance.randrange(1 << 31)))
+            return replace(same, sampling=replace(same.sampling, seed=seed), request_id=name)
+        prompt = self._prompt(chance)[: self._context - 2]
+        has_grammar = self._tokenizer is not None and chance.random() < 0.15
+        return GenerateRequest(
+            self._sampling(chance, min(_LONGEST_ANSWER, self._context - len(prompt))),
+            prompt_ids=prompt,
+            request_id=name,
+            grammar=chance.choice(_GRAMMARS) if has_grammar else None,
+            num_logprobs=chance.choice((None, 0, 1, 5, 20)),
+            num_prompt_logprobs=2 if chance.random() < 0.03 else None,
+            wants_embedding=chance.random() < 0.02,
+            use_cache=chance.random() < 0.95,
+            cache_salt=chance.choice(("", "", "", "one", "two")),
+        )
+
+    def _prompt(self, chance: random.Random) -> list[int]:
+        kind = chance.random()
+        if not self._earlier or kind < 0.35:
+            near = chance.choice((32, 33, 64, 97, 128, 192, 256, 320)) + chance.randrange(-1, 2)
+            short = int(1 + chance.random() ** 2 * self._context)
+            return self._new(chance, min(near if chance.random() < 0.3 else short,
+                                         self._context - 2))  # fmt: skip
+        request, answer = chance.choice(self._earlier)
+        earlier = list(request.prompt_ids or [])
+        if kind < 0.6:  # it goes on after the answer: a conversation's next turn
+            return earlier + answer + self._new(chance, chance.randrange(1, 60))
+        place = chance.randrange(len(earlier))
+        if kind < 0.85:  # the same beginning
+            return earlier[:place] + self._new(chance, chance.randrange(1, 80))
+        return earlier[:place] + self._new(chance, 1) + earlier[place + 1 :]  # edited
+
+    def _new(self, chance: random.Random, length: int) -> list[int]:
+        """New tokens: text, or drawn ids; a part that is repeated now and then."""
+        found = [chance.randrange(self._vocab) for _ in range(length)]
+        if self._text and chance.random() < 0.9:
+            first = chance.randrange(max(1, len(self._text) - length))
+            found = self._text[first : first + length]
+        if chance.random() < 0.25:
+            period = chance.randrange(1, 20)
+            found = (found[:period] * (length // period + 1))[:length]
+        return found
+
+    def _sampling(self, chance: random.Random, room: int) -> SamplingParams:
+        """Usual values of the parameters that matter most, some of all others."""
+        most = max(1, min(room, chance.randrange(1, _LONGEST_ANSWER + 1)))
+        some = [chance.randrange(self._vocab) for _ in range(5)]
+        stops = chance.sample(_STOPS, 2) if self._tokenizer is not None else []
+        usual: dict[str, Sequence[Any]] = {
+            "temperature": (0.0, chance.uniform(0.0, 1.5), 1.0), "top_k": (0, 1, 5, 40),
+            "top_p": (1.0, 0.95, 0.5), "min_p": (0.0, 0.05, 0.3), "ignore_eos": (False, True),
+            "seed": [chance.randrange(1 << 31)],
+        }  # fmt: skip
+        if chance.random() < 0.3:
+            usual |= {"repeat_penalty": (1.0, 1.3, 0.8), "presence_penalty": (0.0, 1.5),
+                      "frequency_penalty": (0.0, 0.7), "repeat_last_n": (-1, 8, 64),
+                      "penalize_prompt": (False, True)}  # fmt: skip
+        if chance.random() < 0.2:
+            usual["logit_bias"] = [[(one, chance.uniform(-8, 8)) for one in dict.fromkeys(some)]]
+        if chance.random() < 0.3:
+            usual |= {"stop": [stops], "stop_token_ids": [some[:3]], "min_tokens": range(most + 1),
+                      "include_stop_str_in_output": (False, True)}  # fmt: skip
+        given = {name: chance.choice(values) for name, values in usual.items()}
+        given["max_tokens"] = most
+        others: dict[str, Any] = {}
+        for name, one in PARAMETERS.items():
+            if name not in given and name != "repetition_penalty" and chance.random() < 0.05:
+                match one.kind:
+                    case Number(low, high):
+                        others[name] = chance.uniform(low, min(high, low + 2.0))
+                    case Whole(low, high):
+                        others[name] = chance.randint(low, min(high, low + 8))
+                    case Switch():
+                        others[name] = chance.random() < 0.5
+                    case Texts():
+                        others[name] = stops
+        try:
+            return SamplingParams.of_given(given | others, SamplingParams())
+        except HotcoldError:  # two that do not go together
+            return SamplingParams.of_given(given, SamplingParams())
 
 
 @dataclass(frozen=True)
@@ -69,152 +205,53 @@ class Answer:
     numbers: Json = field(default_factory=dict, compare=False)  # of the command-line contract
 
     @classmethod
-    def of(cls, events: list[TokenEvent], error: str = "") -> Answer:
-        """What these events say; without a result it is the beginning of an answer."""
-        result = events[-1].result if events else None
+    def of(cls, system: System, request: GenerateRequest, leave_after: int | None = None) -> Answer:
+        """A system's; `leave_after`: cancel it after so many tokens."""
+        events, error, stream = list[TokenEvent](), "", system.generate(request)
+        try:
+            while leave_after is None or sum(len(e.token_ids) for e in events) < leave_after:
+                event = next(stream, None)
+                if event is None:
+                    break
+                events.append(event)
+        except HotcoldError as problem:
+            error = str(problem)
+        finally:
+            stream.close()  # type: ignore[attr-defined]
+        result = events[-1].result if events and not error else None
         return cls(
             ids=tuple(one for event in events for one in event.token_ids),
             logprobs=tuple(one for event in events for one in event.logprobs),
             text="".join(event.text for event in events),
             finish_reason="" if result is None else result.finish_reason,
             prompt_logprobs=tuple(one for event in events for one in event.prompt_logprobs),
-            embedding=tuple(result.embedding or ()) if result is not None else (),
+            embedding=() if result is None else tuple(result.embedding or ()),
             error=error,
-            numbers=result.as_json() if result is not None else {},
+            numbers={} if result is None else result.as_json(),
         )
 
     def difference(self, expected: Answer) -> str:
-        """The first field that differs, with what is there; "" for none.
-
-        An answer without an end may be shorter.
-        """
+        """The first field that differs, "" for none; an answer without an end may be shorter."""
         for name in (one.name for one in fields(self) if one.compare):
             value, wanted = getattr(self, name), getattr(expected, name)
             if not self.finish_reason and not self.error:
                 wanted = "" if name == "finish_reason" else wanted[: len(value)]
-                if name == "embedding" or (name == "prompt_logprobs" and not value):
-                    continue
             if value != wanted:
-                return f"{name}: {_first_difference(value, wanted)}"
+                return f"{name}: {value!r} instead of {wanted!r}"
         return ""
-
-
-def _first_difference(value: Any, wanted: Any) -> str:
-    if isinstance(value, str):
-        return f"{value!r} instead of {wanted!r}"
-    for place, (one, other) in enumerate(zip(value, wanted, strict=False)):
-        if one != other:
-            return f"at {place} {one} instead of {other}"
-    return f"{len(value)} instead of {len(wanted)}"
-
-
-@dataclass
-class Tally:
-    """What came of all requests."""
-
-    differences: list[Json] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def count(self, **counts: int) -> None:
-        """Add to the counts."""
-        with self.lock:
-            self.counts.update({name.replace("_", " "): by for name, by in counts.items()})
-
-    def add_difference(self, drawn: Drawn, what: str) -> None:
-        """Print a difference with its request."""
-        request = asdict(drawn.request)
-        self.add_problem({"number": drawn.number, "difference": what, "request": request})
-
-    def add_problem(self, found: Json) -> None:
-        """Print and count what should not be."""
-        with self.lock:
-            self.differences.append(found)
-            self.counts["differences"] += 1
-        click.echo(json.dumps(found), err=True)
-
-
-def answer_of(system: System, request: GenerateRequest, leave_after: int | None = None) -> Answer:
-    """Run a request; `leave_after`: cancel it after so many tokens."""
-    events: list[TokenEvent] = []
-    stream: Any = system.generate(request)
-    try:
-        num_tokens = 0
-        while leave_after is None or num_tokens < leave_after:
-            event = next(stream, None)
-            if event is None:
-                break
-            events.append(event)
-            num_tokens += len(event.token_ids)
-    except HotcoldError as error:
-        return Answer.of(events, str(error))
-    finally:
-        stream.close()
-    return Answer.of(events)
-
-
-class PlainAnswers:
-    """The right answers: alone, cold, without speculation; each is computed once."""
-
-    def __init__(self, system: System) -> None:
-        self._system = system
-        self._known: dict[str, Answer] = {}
-
-    def of(self, request: GenerateRequest) -> Answer:
-        """The answer to a request."""
-        key = json.dumps(asdict(replace(request, request_id="", use_cache=False)), default=str)
-        if key not in self._known:
-            self._known[key] = answer_of(self._system, replace(request, use_cache=False))
-        return self._known[key]
-
-
-class TestedSystem:
-    """The system that is tested; it can be killed and started anew while nobody asks."""
-
-    def __init__(self, config: SystemConfig, tally: Tally) -> None:
-        self._config, self._tally = config, tally
-        self.system = System.start(config)
-        self._killed_s = 0.0
-        self._changing = threading.Lock()
-
-    def kill_service(self, chance: random.Random) -> None:
-        """Kill a service, unless one was a moment ago."""
-        with self._changing, suppress(HotcoldError):
-            if time.monotonic() - self._killed_s < _KILL_EVERY_S:
-                return
-            self._killed_s = time.monotonic()
-            processes: dict[str, int] = self.system.call("processes")
-            name = chance.choice(sorted(set(processes) - {"driver"}))
-            with suppress(ProcessLookupError):
-                os.kill(processes[name], signal.SIGKILL)
-            self._tally.count(services_killed=1)
-
-    def restart(self, chance: random.Random) -> None:
-        """End the system and start it again; in one of two cases all of it is killed at once."""
-        if chance.random() < 0.5:
-            processes: dict[str, int] = self.system.call("processes")
-            for process_id in processes.values():
-                with suppress(ProcessLookupError):
-                    os.kill(process_id, signal.SIGKILL)
-            _await_end(processes.values())
-        self.system.end()
-        self.system = System.start(self._config)
-        self._tally.count(restarts=1)
-
-
-def _await_end(process_ids: Any) -> None:
-    for process_id in process_ids:
-        with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
-            psutil.Process(process_id).wait(30)
 
 
 class Run:
     """Clients that ask the tested system what the plain one has answered."""
 
-    def __init__(self, plain: System, tested: TestedSystem, draws: Draws, tally: Tally) -> None:
-        self._plain, self._tested = PlainAnswers(plain), tested
-        self._draws, self._tally = draws, tally
+    def __init__(self, plain: System, config: SystemConfig, draws: Draws) -> None:
+        self._plain, self._config, self._draws = plain, config, draws
+        self.system = System.start(config)
+        self._known: dict[str, Answer] = {}
         self._asked: queue.Queue[tuple[Drawn, Answer] | None] = queue.Queue(_AHEAD)
+        self._lock, self._killed_s = threading.Lock(), 0.0
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[Json] = []
 
     def run(self, num_requests: int, until_s: float) -> None:
         """Ask so many requests, or until that time."""
@@ -223,59 +260,87 @@ class Run:
             client.start()
         shown_s = time.monotonic()
         for number in range(num_requests):
-            if time.monotonic() > until_s or len(self._tally.differences) >= 20:
+            if time.monotonic() > until_s or len(self.wrong) >= _MOST_DIFFERENCES:
                 break
             drawn = self._draws.draw(number)
             if drawn.restarts:
                 self._asked.join()
-                self._tested.restart(random.Random(number))
-            expected = self._plain.of(drawn.request)
+                self._restart(random.Random(number))
+            expected = self._expected(drawn.request)
             self._draws.add(drawn, expected.ids)
             self._asked.put((drawn, expected))
             if time.monotonic() - shown_s > _SHOWN_EVERY_S:
                 shown_s = time.monotonic()
-                self._show(number)
+                progress(f"request {number}: {dict(self.counts)}")
         for _ in clients:
             self._asked.put(None)
         for client in clients:
             client.join()
-        if lent := leaks(self._tested.system):
-            self._tally.add_problem({"difference": f"in the end are lent: {lent}"})
+        if lent := leaks(self.system):
+            self._add({"difference": f"in the end are lent: {lent}"})
 
-    def _show(self, number: int) -> None:
-        with self._tally.lock:
-            counts = ", ".join(f"{count} {name}" for name, count in self._tally.counts.items())
-        click.echo(f"request {number}: {counts}", err=True)
+    def _expected(self, request: GenerateRequest) -> Answer:
+        """Alone, cold, without speculation; computed once."""
+        alone = replace(request, request_id="", use_cache=False)
+        key = json.dumps(asdict(alone), default=str)
+        if key not in self._known:
+            self._known[key] = Answer.of(self._plain, alone)
+        return self._known[key]
+
+    def _restart(self, chance: random.Random) -> None:
+        """End the system and start it again; in one of two cases all of it is killed at once."""
+        if chance.random() < 0.5:
+            running = [psutil.Process(pid) for pid in self.system.call("processes").values()]
+            for one in running:
+                one.kill()
+            psutil.wait_procs(running, timeout=30)
+        self.system.end()
+        self.system = System.start(self._config)
+        self.counts["restarts"] += 1
+
+    def _kill_service(self, chance: random.Random) -> None:
+        """Kill a service soon, unless one was a moment ago."""
+        time.sleep(chance.uniform(0.0, 0.3))
+        with self._lock, suppress(HotcoldError, ProcessLookupError):
+            if time.monotonic() - self._killed_s > _KILL_EVERY_S:
+                self._killed_s = time.monotonic()
+                pids: dict[str, int] = self.system.call("processes")
+                os.kill(pids[chance.choice(sorted({*pids} - {"driver"}))], signal.SIGKILL)
+                self.counts["services killed"] += 1
 
     def _ask_all(self) -> None:
         while (asked := self._asked.get()) is not None:
             try:
                 self._ask(*asked)
             except Exception as problem:
-                self._tally.add_difference(asked[0], f"{type(problem).__name__}: {problem}")
+                self._add({"number": asked[0].number, "difference": repr(problem)})
             finally:
                 self._asked.task_done()
         self._asked.task_done()
 
     def _ask(self, drawn: Drawn, expected: Answer) -> None:
-        killer: threading.Thread | None = None
+        killer = threading.Thread(target=self._kill_service, args=(random.Random(drawn.number),))
         if drawn.kills:
-            chance = random.Random(drawn.number)
-            killer = threading.Thread(target=self._kill_soon, args=(chance,))
             killer.start()
-        found = answer_of(self._tested.system, drawn.request, drawn.leaves_after)
-        if killer is not None:
+        found = Answer.of(self.system, drawn.request, drawn.leaves_after)
+        if drawn.kills:
             killer.join()
         if difference := found.difference(expected):
-            self._tally.add_difference(drawn, difference)
+            request = asdict(drawn.request)
+            self._add({"number": drawn.number, "difference": difference, "request": request})
             return
-        kind = "refused" if found.error else "whole" if found.finish_reason else "left"
-        shown = {name: found.numbers.get(key, 0) for key, name in _SHOWN.items()}
-        self._tally.count(**{kind: 1}, tokens=len(found.ids), **shown)
+        with self._lock:
+            self.counts[
+                "refused" if found.error else "whole" if found.finish_reason else "left"
+            ] += 1
+            self.counts["tokens"] += len(found.ids)
+            for key, name in (("cached_tokens", "cached"), ("accepted_tokens", "drafts accepted")):
+                self.counts[name] += found.numbers.get(key, 0)
 
-    def _kill_soon(self, chance: random.Random) -> None:
-        time.sleep(chance.uniform(0.0, 0.3))
-        self._tested.kill_service(chance)
+    def _add(self, found: Json) -> None:
+        with self._lock:
+            self.wrong.append(found)
+        click.echo(json.dumps(found), err=True)
 
 
 @contextmanager
@@ -284,8 +349,6 @@ def model_of(model: str | None, shape: str | None, context: int) -> Iterator[Pat
     if shape is None:
         yield locate_model(model)
         return
-    from hotcold.model.synthetic.make import make_model
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / shape
         sizes = resolve_shape(shape, {"context": context})
@@ -293,40 +356,27 @@ def model_of(model: str | None, shape: str | None, context: int) -> Iterator[Pat
         yield path
 
 
-def table_of(report: Json) -> str:
-    """The report as Markdown."""
-    counts = ", ".join(f"{count} {name}" for name, count in report["counts"].items())
-    return (
-        f"{report['model']}: {report['shape']}; {report['machine']}; {report['date']}; seed "
-        f"{report['seed']}; options {report['options']}\n\n{counts}; "
-        f"{report['counts'].get('differences', 0)} differ from the plain system's.\n"
-    )
-
-
-@click.command()
+@program
 @click.argument("model", required=False)
 @click.option("--shape", help="Instead of a MODEL: random weights of this shape, such as tiny.")
-@click.option("--requests", default=10_000, show_default=True)
+@click.option("--requests", default=10_000)
 @click.option("--minutes", default=1e6, help="Fewer requests, if this is over.")
-@click.option("--seed", default=0, show_default=True)
-@click.option("--context", default=512, show_default=True)
+@click.option("--seed", default=0)
+@click.option("--context", default=512)
 @click.option("--mode")
 @click.option("--dtype")
 @click.option("--kv-dtype")
 @click.option("--cpu-actors", type=int)
 @click.option("--threads", type=int)
-@click.option("--speculate", default="auto", show_default=True)
-@click.option("--draft")
-@click.option("--prefix-cache", default="64MB", show_default=True)
+@click.option("--speculate", default="auto")
+@click.option("--draft", default="auto")
+@click.option("--prefix-cache", default="64MB")
 @click.option("--kills/--no-kills", default=True, help="Services that are killed, restarts.")
-@click.option("--out", type=click.Path(path_type=Path), help="Writes OUT.json and OUT.md.")
-@table_option(table_of)
 def main(
     model: str | None, shape: str | None, requests: int, minutes: float, seed: int, context: int,
     mode: str | None, dtype: str | None, kv_dtype: str | None, cpu_actors: int | None,
-    threads: int | None, speculate: str, draft: str | None, prefix_cache: str, kills: bool,
-    out: Path | None,
-) -> None:  # fmt: skip
+    threads: int | None, speculate: str, draft: str, prefix_cache: str, kills: bool,
+) -> tuple[Json, str]:  # fmt: skip
     """Compare random requests' answers, to the bit, with those of a plain system."""
     until_s = time.monotonic() + minutes * 60
     both: Json = {
@@ -334,29 +384,24 @@ def main(
         "num_threads": threads, "context_length": context, "max_batch": _CLIENTS,
         "kv_positions": 3 * context,
     }  # fmt: skip
-    own: Json = {"speculate": speculate} | ({"draft": draft} if draft else {})
+    own: Json = {"speculate": speculate, "draft": draft}
     own["prefix_cache_bytes"] = OPTIONS["prefix_cache_bytes"].value_of(prefix_cache)
-    tally = Tally()
     with model_of(model, shape, context) as path:
-        plain, _ = prepare_system(path, SystemOptions(**both | _PLAIN))
+        cold = SystemOptions(**both, prefix_cache_bytes=0, speculate="off")
+        plain, _ = prepare_system(path, cold)
         config, _ = prepare_system(path, SystemOptions(**both | own))
         draws = Draws(path, seed, config.context_length, harms=kills)
-        with System.start(plain, others=[config]) as cold:
-            tested = TestedSystem(config, tally)
+        with System.start(plain, others=[config]) as alone:
+            run = Run(alone, config, draws)
             try:
-                Run(cold, tested, draws, tally).run(requests, until_s)
+                run.run(requests, until_s)
             finally:
-                tested.system.end()
-        report = where_and_when(path, config.num_threads) | {
-            "model": path.name,
-            "seed": seed,
-            "options": {name: value for name, value in (both | own).items() if value is not None},
-            "counts": dict(tally.counts),
-            "differences": tally.differences,
-        }
-    write_report(report, table_of(report), out)
-    if tally.differences:
-        sys.exit(1)
+                run.system.end()
+        report = head(path, config.num_threads) | {"counts": dict(run.counts), "wrong": run.wrong}
+    given = {name: value for name, value in (both | own).items() if value is not None}
+    counts = ", ".join(f"{count} {name}" for name, count in run.counts.items())
+    text = heading(report, path.name, f"seed {seed}", f"options {given}")
+    return report, f"{text}{counts}; {len(run.wrong)} differ from the plain system's.\n"
 
 
 if __name__ == "__main__":

@@ -1,242 +1,183 @@
-"""How long a start takes, from the command to the first text of the embedded model, and its parts.
+"""How long a start takes, and what a system that waits for requests weighs.
 
-    python -m benchmarks.start [--runs 5] [--beside OTHER]
-    python -m benchmarks.start --kept [--runs 20]
-    python -m benchmarks.start --empty [--runs 3] [--beside OTHER] [--model SOME.gguf]
+    python -m benchmarks.start [MODEL] --way fresh --way kept [--runs 5] [--beside OTHER]
+    python -m benchmarks.start [MODEL] --way empty --runs 3
+    python -m benchmarks.start [MODEL] --way serve --seconds 300
 
-Prints the median seconds of each part. `--beside` measures another checkout in turn with this one,
-without its parts, and prints this checkout's seconds over the other's. Run it once before, so that
-no kernel has to be compiled, on a machine that does nothing else.
+`fresh` is `hotcold generate` with a system of its own, `kept` one that asks a system that stays,
+`empty` the first start of all, with nothing compiled, in an empty home: seconds to the first text
+and to the command's end, CPU seconds of all its processes by the first text. `serve` starts
+`hotcold serve`, asks it for a few tokens, waits until it rests, and looks for so many seconds at
+each of its processes: memory (proportional set size, so what processes share is counted once; and
+what each has alone), threads, the share of one core, and how often it woke.
 
-`--kept` asks in turn with a system of the command's own and with one that is kept, and prints the
-seconds to the first text: least, median, most; then what each end of a kept system leaves.
-
-`--empty` starts with nothing compiled, in an empty home, and prints the seconds to each first text,
-and the CPU seconds of all its processes by then.
+`--beside` measures another checkout in turn with this one. Run it once before, so that no kernel
+has to be compiled (but for `empty`), on a machine that does nothing else.
 """
 
+from __future__ import annotations
+
 import ctypes
-import datetime
 import json
 import os
-import platform
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import click
 import psutil
 
-from benchmarks.kept_ends import HEAD, what_is_left
+from benchmarks.frame import (
+    EXISTING,
+    HERE,
+    Checkout,
+    Json,
+    head,
+    heading,
+    kilobytes,
+    program,
+    progress,
+    serving,
+    spread,
+    table,
+)  # fmt: skip
+from hotcold.model.files.locate import locate_model
+from hotcold.placement.machine.survey import usable_cores
 
-HERE = Path(__file__).resolve().parents[1]
-_QUESTION = "What does textwrap.dedent do?"
-_COMMAND = (
-    "-m",
-    "hotcold.jobs.cli",
-    "generate",
-    "--chat",
-    "--temperature",
-    "0",
-    "--prompt",
-    _QUESTION,
-)
+_ASK = ("--chat", "--temperature", "0", "--prompt", "What does textwrap.dedent do?")
+_SETTLED_S = 12.0  # a system that is idle prepares for long prompts, and then rests
 _PR_SET_CHILD_SUBREAPER = 36
-_FIRST, _ALL = "to the first text", "to the end of the command"
+_PARTS = ("first text, s", "end of the command, s", "CPU s by the first text")
+_WEIGHT = ("PSS, MB", "alone, MB", "threads", "% of a core", "wakes/s")
 
 
-def command_seconds(
-    checkout: Path, options: Sequence[str] = (), changes: Mapping[str, str] | None = None
-) -> dict[str, float]:
-    """Seconds from starting `hotcold generate` to its first text, and to its end."""
-    environment = {**os.environ, "PYTHONPATH": str(checkout), **(changes or {})}
-    began = time.perf_counter()
-    with subprocess.Popen(
-        [sys.executable, *_COMMAND, *options],
-        cwd=checkout,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    ) as process:
-        assert process.stdout is not None
+def started(checkout: Checkout, *arguments: str) -> Json:
+    """Seconds of one `hotcold generate`; this process inherits what it leaves behind."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    cpu, began = _cpu_seconds(), time.perf_counter()
+    with checkout.popen("generate", *arguments, *_ASK) as process:
         some = process.stdout.read(1)
-        first_s = time.perf_counter() - began
+        found = [time.perf_counter() - began, 0.0, _cpu_seconds() - cpu]
         process.stdout.read()
     if not some or process.returncode:
-        raise click.ClickException(f"{checkout}: `hotcold generate` failed")
-    return {_FIRST: first_s, _ALL: time.perf_counter() - began}
-
-
-def empty_seconds(checkout: Path, model: str | None) -> tuple[float, float]:
-    """Seconds to the first text where nothing is compiled, and CPU seconds of all processes.
-
-    This process becomes the parent of what the command leaves.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    arguments = [sys.executable, *_COMMAND, *([] if model is None else [model])]
-    with tempfile.TemporaryDirectory(prefix="hc-", dir="/tmp") as home:
-        changes = {"HOME": home, "PYTHONPATH": str(checkout)}
-        environment = {name: v for name, v in os.environ.items() if not name.startswith("XDG_")}
-        before, began = _cpu_seconds(), time.perf_counter()
-        with subprocess.Popen(
-            arguments,
-            cwd=checkout,
-            env=environment | changes,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        ) as process:
-            assert process.stdout is not None
-            some = process.stdout.read(1)
-            found = time.perf_counter() - began, _cpu_seconds() - before
-            process.stdout.read()
-        if not some or process.returncode:
-            raise click.ClickException(f"{checkout}: `hotcold generate` failed")
-        for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                child.wait()
-    return found
+        raise click.ClickException(f"{checkout.folder}: `hotcold generate` failed")
+    found[1] = time.perf_counter() - began
+    return dict(zip(_PARTS, found, strict=True))
 
 
 def _cpu_seconds() -> float:
-    """CPU seconds of this process and of all that it has started, also where they have ended."""
-    own = psutil.Process()
+    """Of this process and of all that it has started, also where they have ended."""
     total = 0.0
-    for process in (own, *own.children(recursive=True)):
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
             total += sum(process.cpu_times()[:4])  # user, system, and both of children
     return total
 
 
-def part_seconds() -> dict[str, float]:
-    """Seconds of each part of a start, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.start", "--one"]
-    environment = {**os.environ, "PYTHONPATH": str(HERE)}
-    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def measure_parts() -> dict[str, float]:
-    """Start a system, ask for one token, stop; seconds of each part. Only once a process."""
-    began = time.perf_counter()
-    seconds: dict[str, float] = {}
-
-    def end_part(name: str) -> None:
-        nonlocal began
-        now = time.perf_counter()
-        seconds[name] = seconds.get(name, 0.0) + now - began
-        began = now
-
-    from hotcold.actors.launch import start_local_ray
-    from hotcold.actors.protocol.messages import GenerateRequest
-    from hotcold.actors.setup.preflight import SystemOptions, prepare_system
-    from hotcold.actors.setup.shards import arena_layout
-    from hotcold.actors.system import System
-    from hotcold.model.files.locate import locate_model
-    from hotcold.model.sampling import SamplingParams
-
-    system, config = prepare_system(locate_model(None), SystemOptions())
-    end_part("imports of the command")
-    start_local_ray(system.num_threads, arena_layout(system, config).num_bytes)
-    end_part("Ray")
-    stage = "starting services"
-
-    def told(now: str) -> None:
-        nonlocal stage
-        if now != stage:
-            end_part(stage)
-            stage = now
-
-    running = System.start(system, on_progress=lambda progress: told(progress.stage))
-    end_part(stage)
-    sampling = SamplingParams(max_tokens=1, temperature=0.0)
-    messages = [{"role": "user", "content": _QUESTION}]
-    running.complete(GenerateRequest(sampling, messages=messages))
-    end_part("a prompt, to its first token")
-    running.stop()
-    end_part("stopping the system")
-
-    import ray
-
-    ray.shutdown()
-    end_part("ending Ray")
-    return seconds
-
-
-def medians(runs: list[dict[str, float]]) -> dict[str, float]:
-    """The median of each part over the runs that have it."""
-    names = dict.fromkeys(name for run in runs for name in run)
-    return {name: statistics.median(run[name] for run in runs if name in run) for name in names}
-
-
-def kept_seconds(runs: int) -> dict[str, list[float]]:
-    """Seconds to the first text of each way, in turn; nothing stays in the end."""
-    found: dict[str, list[float]] = {"fresh": [], "kept": []}
-    with tempfile.TemporaryDirectory(prefix="hc-", dir="/tmp") as folder:
-        changes = {"XDG_RUNTIME_DIR": folder}
+def start_of(way: str, folder: Path, model: list[str]) -> Json:
+    """One start of a way."""
+    with tempfile.TemporaryDirectory(prefix="hc-", dir="/tmp") as scratch:
+        homes = ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME")
+        changes = dict.fromkeys(homes, scratch) if way == "empty" else {}
+        checkout = Checkout(folder, {**changes, "XDG_RUNTIME_DIR": scratch})
+        if way != "kept":
+            found = started(checkout, *model, "--own")
+            psutil.wait_procs(psutil.Process().children(recursive=True), timeout=60)
+            return found
         try:
-            command_seconds(HERE, ["--keep", "1h"], changes)
-            for _ in range(runs):
-                found["fresh"].append(command_seconds(HERE, ["--own"], changes)[_FIRST])
-                found["kept"].append(command_seconds(HERE, [], changes)[_FIRST])
+            checkout.run("generate", *model, *_ASK, "--keep", "1h")
+            return started(checkout, *model)
         finally:
-            subprocess.run(
-                [sys.executable, "-m", "hotcold.jobs.cli", "stop"],
-                cwd=HERE,
-                env={**os.environ, "PYTHONPATH": str(HERE), **changes},
-                stdout=subprocess.DEVNULL,
-                check=True,
-            )
-    return found
+            checkout.run("stop")
 
 
-@click.command()
-@click.option("--runs", default=5, type=click.IntRange(1), show_default=True)
-@click.option("--beside", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--kept", is_flag=True, help="Beside a system that is kept.")
-@click.option("--empty", is_flag=True, help="With nothing compiled.")
-@click.option("--model", help="With --empty: instead of the embedded one.")
-@click.option("--one", is_flag=True, hidden=True)
+def weights_of(root: int, seconds: float) -> Iterator[tuple[str, list[float]]]:
+    """Each process from `root` down over `seconds`, by the columns of _WEIGHT, and their sum."""
+    parent = psutil.Process(root)
+    processes = [parent, *parent.children(recursive=True)]
+    before, began = {one.pid: _used(one.pid) for one in processes}, time.perf_counter()
+    time.sleep(seconds)
+    passed, all_of, names = time.perf_counter() - began, [0.0] * len(_WEIGHT), Counter[str]()
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):
+            cpu_s, wakes = (a - b for a, b in zip(_used(one.pid), before[one.pid], strict=True))
+            memory = [kilobytes(one.pid, "smaps_rollup", name) * 1024 / 1e6
+                      for name in ("Pss", "Private_Clean", "Private_Dirty")]  # fmt: skip
+            found = [memory[0], sum(memory[1:]), float(one.num_threads())]
+            found += [100 * cpu_s / passed, wakes / passed]
+            line = one.cmdline()
+            named = [part for part in line if part.startswith("ray::") or part.endswith(".py")]
+            all_of = [a + b for a, b in zip(all_of, found, strict=True)]
+            name = (Path(named[0]).name if named else one.name()).strip()
+            names[name] += 1
+            yield f"{name} {names[name]}", found
+    yield "all", all_of
+
+
+def _used(process_id: int) -> tuple[float, int]:
+    """CPU seconds and wakes of a process's threads so far."""
+    cpu_ns = wakes = 0
+    for thread in Path(f"/proc/{process_id}/task").glob("*"):
+        with suppress(OSError):  # it has ended
+            cpu_ns += int((thread / "schedstat").read_text().split()[0])
+            status = (thread / "status").read_text()
+            wakes += int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+    return cpu_ns / 1e9, wakes
+
+
+def ask(address: str, **body: Any) -> Json:
+    """A completion of a server."""
+    with urllib.request.urlopen(f"{address}/v1/models") as found:
+        body["model"] = json.load(found)["data"][0]["id"]
+    kind = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode(), kind)
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        told: Json = json.load(answer)
+        return told
+
+
+@program
+@click.argument("model", required=False)
+@click.option("--way", "ways", type=click.Choice(["fresh", "kept", "empty", "serve"]),
+              multiple=True, default=["fresh", "kept"])  # fmt: skip
+@click.option("--runs", type=click.IntRange(1), default=5)
+@click.option("--seconds", type=click.FloatRange(1), default=60.0, help="Of rest, of `serve`.")
+@click.option("--beside", type=EXISTING, help="Another checkout, measured in turn.")
 def main(
-    runs: int, beside: Path | None, kept: bool, empty: bool, model: str | None, one: bool
-) -> None:
-    """Print how long a start takes."""
-    if one:
-        click.echo(json.dumps(measure_parts()))
-        return
-    click.echo(f"{platform.machine()}, {os.cpu_count()} CPUs, {datetime.date.today()}, {runs} runs")
-    if kept:
-        for way, seconds in kept_seconds(runs).items():
-            median = statistics.median(seconds)
-            click.echo(f"{min(seconds):6.2f} {median:6.2f} {max(seconds):6.2f} s {_FIRST}, {way}")
-        click.echo(HEAD)
-        for left in what_is_left():
-            click.echo(left)
-        return
-    checkouts = [HERE] if beside is None else [HERE, beside.resolve()]
-    if empty:
-        for _ in range(runs):
-            for checkout in checkouts:
-                first_s, cpu_s = empty_seconds(checkout, model)
-                click.echo(f"{first_s:6.2f} s {_FIRST}, {cpu_s:6.2f} CPU s: {checkout}")
-        return
-    found: list[list[dict[str, float]]] = [[] for _ in checkouts]
-    for _ in range(runs):
-        for each, checkout in zip(found, checkouts, strict=True):
-            each.append(command_seconds(checkout))
-    here, *others = [medians(each) for each in found]
-    for name, seconds in here.items():
-        line = f"{seconds:6.2f} s {name}"
-        for other in others:
-            line += f"; {other[name]:.2f} s there, ratio {seconds / other[name]:.2f}"
-        click.echo(line)
-    for name, seconds in medians([part_seconds() for _ in range(runs)]).items():
-        click.echo(f"{seconds:6.2f} s   {name}")
+    model: str | None, ways: tuple[str, ...], runs: int, seconds: float, beside: Path | None
+) -> tuple[Json, str]:
+    """Measure starts of MODEL, the embedded one without it, and what waiting costs."""
+    folders, named = [HERE, *[beside.resolve()] * bool(beside)], [model] * bool(model)
+    report = head(locate_model(model), len(usable_cores())) | {"runs": runs, "starts": {}}
+    for way in ways:
+        rows = report["starts"].setdefault(way, {str(folder): [] for folder in folders})
+        for number in range(runs):
+            for folder in folders:
+                if way == "serve":
+                    with serving(Checkout(folder), *named) as (server, address):
+                        ask(address, prompt="Once upon a time", max_tokens=8)
+                        time.sleep(_SETTLED_S)
+                        rows[str(folder)].append(dict(weights_of(server.pid, seconds)))
+                else:
+                    rows[str(folder)].append(start_of(way, folder, named))
+            progress(f"{way}: {number + 1} of {runs}")
+    text = heading(report, f"{runs} starts, in turn" if beside else f"{runs} starts")
+    starts = [(way, where, found) for way in report["starts"] if way != "serve"
+              for where, found in report["starts"][way].items()]  # fmt: skip
+    lines = [[way, os.path.basename(where), *(spread([one[part] for one in found])
+             for part in _PARTS)] for way, where, found in starts]  # fmt: skip
+    text += table(["start", "checkout", *_PARTS], lines) if lines else ""
+    for where, found in report["starts"].get("serve", {}).items():
+        rows = [[name, *(f"{median(one[name][i] for one in found if name in one):.1f}"
+                         for i in range(len(_WEIGHT)))] for name in found[-1]]  # fmt: skip
+        text += "\n" + table([f"`serve`, {os.path.basename(where)}", *_WEIGHT], rows)
+    return report, text
 
 
 if __name__ == "__main__":

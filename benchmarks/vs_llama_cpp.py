@@ -1,256 +1,257 @@
-"""hotcold beside llama.cpp: the same weights, the same cores, in turn, A B C A B C.
+"""hotcold beside llama.cpp, in turn: one request, several at once, prompts, long contexts, memory.
 
-    python -m benchmarks.vs_llama_cpp MODEL --llama-bench PATH --dtype f16 --dtype q8 \\
-        --mode exact --mode sign --batch 1 --batch 4 --prompt-tokens 128 --prompt-tokens 512 \\
-        --out benchmarks/results/NAME
+    python -m benchmarks.vs_llama_cpp MODEL.gguf --mode dense --batch 8 --prompt-tokens 512
+    python -m benchmarks.vs_llama_cpp MODEL --dtype f16 --dtype q8 --mode exact --mode sign
+    python -m benchmarks.vs_llama_cpp MODEL.gguf --depth 4096 --depth 16384 --kv-dtype q8
 
-    python -m benchmarks.vs_llama_cpp MODEL.gguf --mode dense --mode threshold
+Both read a GGUF file as it is (`benchmarks.random_gguf` writes one of a known shape). Of any other
+MODEL, such as `hotcold make-model` writes, llama.cpp gets a Llama with random weights and as many
+bytes in every part. Several `--llama-bench` are several builds, of which each row has the better;
+where there is none, hotcold is measured alone.
 
-A GGUF file is read by both programs as it is. Any other MODEL is in float16, such as `hotcold
-make-model` writes, of any family (`benchmarks/llama_gguf.py` says what llama.cpp reads instead).
-Its predictors and thresholds, for the modes that take them, lie beside it.
-`llama-bench` is taken from PATH unless given, and `--llama-bench` may be given for several builds.
-`gguf` comes with the `bench` extra.
-
-Everything stays loaded, so that a round takes seconds, and the ratio of each round is taken by
-itself: a machine whose speed drifts does not bend it. Where the programs do not fit side by side,
-`--one-at-a-time` loads one, measures it and ends it, then the next.
+hotcold stays loaded, so a round takes seconds, and each round's ratio is taken by itself: a machine
+whose speed drifts does not bend it. Where both do not fit, `--one-at-a-time` loads one at a time.
 """
 
-import json
+from __future__ import annotations
+
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import click
+import ray
 
-from benchmarks.hotcold_side import (
-    AS_STORED,
-    DTYPES,
-    Prepared,
-    instructions,
-    loaded,
-    measure,
-    measure_load,
-)
-from benchmarks.llama_cpp import Build, Sizes, find_builds
-from benchmarks.llama_cpp import measure as measure_llama_cpp
-from benchmarks.llama_cpp import measure_load as measure_llama_cpp_load
-from benchmarks.runs import Json, hotcold, table_option, where_and_when, write_report
-from benchmarks.vs_table import table_of
-from hotcold.actors.protocol.messages import MODES, PREDICTED_MODES
-from hotcold.model.config.build import read_config
-from hotcold.model.errors import HotcoldError
+from benchmarks.frame import (
+    EXISTING,
+    Json,
+    head,
+    heading,
+    peak_bytes,
+    program,
+    progress,
+    spread,
+    table,
+)  # fmt: skip
+from benchmarks.llama_cpp import builds_of
+from benchmarks.llama_cpp import measure as measure_theirs
+from hotcold.actors.launch import start_local_ray
+from hotcold.actors.protocol.messages import MODES, SystemConfig
+from hotcold.actors.protocol.options import KV_DTYPES
+from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system
+from hotcold.actors.setup.shards import arena_layout
+from hotcold.actors.system import System
+from hotcold.jobs.bench.decode import batch_report, decode_request
+from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.gguf.file_names import is_gguf
+from hotcold.placement.machine.measure_node import measure_read_bandwidth
 
-_RECALL_WINDOW = 128  # tokens: bos and what the model says after it
+_AS_STORED = "as stored"  # of a GGUF file
+_FORMATS = {"f16": "f16", "q8": "q8_0", "q4": "q4_0"}  # by hotcold's names: a file's
+_PROMPT, _WARM_UP = 16, 8  # tokens
+_READ_BYTES, _READ_S = 1 << 29, 0.2
+_COLUMNS = ("format", "mode", "tokens/s", "llama.cpp", "hotcold", "ratio (least to most)",
+            "GB a token", "of a plain read")  # fmt: skip
 
 
-class Comparison:
-    """One model in one format, on both sides."""
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured of either program."""
 
-    def __init__(
-        self,
-        model: Path,
-        dtype: str,
-        modes: list[str],
-        builds: list[Build],
-        sizes: Sizes,
-        thresholds: Path | None,
-    ) -> None:
-        """Check that the model can run so. Errors: HotcoldError."""
-        self._model, self.dtype, self._builds, self._sizes = model, dtype, builds, sizes
-        self._prepared = [Prepared.of(model, dtype, mode, sizes, thresholds) for mode in modes]
+    threads: int
+    tokens: int
+    prompts: tuple[int, ...]
+    batches: tuple[int, ...]
+    depths: tuple[int, ...]
+    kv_dtype: str
 
-    def report(self, gguf: Path, rounds: int, load_rounds: int, one_at_a_time: bool) -> Json:
-        """Measure; `gguf` is written unless it is there."""
-        likeness = self._likeness(gguf)
-        # The first one finds files that are not in memory and kernels that are not compiled.
-        loads = [self._load(gguf) for _ in range(load_rounds + 1)][1:] if load_rounds else []
-        runs = []
-        for run in self._apart(gguf, rounds) if one_at_a_time else self._in_turn(gguf, rounds):
-            runs.append(run)
-            click.echo(f"{self.dtype}, round {len(runs)}: {progress(run)}", err=True)
-        return {
-            "dtype": self.dtype,
-            "likeness": likeness,
-            "gguf_bytes": gguf.stat().st_size,
-            "loads": loads,
-            "runs": runs,
-            "recall": self._recall(),
-        }
+    @property
+    def positions(self) -> int:
+        """Of the longest request."""
+        longest = max((*self.prompts, *self.depths, _PROMPT))
+        return max(longest + self.tokens + 1, MATRIX_TOKENS + 1)
 
-    def _likeness(self, gguf: Path) -> str:
-        """What llama.cpp reads; `gguf` is there then."""
-        if self.dtype == AS_STORED:
-            return "the same file"
-        from benchmarks.llama_gguf import likeness, write_gguf
 
-        if not gguf.exists():
-            write_gguf(self._model, gguf, self.dtype)
-        return likeness(read_config(self._model))
+@dataclass(frozen=True)
+class Prepared:
+    """A system that can be started: one mode of a model in one format."""
 
-    def _in_turn(self, gguf: Path, rounds: int) -> Iterator[Json]:
-        with loaded(self._prepared) as running:
-            for _ in range(rounds):
-                theirs = self._llama_cpp(gguf)
-                ours = {
-                    each.mode: measure(system, each, self._sizes, each is self._prepared[0])
-                    for system, each in zip(running, self._prepared, strict=True)
-                }
-                yield {"llama_cpp": theirs, "hotcold": ours}
+    system: SystemConfig
+    config: ModelConfig
 
-    def _apart(self, gguf: Path, rounds: int) -> Iterator[Json]:
-        for _ in range(rounds):
-            theirs, ours = self._llama_cpp(gguf), {}
-            for each in self._prepared:
-                with loaded([each]) as (system,):
-                    with_prefill = each is self._prepared[0]
-                    ours[each.mode] = measure(system, each, self._sizes, with_prefill)
-            yield {"llama_cpp": theirs, "hotcold": ours}
-
-    def _llama_cpp(self, gguf: Path) -> list[Json]:
-        return [measure_llama_cpp(build, gguf, self._sizes) for build in self._builds]
-
-    def _load(self, gguf: Path) -> Json:
-        threads = self._sizes.threads
-        return {
-            "llama_cpp": [measure_llama_cpp_load(each, gguf, threads) for each in self._builds],
-            "hotcold": measure_load(self._prepared[0], self._model, self.dtype),
-        }
-
-    def _recall(self) -> Json:
-        """Of predicted modes, the share of firing neurons that they list, on the model's words."""
-        predicted = [each.mode for each in self._prepared if each.mode in PREDICTED_MODES]
-        if not predicted:
-            return {}
-        threads = ["--threads", str(self._sizes.threads)]
-        common = [*threads, "--dtype", self.dtype] if self.dtype in ("q8", "q4") else threads
-        first = read_config(self._model).bos_token_id or 0
-        wanted = ["--prompt-ids", str(first), "--max-tokens", str(_RECALL_WINDOW - 1)]
-        greedy = ["--ignore-eos", "--temperature", "0", "--mode", "exact"]
-        ids = hotcold("generate", str(self._model), *wanted, *greedy, *common)["ids"]
-        window = ["--max-windows", "1", "--context-window", str(_RECALL_WINDOW)]
-        found = {}
-        with tempfile.TemporaryDirectory() as scratch:
-            text = Path(scratch) / "ids.jsonl"
-            text.write_text(json.dumps({"ids": ids}) + "\n")
-            for mode in predicted:
-                source = [str(self._model), "--text", str(text), "--mode", mode]
-                run = hotcold("perplexity", *source, *window, *common)
-                found[mode] = {
-                    "by_layer": run["recall"],
-                    "tokens": run["context_window"],
-                    "distinct_tokens": len(set(ids)),
-                }
-        return found
+    @classmethod
+    def of(cls, model: Path, dtype: str, mode: str, sizes: Sizes) -> Prepared:
+        """Check model and options. Errors: HotcoldError."""
+        batch = max(sizes.batches, default=1)
+        each = -(-(_PROMPT + sizes.tokens + 1) // 64) * 64
+        options = SystemOptions(
+            mode=mode,
+            num_threads=sizes.threads,
+            max_batch=batch,
+            speculate="off",
+            weight_dtype=None if dtype in ("f16", _AS_STORED) else dtype,
+            kv_dtype=sizes.kv_dtype or None,
+            context_length=sizes.positions,
+            kv_positions=max(sizes.positions, batch * each),
+        )
+        return cls(*prepare_system(model, options))
 
 
 @contextmanager
-def gguf_path(model: Path, dtype: str, folder: Path | None) -> Iterator[Path]:
-    """The file itself, or where converted weights lie: in `folder`, or somewhere until the end."""
-    name = f"{model.resolve().name}-{dtype}.gguf"
-    if dtype == AS_STORED:
-        yield model
+def loaded(prepared: Sequence[Prepared]) -> Iterator[list[System]]:
+    """All these systems, started and warm, in a Ray of their own."""
+    if not prepared:
+        yield []
         return
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder / name
-        return
-    with tempfile.TemporaryDirectory() as scratch:
-        yield Path(scratch) / name
-
-
-def progress(run: Json) -> str:
-    """A round in a line."""
-    theirs = ", ".join(f"{each['name']} {each['decode']:.2f}" for each in run["llama_cpp"])
-    ours = ", ".join(
-        f"{mode} {found['tokens_per_s']:.2f}" for mode, found in run["hotcold"].items()
-    )
-    return f"decode {ours} against {theirs} tokens/s"
-
-
-def _formats(model: Path, dtypes: tuple[str, ...]) -> list[str]:
-    """What is compared: a GGUF file as it is, else these formats."""
-    if not is_gguf(model):
-        return list(dict.fromkeys(dtypes)) or ["f16"]
-    if dtypes:
-        raise click.UsageError(f"{model} is a GGUF file, compared as it is: leave out --dtype")
-    return [AS_STORED]
-
-
-@click.command()
-@click.argument("model", type=click.Path(exists=True, path_type=Path))
-@click.option("--llama-bench", "paths", multiple=True, help="llama.cpp's llama-bench; from PATH "
-              "without it. May be given several times.")  # fmt: skip
-@click.option("--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, help="Format of "
-              "weights, not for a GGUF file; f16 without it. Repeatable.")  # fmt: skip
-@click.option("--mode", "modes", type=click.Choice(MODES), multiple=True, default=("exact",),
-              show_default=True, help="Repeatable; the first one's prefill and load are "
-              "measured.")  # fmt: skip
-@click.option("--thresholds", type=click.Path(exists=True, path_type=Path), help="Of the mode "
-              "`threshold`, where they do not lie beside MODEL.")  # fmt: skip
-@click.option("--batch", "batches", type=click.IntRange(1, 32), multiple=True, default=(1,),
-              show_default=True, help="Requests at once; repeatable.")  # fmt: skip
-@click.option("--prompt-tokens", type=click.IntRange(min=2), multiple=True, default=(128,),
-              show_default=True, help="Tokens of a prefill run; repeatable.")  # fmt: skip
-@click.option("--tokens", type=click.IntRange(min=2), default=48, show_default=True,
-              help="Tokens decoded a run.")  # fmt: skip
-@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
-@click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True)
-@click.option("--load-rounds", type=click.IntRange(min=0), default=3, show_default=True,
-              help="How often loading is timed, before all else.")  # fmt: skip
-@click.option("--one-at-a-time", is_flag=True, help="Have one program loaded at a time.")
-@click.option("--gguf-folder", type=click.Path(path_type=Path), help="Keep the converted weights "
-              "here; those that are there are used.")  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path), help="Writes OUT.json and OUT.md.")
-@table_option(table_of)
-def main(
-    model: Path,
-    paths: tuple[str, ...],
-    dtypes: tuple[str, ...],
-    modes: tuple[str, ...],
-    thresholds: Path | None,
-    batches: tuple[int, ...],
-    prompt_tokens: tuple[int, ...],
-    tokens: int,
-    threads: int,
-    rounds: int,
-    load_rounds: int,
-    one_at_a_time: bool,
-    gguf_folder: Path | None,
-    out: Path | None,
-) -> None:
-    """Measure decode, batches, prefill, load and memory of both, in every format and mode."""
-    several = tuple(batch for batch in dict.fromkeys(batches) if batch > 1)
-    sizes = Sizes(threads, tokens, tuple(dict.fromkeys(prompt_tokens)), several)
-    builds, unique_modes = find_builds(paths, bool(several)), list(dict.fromkeys(modes))
-    formats_of_weights = _formats(model, dtypes)
+    arenas = sum(arena_layout(each.system, each.config).num_bytes for each in prepared)
+    start_local_ray(sum(each.system.num_threads for each in prepared), arenas)
     try:
-        about = where_and_when(model, threads)
-        compared = [
-            Comparison(model, dtype, unique_modes, builds, sizes, thresholds)
-            for dtype in formats_of_weights
-        ]
-        formats = []
-        for each in compared:
-            with gguf_path(model, each.dtype, gguf_folder) as gguf:
-                formats.append(each.report(gguf, rounds, load_rounds, one_at_a_time))
-    except HotcoldError as error:
-        raise click.ClickException(str(error)) from None
-    report = {
-        **about,
-        "instructions": instructions(),
-        "modes": unique_modes,
-        "tokens": tokens,
-        "prompt_tokens": sizes.prompt_tokens,
-        "batches": several,
-        "rounds": rounds,
-        "one_at_a_time": one_at_a_time,
-        "formats": formats,
-    }
-    write_report(report, table_of(report), out)
+        with ExitStack() as stack:
+            running = [stack.enter_context(System.start(each.system)) for each in prepared]
+            for system, each in zip(running, prepared, strict=True):  # what long prompts need, too
+                system.complete(decode_request(each.config, MATRIX_TOKENS, 0))
+                system.complete(decode_request(each.config, _PROMPT, _WARM_UP))
+            yield running
+    finally:
+        ray.shutdown()
+
+
+def measure(running: System, own: Prepared, sizes: Sizes, with_prompts: bool) -> Json:
+    """One round of a running system: as `llama_cpp.measure`, and what bounds its decoding.
+
+    A prompt is computed whole in every mode, so one mode's will do.
+    """
+
+    def ask(prompt: int, tokens: int, batch: int = 1) -> Json:
+        asked = [decode_request(own.config, prompt, tokens, number) for number in range(batch)]
+        with ThreadPoolExecutor(batch) as pool:
+            results = list(pool.map(running.complete, asked))
+        read = measure_read_bandwidth(sizes.threads, _READ_BYTES, _READ_S) if batch == 1 else 1.0
+        return batch_report(own.system, own.config, [results], read)
+
+    found = ask(_PROMPT, sizes.tokens)
+    rates: Json = {"decode": found["tokens_per_s"]}
+    rates |= {f"{n} at once": ask(2, sizes.tokens, n)["tokens_per_s"] for n in sizes.batches}
+    for depth in sizes.depths:
+        rates[f"decode after {depth}"] = ask(depth, sizes.tokens)["tokens_per_s"]
+    for length in sizes.prompts if with_prompts else ():
+        result = running.complete(decode_request(own.config, length, 0))
+        rates[f"prompt of {length}"] = result.prefill_tokens_per_s
+    rates["peak memory, GB"] = peak_bytes(running.call("processes").values()) / 1e9
+    kept = ("bytes_per_token", "gb_per_s", "read_gb_per_s", "per_token_ms")
+    return rates | {name: found[name] for name in kept}
+
+
+def rounds_of(
+    prepared: dict[str, Prepared],
+    theirs: dict[str, Callable[[], Json]],
+    sizes: Sizes,
+    count: int,
+    apart: bool,
+) -> Iterator[Json]:
+    """Each round by modes and builds; `theirs` are called anew in each."""
+    with loaded([] if apart else list(prepared.values())) as running:
+        for _ in range(count):
+            found = {name: run() for name, run in theirs.items()}
+            for number, (mode, own) in enumerate(prepared.items()):
+                one = loaded([own]) if apart else nullcontext([running[number]])
+                with one as (system,):
+                    found[mode] = measure(system, own, sizes, number == 0)
+            yield found
+
+
+def rows_of(dtype: str, modes: Sequence[str], builds: Sequence[str], rounds: list[Json]) -> Json:
+    """By mode and quantity: figures of both, each round's ratio, over 1 is hotcold's favour."""
+    found: Json = {}
+    for mode in modes:
+        for name in [name for name in rounds[0][mode] if " " in name or name == "decode"]:
+            ours = [each[mode][name] for each in rounds]
+            is_memory = name.startswith("peak")
+            known = [b for b in builds if all(name in each[b] for each in rounds)]
+            better = min if is_memory else max
+            best = better(known, key=lambda b: median(e[b][name] for e in rounds), default=None)
+            theirs = [each[best][name] for each in rounds] if best else []
+            pairs = zip(ours, theirs, strict=False)
+            ratios = [b / a if is_memory else a / b for a, b in pairs]
+            found[f"{dtype}, {mode}, {name}"] = {
+                "build": best, "llama_cpp": theirs, "hotcold": ours, "ratios": ratios,
+            }  # fmt: skip
+    return found
+
+
+def lines_of(dtype: str, modes: Sequence[str], rows: Json, rounds: list[Json]) -> Iterator[list]:
+    """Cells of the table: medians."""
+    for key, row in rows.items():
+        _, mode, name = key.split(", ", 2)
+        cells = [dtype, f"`{mode}`", name, None, f"{median(row['hotcold']):.2f}", None, None, None]
+        if row["ratios"]:
+            cells[3] = f"{median(row['llama_cpp']):.2f} ({row['build']})"
+            cells[5] = spread(row["ratios"])
+        if name == "decode":
+            middle = sorted((each[mode] for each in rounds), key=lambda one: one["decode"])
+            own = middle[len(middle) // 2]
+            cells[6] = f"{own['bytes_per_token'] / 1e9:.2f}"
+            cells[7] = f"{own['gb_per_s'] / own['read_gb_per_s']:.0%}"
+        yield cells
+
+
+@program
+@click.argument("model", type=EXISTING)
+@click.option("--llama-bench", "paths", multiple=True, help="Repeatable; PATH's without it.")
+@click.option("--dtype", "dtypes", type=click.Choice([*_FORMATS]), multiple=True,
+              help="Not of a GGUF file; f16 without it.")  # fmt: skip
+@click.option("--mode", "modes", type=click.Choice(MODES), multiple=True, default=["exact"])
+@click.option("--batch", "batches", type=click.IntRange(1, 32), multiple=True)
+@click.option("--prompt-tokens", "prompts", type=int, multiple=True, default=[128])
+@click.option("--depth", "depths", type=int, multiple=True, help="Tokens before those decoded.")
+@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), default="float16")
+@click.option("--tokens", type=click.IntRange(2), default=48, help="Decoded in a run.")
+@click.option("--threads", type=click.IntRange(1), default=2)
+@click.option("--rounds", type=click.IntRange(1), default=5)
+@click.option("--one-at-a-time", "apart", is_flag=True, help="Have one program loaded at a time.")
+def main(
+    model: Path, paths: tuple[str, ...], dtypes: tuple[str, ...], modes: tuple[str, ...],
+    batches: tuple[int, ...], prompts: tuple[int, ...], depths: tuple[int, ...], kv_dtype: str,
+    tokens: int, threads: int, rounds: int, apart: bool,
+) -> tuple[Json, str]:  # fmt: skip
+    """Measure MODEL in every format and mode; decoding, batches, prompts, depths, memory."""
+    if is_gguf(model) and dtypes:
+        raise click.UsageError(f"{model} is a GGUF file, compared as it is: leave out --dtype")
+    several = tuple(dict.fromkeys(count for count in batches if count > 1))
+    sizes = Sizes(threads, tokens, prompts, several, depths, kv_dtype if depths else "")
+    builds, modes = builds_of(paths), tuple(dict.fromkeys(modes))
+    report = head(model, threads) | {"rounds": rounds, "builds": [b.bench for b in builds]}
+    rows, lines = report.setdefault("rows", {}), []
+    for dtype in [_AS_STORED] if is_gguf(model) else dtypes or ["f16"]:
+        prepared = {mode: Prepared.of(model, dtype, mode, sizes) for mode in modes}
+        with tempfile.TemporaryDirectory() as scratch:
+            gguf = model
+            if builds and dtype != _AS_STORED:
+                from benchmarks.random_gguf import write_like
+
+                gguf = Path(scratch) / "model.gguf"
+                write_like(gguf, next(iter(prepared.values())).config, _FORMATS[dtype])
+            theirs = {
+                build.name: lambda build=build, gguf=gguf: measure_theirs(
+                    build, gguf, threads, tokens, prompts, several, depths, sizes.kv_dtype
+                )
+                for build in builds
+            }
+            measured = []
+            for found in rounds_of(prepared, theirs, sizes, rounds, apart):
+                measured.append(found)
+                decodes = ", ".join(f"{name} {one['decode']:.2f}" for name, one in found.items())
+                progress(f"{dtype}, round {len(measured)}: decode {decodes}")
+        own = rows_of(dtype, modes, [build.name for build in builds], measured)
+        rows.update(own)
+        lines += lines_of(dtype, modes, own, measured)
+    how = "one program loaded at a time" if apart else "in turn"
+    return report, heading(report, f"{rounds} rounds, {how}; medians") + table(_COLUMNS, lines)
 
 
 if __name__ == "__main__":

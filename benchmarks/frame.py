@@ -1,0 +1,208 @@
+"""What the benchmarks share: commands to run, medians and spreads, the machine, reports."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import HotcoldError
+from hotcold.numba_kernels.ir.target import has_feature
+from hotcold.placement.machine.sysfs import read_cpu
+
+Json = dict[str, Any]
+HERE = Path(__file__).resolve().parents[1]
+EXISTING = click.Path(exists=True, path_type=Path)
+# LLVM's names of what a CPU may have, the most first, and what a report calls them.
+_VECTORS = {"avx512bf16": "AVX-512 BF16", "avx512vnni": "AVX-512 VNNI", "avx512f": "AVX-512",
+            "avxvnni": "AVX-VNNI", "avx2": "AVX2"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """Runs the commands of a checkout; without one those of the hotcold that is installed."""
+
+    folder: Path | None = HERE
+    changes: Mapping[str, str] = field(default_factory=dict)  # of the environment
+
+    def popen(self, *arguments: str, module: str = "hotcold", **options: Any) -> Any:
+        """Start `python -m MODULE ARGUMENTS`; what it says to standard error is lost."""
+        environment = {**os.environ, **self.changes}
+        if self.folder is not None:
+            environment["PYTHONPATH"] = str(self.folder)
+        command = [sys.executable, "-m", module, *arguments]
+        given: Json = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        return subprocess.Popen(command, cwd=self.folder, env=environment, **given | options)
+
+    def run(self, *arguments: str, module: str = "hotcold") -> str:
+        """What it printed. Errors: ClickException with its last line where it failed."""
+        with self.popen(*arguments, module=module, stderr=subprocess.PIPE) as process:
+            said, problem = process.communicate()
+        if process.returncode:
+            last = (problem.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+            raise click.ClickException(f"{' '.join([module, *arguments])}: {last}")
+        return str(said)
+
+    def json(self, *arguments: str, module: str = "hotcold") -> Json:
+        """The object that it printed last, of `--json`."""
+        found: Json = json.loads(self.run(*arguments, "--json", module=module).splitlines()[-1])
+        return found
+
+
+hotcold = Checkout().json
+
+
+def run_program(command: Sequence[str]) -> tuple[list[Json], int]:
+    """The JSON objects that another program prints, and the most bytes that it had resident.
+
+    Errors:  ClickException with the program's last line where it failed
+    """
+    peak, printed = 0, list[str]()
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout is not None
+        for line in process.stdout:
+            printed.append(line)
+            peak = max(peak, 1024 * kilobytes(process.pid, "status", "VmHWM"))
+        if process.wait():
+            errors.seek(0)
+            said = errors.read().strip().splitlines() or [f"exit status {process.returncode}"]
+            raise click.ClickException(f"{' '.join(command)}: {said[-1]}")
+    return objects("".join(printed)), peak
+
+
+def objects(text: str) -> list[Json]:
+    """The JSON objects that begin a line of `text`, in a list or not."""
+    decoder, found, end = json.JSONDecoder(), list[Json](), 0
+    for start in (each.end() - 1 for each in re.finditer(r"^[ \t]*\{", text, re.MULTILINE)):
+        if start >= end:
+            with contextlib.suppress(json.JSONDecodeError):  # a line of a log
+                row, end = decoder.raw_decode(text, start)
+                found.append(row)
+    return found
+
+
+def kilobytes(process_id: int, file: str, key: str) -> int:
+    """A number of /proc/PID/FILE; 0 where the process has ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process_id}/{file}").read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1])
+    return 0
+
+
+def peak_bytes(process_ids: Iterable[int]) -> int:
+    """The most that processes had resident together, what they share now counted once."""
+    found = 0
+    for pid in process_ids:
+        shared = kilobytes(pid, "smaps_rollup", "Rss") - kilobytes(pid, "smaps_rollup", "Pss")
+        found += kilobytes(pid, "status", "VmHWM") - shared
+    return 1024 * found
+
+
+@contextlib.contextmanager
+def serving(checkout: Checkout, *arguments: str) -> Iterator[tuple[Any, str]]:
+    """`hotcold serve` on a free port, and its address. Errors: ClickException where it ends."""
+    with checkout.popen("serve", *arguments, "--port", "0", "--log", "none") as server:
+        try:
+            for line in server.stdout:
+                if line.startswith("hotcold serves "):
+                    yield server, line.split(" at ")[1].split()[0]
+                    return
+            raise click.ClickException("`hotcold serve` has ended")
+        finally:
+            server.terminate()
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, the least and the most."""
+    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def head(model: Path, threads: int) -> Json:
+    """What every report says first: machine, date, shape."""
+    cpu, config = read_cpu(), read_config(model)
+    name = " ".join(filter(None, (cpu.name, forced(cpu.features))))
+    machine = f"{name}, {threads} threads, Linux {platform.machine()}"
+    return {"machine": machine, "date": date.today().isoformat(), "shape": shape_text(config)}
+
+
+def forced(features: Sequence[str], has: Callable[[str], bool] = has_feature) -> str:
+    """ "as AVX2" and the like where kernels leave out what this CPU has, else "".
+
+    Such a CPU has more bandwidth and caches than one without, so figures are not those of that.
+    """
+    own = {name.replace("_", "") for name in features}
+    if all(has(name) for name in _VECTORS if name in own):
+        return ""
+    return f"as {next((text for name, text in _VECTORS.items() if has(name)), 'plain vectors')}"
+
+
+def shape_text(config: ModelConfig) -> str:
+    """A model's sizes in a line."""
+    ffn, experts = f"FFN {config.ffn_size}", config.experts
+    if experts is not None:
+        router = experts.router
+        ffn = f"{router.num_chosen} of {router.num_experts} experts of {experts.size}"
+    sizes = f"{config.num_layers} layers of d {config.hidden_size}, {ffn}"
+    return f"{sizes}, vocabulary {config.vocab_size}, {config.dtype}"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; None is an empty cell."""
+    cells = [columns, ["---"] * len(columns), *rows]
+    line = ["" if cell is None else str(cell) for row in cells for cell in row]
+    width = len(columns)
+    lines = [line[at : at + width] for at in range(0, len(line), width)]
+    return "\n".join(f"| {' | '.join(each)} |" for each in lines) + "\n"
+
+
+def heading(report: Json, *more: str) -> str:
+    """The line above a report's table."""
+    return "; ".join([report["shape"], report["machine"], report["date"], *more]) + "\n\n"
+
+
+def program(main: Callable[..., tuple[Json, str]]) -> click.Command:
+    """A command of a function that returns its report and the report as Markdown.
+
+    It has --json and --out beside its own options. A report's `wrong`, unless empty, fails it.
+    """
+
+    @functools.wraps(main)
+    def run(as_json: bool, out: Path | None, **given: Any) -> None:
+        try:
+            report, text = main(**given)
+        except HotcoldError as error:
+            raise click.ClickException(str(error)) from None
+        if out is not None:
+            out.write_text(text)
+        click.echo(json.dumps(report, default=str) if as_json else text, nl=as_json)
+        if report.get("wrong"):
+            raise click.ClickException(f"{len(report['wrong'])} things were wrong; see the report")
+
+    out = click.option("--out", type=click.Path(path_type=Path), help="Also a file of Markdown.")
+    as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, not Markdown.")
+    settings = {"show_default": True, "max_content_width": 100}
+    return click.command(context_settings=settings)(as_json(out(run)))
+
+
+def progress(text: str) -> None:
+    """Say on standard error how far a program is."""
+    click.echo(f"{time.strftime('%H:%M:%S')} {text}", err=True)
