@@ -46,7 +46,8 @@ class Checkout:
         """Start `python -m MODULE ARGUMENTS`; what it says to standard error is lost."""
         environment = {**os.environ, **self.changes}
         if self.folder is not None:
-            environment["PYTHONPATH"] = str(self.folder)
+            others = [path for path in [os.environ.get("PYTHONPATH")] if path]
+            environment["PYTHONPATH"] = os.pathsep.join([str(self.folder), *others])
         command = [sys.executable, "-m", module, *arguments]
         given: Json = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         return subprocess.Popen(command, cwd=self.folder, env=environment, **given | options)

@@ -11,9 +11,9 @@ random tokens, and with a mode that predicts `hotcold train-predictors` follows.
 of runs.
 
 What a run has measured stays in OUT: the same command again does what is left, and --minutes says
-when to stop. With --llama-bench, a build with CUDA, the same weights run there too, within the same
-budgets: as many whole layers on the GPU as fit, and attention of all layers with as many FFNs, each
-with all threads and with half of them.
+when to stop. With --llama-bench, a build with CUDA, the same file, or a Llama of as many bytes, runs
+there too, within the same budgets: as many whole layers on the GPU as fit, and attention of all
+layers with as many FFNs, each with all threads and with half of them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -30,8 +31,8 @@ from statistics import median
 import click
 import numpy as np
 
-from benchmarks.llama_cpp import run_program
-from benchmarks.runs import Json, hotcold, where_and_when
+from benchmarks.frame import Json, head, hotcold, run_program
+from benchmarks.random_gguf import SHAPES, write, write_like
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.assignment import hot_neurons, system_plan
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
@@ -53,6 +54,8 @@ _PROFILED_TOKENS = 1024
 _SEED = 0
 _LLAMA_RESERVE_BYTES = 1 << 30  # of a budget: context, buffers, KV cache
 _PARTS = ("attention", "head", "hot neurons", "whole layers")
+_TOLD = ("device", "num_hot_neurons", "num_host_layers", "head_on_host", "num_threads",
+         "num_cpu_actors", "neuron_upload_tokens")  # fmt: skip
 
 
 class Report:
@@ -127,18 +130,7 @@ def _decode(path: Path, mode: str, budget: int, prompt: int, tokens: int, repeat
             "per_token_ms": middle.per_token_ms,
             "neurons_computed": middle.neurons_computed,
             "ids": middle.ids,
-            "system": {
-                name: getattr(system, name)
-                for name in (
-                    "device",
-                    "num_hot_neurons",
-                    "num_host_layers",
-                    "head_on_host",
-                    "num_threads",
-                    "num_cpu_actors",
-                    "neuron_upload_tokens",
-                )
-            },
+            "system": {name: getattr(system, name) for name in _TOLD},
         }
         if system.device == "cuda":
             running.call("device_report", True)
@@ -196,24 +188,20 @@ def _profile(path: Path, sign: bool) -> Json:
 def _make(
     path: Path, shape: str, layers: int | None, density: float, vocab: int | None, file_format: str
 ) -> None:
-    sizes = [] if layers is None else ["--layers", str(layers)]
     if file_format != "f16":
-        from benchmarks import random_gguf
-
-        arguments = [str(path), "--shape", shape, "--format", file_format, *sizes]
-        random_gguf.main.main(arguments, standalone_mode=False)
+        known = SHAPES[shape]
+        write(path, replace(known, layers=layers or known.layers), file_format)
         return
+    sizes = [] if layers is None else ["--layers", str(layers)]
     sizes += [] if vocab is None else ["--vocab", str(vocab)]
     hotcold("make-model", str(path), "--shape", shape, "--density", str(density), *sizes)
 
 
-def _llama_cpp(program: str, path: Path, gguf: Path, budget: int, threads: int, n: int) -> Json:
+def _llama_cpp(bench: str, path: Path, gguf: Path, budget: int, threads: int, n: int) -> Json:
     """The best of layers on the GPU, and of all but FFNs, with all threads and with half."""
-    from benchmarks.llama_gguf import likeness, write_gguf
-
-    config, is_same = read_config(path), path == gguf
+    config = read_config(path)
     if not gguf.exists():
-        write_gguf(path, gguf)
+        write_like(gguf, config, "f16")
     num_layers, room = config.num_layers, budget - _LLAMA_RESERVE_BYTES
     stored = stored_config(Checkpoint(path), config, "", by_layer=False)
     attention, head = attention_bytes(stored), head_bytes(stored)
@@ -225,12 +213,12 @@ def _llama_cpp(program: str, path: Path, gguf: Path, budget: int, threads: int, 
         layers = "|".join(map(str, range(on_cpu)))
         cold = rf"blk\.({layers})\.ffn_(up|gate|down).*=CPU"
         ways["attention and FFNs"] = ["-ngl", "99", "-ot", cold]
-    command = [program, "-m", str(gguf), "-t", f"{threads},{max(1, threads // 2)}", "-lm", "none"]
+    command = [bench, "-m", str(gguf), "-t", f"{threads},{max(1, threads // 2)}", "-lm", "none"]
     command += ["-p", "0", "-n", str(n), "-r", "3", "-o", "jsonl"]
-    found: Json = {"likeness": "the same file" if is_same else likeness(config)}
+    found: Json = {"likeness": "the same file" if path == gguf else "a Llama of as many bytes"}
     for name, options in ways.items():
         try:
-            rows = run_program([*command, *options]).rows
+            rows, _ = run_program([*command, *options])
             rates = [median(row["samples_ts"]) for row in rows]
             found[name] = {"options": options, "tokens_per_s": max(rates), "by_threads": rates}
         except click.ClickException as problem:
@@ -245,39 +233,27 @@ def _clipped(count: float, most: int) -> int:
     return int(max(0, min(most, count)))
 
 
-@click.command()
-@click.option("--shape", default="falcon-40b-like", show_default=True, help="As of make-model.")
+@click.command(context_settings={"show_default": True})
+@click.option("--shape", default="falcon-40b-like", help="As of make-model.")
 @click.option("--layers", type=int, help="Of the shape; all of them without it.")
 @click.option("--vocab", type=int, help="Tokens of a float16 model; the shape's without it.")
-@click.option("--density", type=float, default=0.05, show_default=True, help="Of such a model.")
-@click.option("--format", "file_format", default="f16", show_default=True, help="Of a GGUF file.")
+@click.option("--density", type=float, default=0.05, help="Of such a model.")
+@click.option("--format", "file_format", default="f16", help="Of a GGUF file.")
 @click.option("--mode", "modes", multiple=True, default=("exact",), help="Several times.")
 @click.option("--budget", "budgets", type=Bytes(), multiple=True, help="VRAM; several times.")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("/dev/shm/hotcold"))
-@click.option("--prompt-tokens", default=64, show_default=True)
-@click.option("--tokens", default=128, show_default=True)
-@click.option("--repeat", default=3, show_default=True)
-@click.option("--minutes", default=9.0, show_default=True, help="Begin nothing after so many.")
+@click.option("--prompt-tokens", default=64)
+@click.option("--tokens", default=128)
+@click.option("--repeat", default=3)
+@click.option("--minutes", default=9.0, help="Begin nothing after so many.")
 @click.option("--llama-bench", help="A llama.cpp build with CUDA.")
-@click.option("--cpu/--no-cpu", default=True, show_default=True, help="Without a GPU, too.")
-@click.option("--out", type=click.Path(path_type=Path), required=True)
+@click.option("--cpu/--no-cpu", default=True, help="Without a GPU, too.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON, which grows.")
 def main(
-    shape: str,
-    layers: int | None,
-    vocab: int | None,
-    density: float,
-    file_format: str,
-    modes: tuple[str, ...],
-    budgets: tuple[int, ...],
-    folder: Path,
-    prompt_tokens: int,
-    tokens: int,
-    repeat: int,
-    minutes: float,
-    llama_bench: str | None,
-    cpu: bool,
-    out: Path,
-) -> None:
+    shape: str, layers: int | None, vocab: int | None, density: float, file_format: str,
+    modes: tuple[str, ...], budgets: tuple[int, ...], folder: Path, prompt_tokens: int,
+    tokens: int, repeat: int, minutes: float, llama_bench: str | None, cpu: bool, out: Path,
+) -> None:  # fmt: skip
     """Measure one shape; the report goes to OUT."""
     started, gguf = time.monotonic(), file_format != "f16"
     folder.mkdir(parents=True, exist_ok=True)
@@ -287,14 +263,11 @@ def main(
         _make(path, shape, layers, density, vocab, file_format)
     gpu = first_gpu()
     system, _ = prepare_system(path, _options(modes[0] if modes[0] != "sign" else "exact", 0))
-    head = where_and_when(path, system.num_threads) | {
-        "device": gpu if isinstance(gpu, str) else gpu[0],
-        "format": file_format,
-        "density": density,
-        "prompt_tokens": prompt_tokens,
-        "tokens": tokens,
-    }
-    report = Report(out, head, minutes - (time.monotonic() - started) / 60)
+    about = head(path, system.num_threads) | {
+        "device": gpu if isinstance(gpu, str) else gpu[0], "format": file_format,
+        "density": density, "prompt_tokens": prompt_tokens, "tokens": tokens,
+    }  # fmt: skip
+    report = Report(out, about, minutes - (time.monotonic() - started) / 60)
     report.measure("profile", lambda: _profile(path, "sign" in modes))
     sizes = prompt_tokens, tokens, repeat
     for mode, budget in product(modes, (*budgets, *([0] if cpu else []))):

@@ -21,7 +21,7 @@ import click
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from benchmarks.ggml_blocks import blocks_of
+from benchmarks.random_gguf import blocks_of
 from hotcold.cuda_kernels.device import list_gpus
 from hotcold.cuda_kernels.kernels import CudaKernels, Layer, PagedCache
 from hotcold.cuda_kernels.launch import cupy_copies
@@ -56,12 +56,12 @@ class Figure:
     fired_share: float | None = None  # of the neurons, for any of the tokens
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.option("--out", "path", type=click.Path(path_type=Path), help="Write the report here too.")
-@click.option("--formats", default=",".join(FORMATS), show_default=True)
-@click.option("--batches", default="1,4,32", show_default=True)
-@click.option("--density", default=0.3, show_default=True, help="Of neurons, for one token.")
-@click.option("--lengths", default="512,4096", show_default=True, help="Of sequences.")
+@click.option("--formats", default=",".join(FORMATS))
+@click.option("--batches", default="1,4,32")
+@click.option("--density", default=0.3, help="Of neurons, for one token.")
+@click.option("--lengths", default="512,4096", help="Of sequences.")
 def main(path: Path | None, formats: str, batches: str, density: float, lengths: str) -> None:
     """Print one line a figure, and last a report as one JSON object."""
     gpus, reason = list_gpus()

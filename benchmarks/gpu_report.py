@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.runs import Json
+from benchmarks.frame import Json
 
 _STAGES = (
     *("kernels", "sanitizer", "hybrid", "systems", "speed"),

@@ -15,9 +15,9 @@ rows along what all inputs have in common; a mixture's router, embeddings and he
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -48,31 +48,24 @@ FORMATS = {
     "q4_k_m": LlamaFileType.MOSTLY_Q4_K_M,
     "mxfp4": LlamaFileType.MOSTLY_MXFP4_MOE,
 }
-# llama.cpp's names of families. Its gating functions: 1 softmax, 2 sigmoid.
-ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "olmoe": "olmoe",
-                 "mixtral": "llama", "gpt_oss": "gpt-oss",
-                 "smallthinker": "smallthinker"}  # fmt: skip
-_SIGMOID = 2
+_MIXTURES = {"qwen3_moe": "qwen3moe", "olmoe": "olmoe", "gpt_oss": "gpt-oss",
+             "smallthinker": "smallthinker"}  # fmt: skip
+ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", **_MIXTURES}  # llama.cpp's names of families
 
 
 def _tiny(family: str) -> SyntheticShape:
-    kv_heads, experts, chosen = 4 if family == "olmoe" else 2, 16, 4
-    if family == "mixtral":
-        experts, chosen = 8, 2
     activation: Any = "relu" if family == "smallthinker" else "silu"
-    return SyntheticShape(family, 256, 256, 4, kv_heads, 64, 2048, 512, 8, activation,
-                          density=0.4, experts=experts, chosen=chosen)  # fmt: skip
+    return SyntheticShape(family, 256, 256, 4, 4 if family == "olmoe" else 2, 64, 2048, 512, 8,
+                          activation, density=0.4, experts=16, chosen=4)  # fmt: skip
 
 
-SHAPES = {
-    **{name: each for name, each in KNOWN.items() if each.family in {*ARCHITECTURES} - {"llama"}},
-    "tiny": SyntheticShape("qwen3", 256, 512, 2, 1, 128, 512, 256, 8, activation="silu"),
-    **{f"tiny-{name}": _tiny(name) for name in {*ARCHITECTURES} - {"llama", "qwen3"}},
-}
+SHAPES = {name: each for name, each in KNOWN.items() if each.family in {"qwen3", *_MIXTURES}}
+SHAPES |= {f"tiny-{family}": _tiny(family) for family in _MIXTURES}
+SHAPES["tiny"] = SyntheticShape("qwen3", 256, 512, 2, 1, 128, 512, 256, 8, activation="silu")
 del SHAPES["tiny-moe"]
 
 
-def matrix_kind(name: str, file_format: str, layer: int, config: ModelConfig) -> _Kind:
+def matrix_kind(name: str, file_format: str, layer: int, num_layers: int) -> _Kind:
     """The format of a matrix that llama.cpp's quantizer chooses.
 
     Source:  llama.cpp, src/llama-quant.cpp, llama_tensor_get_type and use_more_bits
@@ -81,17 +74,12 @@ def matrix_kind(name: str, file_format: str, layer: int, config: ModelConfig) ->
         return _Kind.F16 if "embd" in name or file_format == "f16" else _Kind.Q8_0
     if file_format == "mxfp4":
         return _Kind.MXFP4 if "_exps" in name else _Kind.Q8_0
-    if name == "output":
-        return _Kind.Q6_K
-    plain = _Kind.Q4_0 if file_format == "q4_0" else _Kind.Q4_K
-    has_eight = config.experts is not None and config.experts.router.num_experts == 8
-    if has_eight and name in ("attn_k", "attn_v"):
-        return _Kind.Q8_0
-    if file_format == "q4_0" or name not in ("attn_v", "ffn_down", "ffn_down_exps"):
-        return _Kind.Q5_K if has_eight and name == "attn_output" and plain != _Kind.Q4_0 else plain
-    eighth, num_layers = config.num_layers // 8, config.num_layers
-    middle = eighth <= layer < 7 * num_layers // 8
-    return plain if middle and (layer - eighth) % 3 != 2 else _Kind.Q6_K
+    if file_format == "q4_0":
+        return _Kind.Q6_K if name == "output" else _Kind.Q4_0
+    eighth = num_layers // 8
+    is_middle = eighth <= layer < 7 * num_layers // 8 and (layer - eighth) % 3 != 2
+    has_more = name.startswith(("attn_v", "ffn_down")) and not is_middle
+    return _Kind.Q6_K if has_more or name == "output" else _Kind.Q4_K
 
 
 def blocks_of(rows: np.ndarray, kind: _Kind) -> np.ndarray:
@@ -114,16 +102,10 @@ def blocks_of(rows: np.ndarray, kind: _Kind) -> np.ndarray:
     if bits == 6:  # low nibbles, two high bits, 16 scales, d: d * scale * (level - 32)
         halves = blocks.reshape(*shape, 2, 4, 32)
         low = (halves[..., :2, :] & 15) | (halves[..., 2:, :] & 15) << 4
-        shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-        high = ((halves >> 4) << shifts).sum(-2, dtype=np.uint8)
-        unit = np.array([step / 16], np.float16).view(np.uint8)
-        parts = [
-            low.reshape(*shape, 128),
-            high.reshape(*shape, 64),
-            np.full(16, 16, np.uint8),
-            unit,
-        ]
-    else:  # d, dmin, six bits of scales and minima, high bits, nibbles: d * scale * level - dmin * min
+        high = ((halves >> 4) << np.array([0, 2, 4, 6], np.uint8)[:, None]).sum(-2, dtype=np.uint8)
+        parts = [low.reshape(*shape, 128), high.reshape(*shape, 64), np.full(16, 16, np.uint8)]
+        parts.append(np.array([step / 16], np.float16).view(np.uint8))
+    else:  # d, dmin, scales and minima, high bits, nibbles: d * scale * level - dmin * min
         unit = np.array([step / 32, step * (2**bits - 1) / 64], np.float16)
         scales = np.full(12, 32 | (32 >> 4) << 6, np.uint8)  # 32 of each; low bits in the last 4
         scales[8:] = (32 & 15) * 17
@@ -136,19 +118,12 @@ def blocks_of(rows: np.ndarray, kind: _Kind) -> np.ndarray:
     return np.concatenate(whole, axis=-1).reshape(*rows.shape[:-1], -1)
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor to write: `rows` repeated to `shape` in blocks of `kind`, or float32 as it is."""
+class Tensor(NamedTuple):
+    """A tensor to write: rows repeated to `shape` in blocks of `kind`, or float32 as it is."""
 
     name: str
     shape: tuple[int, ...]
     kind: _Kind = _Kind.F32
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size in the file."""
-        items, size = GGML_QUANT_SIZES[self.kind]
-        return int(np.prod(self.shape)) // items * size
 
 
 class RandomModel:
@@ -160,117 +135,105 @@ class RandomModel:
         self._topics = Topics.draw(config.vocab_size, config.hidden_size, self._source)
         self._ids, self._text = self._topics.sample(config.vocab_size, self._source)
         self._drawn: dict[tuple[str, _Kind], np.ndarray] = {}
-        self._inputs = torch.empty(0)
-        self._layer_inputs = torch.empty(0)
+        self._update_rms = _UPDATES_RMS / (2 * config.num_layers) ** 0.5
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors' names, shapes and kinds."""
-        config = self._config
-        table = (config.vocab_size, config.hidden_size)
-        yield self._matrix("token_embd", table, "token_embd", 0)
+        config, table = self._config, (self._config.vocab_size, self._config.hidden_size)
+        yield self._matrix("", "token_embd", table)
         for layer in range(config.num_layers):
             yield from self._layer(layer)
         yield Tensor("output_norm.weight", table[1:])
-        yield self._matrix("output", table, "output", 0)
+        yield self._matrix("", "output", table)
 
     def values(self, tensor: Tensor) -> Iterator[np.ndarray]:
         """What a tensor holds, in parts. They are asked for in the order of `tensors`."""
         role = tensor.name.removesuffix(".weight").split(".", 2)[-1]
-        if tensor.name == "token_embd.weight":
-            embedding = self._topics.embedding(self._config.vocab_size, self._source)
-            self._begin(embedding[self._ids])
-            yield from _in_parts(embedding, tensor.kind)
-        elif tensor.name == "output.weight":
-            outputs = functional.rms_norm(self._layer_inputs, self._layer_inputs.shape[1:])
-            head = self._topics.head(self._config.vocab_size, outputs, self._text, self._source)
-            yield from _in_parts(head, tensor.kind)
-        elif tensor.kind == _Kind.F32:
+        vocab = self._config.vocab_size
+        if tensor.kind == _Kind.F32:
             yield self._vector(role, tensor.shape)
+        elif role in ("token_embd", "output"):
+            if role == "token_embd":
+                rows = self._topics.embedding(vocab, self._source)
+                self._begin(rows[self._ids])
+            else:
+                outputs = functional.rms_norm(self._layer_inputs, self._layer_inputs.shape[1:])
+                rows = self._topics.head(vocab, outputs, self._text, self._source)
+            for part in rows.split(_BLOCK_ROWS):
+                yield blocks_of(part.numpy(), tensor.kind)
         else:
             key = (role, tensor.kind)
             if key not in self._drawn:
                 self._drawn[key] = blocks_of(self._rows(role, tensor.shape), tensor.kind)
-            rows = self._drawn[key]
+            rows, layer = self._drawn[key], int(tensor.name.split(".")[1])
             parts = tensor.shape[0] if len(tensor.shape) == 3 else 1
-            count = int(np.prod(tensor.shape[:-1])) // parts
-            layer = int(tensor.name.split(".")[1])
             for part in range(parts):  # of each layer and expert, other rows first
                 rolled = np.roll(rows, 61 * layer + 97 * part, axis=0)
-                yield np.resize(rolled, (count, rows.shape[1]))
+                yield np.resize(rolled, (tensor.shape[-2], rows.shape[1]))
 
     def _layer(self, layer: int) -> Iterator[Tensor]:
         config, block = self._config, f"blk.{layer}."
-        hidden, attention = config.hidden_size, config.attention_size
-        keys = config.num_kv_heads * config.head_dim
+        hidden, keys = config.hidden_size, config.num_kv_heads * config.head_dim
 
         def vector(name: str, *sizes: int) -> Tensor:
             return Tensor(f"{block}{name}", sizes)
 
         yield vector("attn_norm.weight", hidden)
-        sizes = {"q": (attention, hidden), "k": (keys, hidden), "v": (keys, hidden)}
-        sizes["output"] = (hidden, attention)
-        for name, of_one in sizes.items():
-            yield self._matrix(f"{block}attn_{name}", of_one, f"attn_{name}", layer)
+        for name, rows, width in (("q", config.attention_size, hidden), ("k", keys, hidden),
+                                  ("v", keys, hidden),
+                                  ("output", hidden, config.attention_size)):  # fmt: skip
+            yield self._matrix(block, f"attn_{name}", (rows, width), layer)
             if config.attention_bias:
-                yield vector(f"attn_{name}.bias", of_one[0])
+                yield vector(f"attn_{name}.bias", rows)
         for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
             if config.qk_norm:
-                sizes_of = heads if config.qk_norm == "full" else 1
-                yield vector(f"attn_{name}_norm.weight", config.head_dim * sizes_of)
+                sizes = heads if config.qk_norm == "full" else 1
+                yield vector(f"attn_{name}_norm.weight", config.head_dim * sizes)
         if config.has_sinks:
             yield vector("attn_sinks.weight", config.num_heads)
         norm = "post_attention_norm" if self._shape.family == "gpt_oss" else "ffn_norm"
         yield vector(f"{norm}.weight", hidden)
-        if config.experts is None:
-            size = config.ffn_size
-            yield self._matrix(f"{block}ffn_gate", (size, hidden), "ffn_gate", layer)
-            yield self._matrix(f"{block}ffn_up", (size, hidden), "ffn_up", layer)
-            yield self._matrix(f"{block}ffn_down", (hidden, size), "ffn_down", layer)
-            return
-        experts, size = config.experts.router.num_experts, config.experts.size
-        yield vector("ffn_gate_inp.weight", experts, hidden)
-        if config.experts.router.has_bias:
-            yield vector("ffn_gate_inp.bias", experts)
+        lead, size, end = (), config.ffn_size, ""
+        if config.experts is not None:
+            lead, size, end = (config.experts.router.num_experts,), config.experts.size, "_exps"
+            yield vector("ffn_gate_inp.weight", *lead, hidden)
+            if config.experts.router.has_bias:
+                yield vector("ffn_gate_inp.bias", *lead)
         for name, rows, width in (("gate", size, hidden), ("up", size, hidden),
                                   ("down", hidden, size)):  # fmt: skip
-            role = f"ffn_{name}_exps"
-            yield self._matrix(f"{block}{role}", (experts, rows, width), role, layer)
+            yield self._matrix(block, f"ffn_{name}{end}", (*lead, rows, width), layer)
             if config.ffn_bias:
-                yield vector(f"{role}.bias", experts, rows)
+                yield vector(f"ffn_{name}{end}.bias", *lead, rows)
 
-    def _matrix(self, name: str, shape: tuple[int, ...], role: str, layer: int) -> Tensor:
-        kind = matrix_kind(role, self._format, layer, self._config)
-        return Tensor(f"{name}.weight", shape, kind)
+    def _matrix(self, block: str, role: str, shape: tuple[int, ...], layer: int = 0) -> Tensor:
+        kind = matrix_kind(role, self._format, layer, self._config.num_layers)
+        return Tensor(f"{block}{role}.weight", shape, kind)
 
     def _begin(self, embeddings: torch.Tensor) -> None:
         """What layers get: the embeddings of a text, and half of what layers add in all.
 
         Half of that is the same for all tokens: attention's means over what texts have in common.
         """
-        rms = _UPDATES_RMS / 2
-        added = self._source.normal(tuple(embeddings.shape), rms)
-        added += self._source.normal(tuple(embeddings.shape[1:]), rms)
+        added = self._source.normal(tuple(embeddings.shape), _UPDATES_RMS / 2)
+        added += self._source.normal(tuple(embeddings.shape[1:]), _UPDATES_RMS / 2)
         self._layer_inputs = embeddings + added
         self._inputs = functional.rms_norm(self._layer_inputs, embeddings.shape[1:])
 
     def _vector(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name == "ffn_gate_inp":
-            return self._router()
+            spec = self._config.layers[0].ffn.router
+            assert spec is not None
+            inputs = self._layer_inputs if spec.reads == "layer_input" else self._inputs
+            wanted = RoutingStats(self._shape.skew, self._shape.kept)
+            self._made = make_router(
+                inputs, self._topics, self._text, spec, wanted, None, self._source
+            )
+            return self._made.rows.numpy()
         if name.endswith("norm"):
             return np.ones(shape, np.float32)
         scale = 1.0 if "sinks" in name else _BIAS_SCALE
-        if "down" in name or "output" in name:
-            scale *= self._update_rms
+        scale *= self._update_rms if "down" in name or "output" in name else 1.0
         return self._source.normal(shape, scale).numpy()
-
-    def _router(self) -> np.ndarray:
-        spec = self._config.layers[0].ffn.router
-        assert spec is not None
-        reads_layer = spec.reads == "layer_input"
-        inputs = self._layer_inputs if reads_layer else self._inputs
-        wanted = RoutingStats(self._shape.skew, self._shape.kept)
-        self._made = make_router(inputs, self._topics, self._text, spec, wanted, None, self._source)
-        return self._made.rows.numpy()
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Some rows of a matrix, scaled for its inputs."""
@@ -282,8 +245,8 @@ class RandomModel:
             self._topics.take_out_of(rows)
             across = self._inputs @ rows.T
             along = float((self._inputs @ self._topics.common).mean())
-            density = self._shape.density
-            rates = power_law_rates(count, density)[self._source.permutation(count).numpy()]
+            rates = power_law_rates(count, self._shape.density)
+            rates = rates[self._source.permutation(count).numpy()]
             quantiles = torch.special.ndtri(torch.from_numpy(rates)).float()
             rows.addr_(quantiles * float(across.std()) / along, self._topics.common)
             self._gate = rows
@@ -291,43 +254,33 @@ class RandomModel:
             self._up = rows
         return rows.numpy()
 
-    @property
-    def _update_rms(self) -> float:
-        return _UPDATES_RMS / (2 * self._config.num_layers) ** 0.5
-
     def _output_std(self, name: str, width: int) -> float:
         """The deviation of rows whose output has that of one update."""
         if name == "attn_output":
             return self._update_rms * width**-0.5
         spec = self._config.layers[0].ffn
         gate, up = (self._inputs @ rows.T for rows in (self._gate, self._up))
-        limit = spec.activation_threshold
-        neurons = activated(spec.activation_fn, gate, limit)
-        neurons *= activated_up(spec.activation_fn, up, limit)
+        neurons = activated(spec.activation_fn, gate, spec.activation_threshold)
+        neurons *= activated_up(spec.activation_fn, up, spec.activation_threshold)
         energy = width * float(neurons.square().mean())
         if spec.router is not None:
             energy *= float(self._made.weights.square().sum(dim=1).mean())
         return self._update_rms * energy**-0.5
 
 
-def _in_parts(rows: torch.Tensor, kind: _Kind) -> Iterator[np.ndarray]:
-    for part in rows.split(_BLOCK_ROWS):
-        yield blocks_of(part.numpy(), kind)
-
-
 def write(out: Path, shape: SyntheticShape, file_format: str) -> None:
     """Write the file, whole or not at all; no more than one matrix is held at a time."""
     config = build_config(config_json(shape, "float16"))
-    part, arch = out.with_name(f"{out.name}.part"), ARCHITECTURES[shape.family]
-    writer = GGUFWriter(str(part), arch)
+    part = out.with_name(f"{out.name}.part")
+    writer = GGUFWriter(str(part), ARCHITECTURES[shape.family])
     _add_keys(writer, config, shape)
     writer.add_file_type(FORMATS[file_format])
     writer.add_tokenizer_model("no_vocab")
-    model = RandomModel(shape, config, file_format)
-    for tensor in model.tensors():
-        writer.add_tensor_info(
-            tensor.name, tensor.shape, np.dtype(np.float32), tensor.num_bytes, tensor.kind
-        )
+    model, sizes = RandomModel(shape, config, file_format), dict[str, int]()
+    for name, dims, kind in model.tensors():
+        items, size = GGML_QUANT_SIZES[kind]
+        sizes[name] = int(np.prod(dims)) // items * size
+        writer.add_tensor_info(name, dims, np.dtype(np.float32), sizes[name], kind)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -339,7 +292,7 @@ def write(out: Path, shape: SyntheticShape, file_format: str) -> None:
                 writer.write_padding(file, file.tell())
                 for values in model.values(tensor):
                     values.tofile(file)
-                writer.write_padding(file, tensor.num_bytes)
+                writer.write_padding(file, sizes[tensor.name])
         writer.close()
         part.replace(out)
     finally:
@@ -347,33 +300,32 @@ def write(out: Path, shape: SyntheticShape, file_format: str) -> None:
 
 
 def _add_keys(writer: GGUFWriter, config: ModelConfig, shape: SyntheticShape) -> None:
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.max_positions)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(shape.ffn)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_vocab_size(config.vocab_size)
     assert config.rope is not None
-    writer.add_rope_freq_base(config.rope.theta)
-    writer.add_rope_dimension_count(config.head_dim)
-    if shape.family == "gpt_oss":
-        scaling = config_json(shape, "float16")["rope_scaling"]
-        writer.add_string(f"{writer.arch}.rope.scaling.type", scaling["rope_type"])
-        writer.add_rope_scaling_factor(scaling["factor"])
-        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    keys: dict[str, int | float] = {
+        "block_count": config.num_layers, "context_length": config.max_positions,
+        "embedding_length": config.hidden_size, "feed_forward_length": shape.ffn,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.norm_eps, "vocab_size": config.vocab_size,
+        "rope.freq_base": float(config.rope.theta), "rope.dimension_count": config.head_dim,
+    }  # fmt: skip
     if any(config.windows):
-        writer.add_sliding_window(max(config.windows))
+        keys["attention.sliding_window"] = max(config.windows)
     if config.experts is not None:
         router = config.experts.router
-        writer.add_expert_count(router.num_experts)
-        writer.add_expert_used_count(router.num_chosen)
-        writer.add_expert_feed_forward_length(config.experts.size)
-        if router.score == "sigmoid":
-            writer.add_uint32(f"{writer.arch}.expert_gating_func", _SIGMOID)
+        keys |= {"expert_count": router.num_experts, "expert_used_count": router.num_chosen,
+                 "expert_feed_forward_length": config.experts.size}  # fmt: skip
+        keys |= {"expert_gating_func": 2} if router.score == "sigmoid" else {}
+    if shape.family == "gpt_oss":
+        scaling = config_json(shape, "float16")["rope_scaling"]
+        original = scaling["original_max_position_embeddings"]
+        writer.add_string(f"{writer.arch}.rope.scaling.type", scaling["rope_type"])
+        keys |= {"rope.scaling.factor": float(scaling["factor"]),
+                 "rope.scaling.original_context_length": original}  # fmt: skip
+    for key, value in keys.items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"{writer.arch}.{key}", value)
 
 
 def write_like(out: Path, config: ModelConfig, file_format: str) -> None:
@@ -383,7 +335,7 @@ def write_like(out: Path, config: ModelConfig, file_format: str) -> None:
     """
     if config.experts is not None:
         raise click.UsageError("a mixture is compared by its GGUF file; this program writes one")
-    ffn = config.ffn_size if config.has_gate else round(config.ffn_size / 48) * 32
+    ffn = config.ffn_size if config.has_gate else max(1, round(config.ffn_size / 48)) * 32
     shape = SyntheticShape(
         "llama", config.hidden_size, ffn, config.num_heads, config.num_kv_heads, config.head_dim,
         config.vocab_size, config.max_positions, config.num_layers, activation="silu",
@@ -391,18 +343,15 @@ def write_like(out: Path, config: ModelConfig, file_format: str) -> None:
     write(out, shape, file_format)
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--shape", "name", type=click.Choice(list(SHAPES)), default="qwen3-8b",
-              show_default=True)  # fmt: skip
-@click.option("--format", "file_format", type=click.Choice(list(FORMATS)), default="q4_k_m",
-              show_default=True)  # fmt: skip
-@click.option("--layers", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--shape", "name", type=click.Choice([*SHAPES]), default="qwen3-8b")
+@click.option("--format", "file_format", type=click.Choice([*FORMATS]), default="q4_k_m")
+@click.option("--layers", type=click.IntRange(min=1), default=8)
 @click.option("--density", type=float, help="Share of active neurons; the shape's without it.")
 def main(out: Path, name: str, file_format: str, layers: int, density: float | None) -> None:
     """Write OUT."""
-    shape = replace(SHAPES[name], layers=layers)
-    shape = shape if density is None else replace(shape, density=density)
+    shape = replace(SHAPES[name], layers=layers, density=density or SHAPES[name].density)
     if file_format == "mxfp4" and not shape.experts:
         raise click.UsageError("mxfp4 is a format of experts; give a mixture's --shape")
     write(out, shape, file_format)

@@ -153,7 +153,7 @@ def main(
     model: str | None, ways: tuple[str, ...], runs: int, seconds: float, beside: Path | None
 ) -> tuple[Json, str]:
     """Measure starts of MODEL, the embedded one without it, and what waiting costs."""
-    folders, named = [HERE, *[beside.resolve()] * bool(beside)], [model] * bool(model)
+    folders, named = [HERE, *([beside.resolve()] if beside else [])], [model] if model else []
     report = head(locate_model(model), len(usable_cores())) | {"runs": runs, "starts": {}}
     for way in ways:
         rows = report["starts"].setdefault(way, {str(folder): [] for folder in folders})

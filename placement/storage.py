@@ -41,7 +41,7 @@ class Disk:
 
     most_bytes_per_s: in the long run, where short bursts are read faster, as a volume in a cloud or
     a cgroup with a limit lets them
-    Defaults are those of a virtual disk whose host caches reads (docs/lab_log.md).
+    Defaults are those of a virtual disk whose host caches reads (docs/decisions.md).
     """
 
     read_s: float = 20e-6
@@ -77,7 +77,7 @@ def token_seconds(
     wait beside reads that overlap, their cores are free for checksums and copies of what comes, no
     more of it than comes then; the rest is time that they would have computed. Of whole experts
     they wait for these, too. No token takes less than the disk's long run.
-    Source:  docs/lab_log.md
+    Source:  docs/decisions.md, Storage
     """
     disk_s = disk.seconds(reads)
     cpu_s = (reads.number * _READ_CPU_S + reads.num_bytes * _BYTE_CPU_S) / num_threads

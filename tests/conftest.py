@@ -45,8 +45,6 @@ NOT_QUICK = [
     "unit/test_benchmarks.py",
     "unit/test_demo_corpus.py",
     "unit/test_kernel_cache.py",
-    "unit/test_llama_cpp_driver.py",
-    "unit/test_llama_gguf.py",
     "unit/test_machine.py",
     "unit/test_page_parts.py",
     "unit/test_quantize_command.py",
@@ -54,7 +52,6 @@ NOT_QUICK = [
     "unit/test_reference.py",
     "unit/test_solver.py",
     "unit/test_tokenizer.py",
-    "unit/test_vs_llama_cpp.py",
 ]
 # Files whose tests share what takes long to start: one process runs them, in this order.
 TOGETHER = [
@@ -77,7 +74,6 @@ FIRST = [
     "actors/test_in_process.py",
     "e2e/test_generate_command.py",
     "e2e/test_train_predictors_command.py",
-    "unit/test_vs_llama_cpp.py",
     "e2e",
     "kernels",
     "actors",

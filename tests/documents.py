@@ -62,9 +62,9 @@ class Page:
 
 
 def pages() -> list[Page]:
-    """README and everything in docs/ but the log of experiments, which tells what once was."""
+    """README and everything in docs/."""
     paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return [Page(path.relative_to(ROOT)) for path in paths if path.name != "lab_log.md"]
+    return [Page(path.relative_to(ROOT)) for path in paths]
 
 
 def page(path: str) -> Page:

@@ -94,7 +94,7 @@ class FloatMatmul:
 
     _items: type  # what numbers are multiplied as; see `numba_kernels.prompt.float_matmul`
     # Up to this share of a choice's neurons that fire, one by one is faster than `combine`, and
-    # what makes its numbers, over all (docs/lab_log.md).
+    # what makes its numbers, over all (docs/decisions.md).
     few = 0.18
 
     def __init__(self, num_threads: int, then: Then) -> None:

@@ -71,7 +71,7 @@ def matmul_kinds(dtype: np.dtype, features: Collection[str]) -> tuple[Kind, Kind
     | quantized, h @ rows | bfloat16, in tiles | bfloat16   | float32    | float32  |
 
     A CPU is of the leftmost column whose feature it has. None of them lets a token's bits depend on
-    its batch-mates. Figures: docs/lab_log.md.
+    its batch-mates. Figures: docs/decisions.md.
     """
     if dtype == np.float32:
         return Float32Matmul, Float32Matmul

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hotcold.predictors.magnitude_thresholds import LayerThresholds
 
 # Of the GIL: the engine's thread continues after each exchange, and Python's default of 5 ms is as
-# long as several steps of a small model (docs/lab_log.md).
+# long as several steps of a small model (docs/decisions.md).
 _SWITCH_S = 0.0002
 
 

@@ -296,7 +296,7 @@ def block_products(weights, x, out, first, last, column):
 
     `x` is `quantize_activations` of the T tokens of `out`. One token streams the rows at memory
     bandwidth. Several tokens share panels of rows, in tiles where those are faster, else token by
-    token; float rows are read once for all tokens whose vectors fit the L1 cache. docs/lab_log.md
+    token; float rows are read once for all tokens whose vectors fit the L1 cache. docs/decisions.md
     has the figures.
     """
     _block_products(weights, x, any_layout(out), first, last, column)

@@ -18,7 +18,7 @@ NO_BIAS = np.empty(0, np.float32)
 # Of `ActivationSpace.floats`, in numbers. A row is an odd number of units: vectors of 4096 numbers
 # side by side would lie in the same few sets of the first-level cache. The first one begins with a
 # line, as AVX2's halves of lines have to; with AVX-512 16 bytes later, which is no slower, and for
-# two to four tokens faster (docs/lab_log.md).
+# two to four tokens faster (docs/decisions.md).
 _UNIT = 4 * LINE_BYTES // 4
 _BEGIN = 4 if has_feature("avx512f") else 0
 

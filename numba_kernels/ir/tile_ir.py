@@ -36,7 +36,7 @@ class Tiles:
     A tile has as many sums as registers hold beside a column of weights. So many tiles at least are
     read before they are multiplied: their rows stay in the second-level cache. Rows that are
     unpacked for all tokens are so in blocks of `num_tiles`. Fewer tokens than `fewest_tokens` go
-    one after the other. docs/lab_log.md has the figures.
+    one after the other. docs/decisions.md has the figures.
     """
 
     num_rows: int

@@ -222,7 +222,7 @@ def wait_change(cells, cell, seen, spins, timeout_ns):
 
     spins: polls that keep the core; 0 for waits across processes, since with fewer cores than
     waiters they would keep it from the worker. The polls after them yield the core but keep it from
-    going idle, from which it wakes slowly (docs/lab_log.md).
+    going idle, from which it wakes slowly (docs/decisions.md).
     """
     index = cell * INTS_A_CELL
     started = polled = now_ns()

@@ -5,7 +5,7 @@ another wait. Unpinned, two threads that should run in parallel often wake on on
 core stays idle for a third of a millisecond. But a pinned thread waits for any other program on its
 core, and the others for it. So the time that threads lose to the latest one is measured. When it is
 long they are unpinned for a while, and one of them is left out: the others find the cores that are
-free, and nobody waits for a thread that shares its core (figures in docs/lab_log.md).
+free, and nobody waits for a thread that shares its core (figures in docs/decisions.md).
 """
 
 import math

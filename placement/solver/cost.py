@@ -21,7 +21,7 @@ from hotcold.placement.profile import Rates
 from hotcold.placement.solver.problem import ATTENTION, GROUP_SIZE, HEAD, PREDICTOR, Problem
 
 _FLOAT_BYTES = 4  # of the hidden state, as it is exchanged
-# Measured on random weights at a density of 0.10 and recall 0.96 (docs/lab_log.md, "Predictors"):
+# Measured on random weights at a density of 0.10 and recall 0.96 (docs/decisions.md, "Prediction"):
 # sign predictors of 2 bits a weight choose 0.165 of the gates, low-rank ones of 80 int8 units for
 # 4096 inputs 0.185.
 _SIGN_BITS, _SIGN_FACTOR = 2, 1.6

@@ -6,7 +6,7 @@ U S (V' L^-1) x. A ReLU between the two layers lets such a unit pass where it is
 after a norm have a direction m along which all are positive (m . x is nearly 1), so a multiple of m
 added to each row keeps the unit positive, and one more unit, m itself, takes it out again; where
 inputs have no such direction each unit gets a twin of opposite sign. `up` is then least squares.
-Training by gradient descent from there gains little (docs/lab_log.md).
+Training by gradient descent from there gains little (docs/decisions.md).
 """
 
 from dataclasses import dataclass, replace

@@ -34,7 +34,7 @@ SYSTEM = "two hosts, relay"
 
 
 def run_program(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, arguments)]
+    command = [sys.executable, "-m", f"tests.cluster.{name}", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
@@ -42,7 +42,7 @@ PLACES = {"driver": 0, "gpu": 0, "cpu0": 0, "cpu1": 1, "cpu2": 0, "cpu3": 1}
 
 
 def told(model: Path, checkpoint: TinyCheckpoint, report: Path, *options: object) -> dict[str, Any]:
-    """What benchmarks.two_hosts reports of two services a host, which are where they should be."""
+    """What tests.cluster.two_hosts reports of two services a host, which are where they should be."""
     arguments = ["--tokens", GREEDY_TOKENS, "--repeat", 1, "--round-trip", 1, "--cpu-actors", 4]
     arguments += ["--prompt-ids", ",".join(map(str, checkpoint.ids[:10])), "--system", SYSTEM]
     done = run_program("two_hosts", model, *arguments, *options, "--json", report)

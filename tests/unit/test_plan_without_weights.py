@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,10 @@ import pytest
 from hotcold.jobs.cli import main
 from hotcold.model.config.build import build_config
 from hotcold.model.synthetic.shape import DTYPES, SHAPES, config_json
-from hotcold.placement.machine.description import read_machine
 from hotcold.placement.profile import stated_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = str(ROOT / "benchmarks/machines/pc-high.json")
-
-
-@pytest.fixture(scope="module")
-def paper() -> dict[str, Any]:
-    """What the program of docs/paper.md defines."""
-    return runpy.run_module("benchmarks.paper_plans", run_name="paper_plans", alter_sys=True)
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -131,30 +123,6 @@ def test_what_cannot_be_planned(
     arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert says in refusal(capsys, *arguments, "--machine", HERE)
-
-
-def test_llama_cpps_layer_split_is_counted_by_hand(paper: dict[str, Any]) -> None:
-    machine, layer_split_s = read_machine(Path(HERE)), paper["layer_split_s"]
-    shape = SHAPES["llama-7b"]
-    attention = 4 * shape.hidden**2
-    layer = 2 * (attention + 3 * shape.hidden * shape.ffn)
-    cache = 2 * 1024 * shape.hidden * 2
-    head = 2 * shape.hidden * shape.vocab
-    everything = 32 * (layer + cache // 2) + head
-    on_gpu = layer_split_s("llama-7b", None, machine, None)
-    assert on_gpu == pytest.approx(everything / 907e9, rel=2e-3)
-    on_cpu = layer_split_s("llama-7b", None, machine, 0)
-    assert on_cpu == pytest.approx(everything / 65.2e9, rel=2e-3)
-    ten = (1 << 30) + 10 * (layer + cache) + layer // 2  # a GiB is kept for graphs and buffers
-    split = layer_split_s("llama-7b", None, machine, ten)
-    part = 10 * (layer + cache // 2)
-    assert split == pytest.approx(part / 907e9 + (everything - part) / 65.2e9, rel=2e-3)
-
-
-def test_tables_go_between_their_marks(paper: dict[str, Any]) -> None:
-    text = "a\n<!-- plans: begin -->\nold\n<!-- plans: end -->\nz\n"
-    found = paper["with_tables"](text, ["| new |"])
-    assert found == "a\n<!-- plans: begin -->\n\n| new |\n\n<!-- plans: end -->\nz\n"
 
 
 def test_rates_of_a_stated_profile_have_the_stated_mean() -> None:

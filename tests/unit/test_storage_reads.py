@@ -80,7 +80,7 @@ def test_a_disk_of_two_rates() -> None:
     ],
 )
 def test_a_token_takes_what_was_measured(disk_ms: float, number: float, token_ms: int) -> None:
-    """32 layers of the llama-7b shape in f16, two threads (docs/lab_log.md), within a quarter."""
+    """32 layers of the llama-7b shape in f16, two threads, within a quarter."""
     disk = Disk(disk_ms / 1e3 / number)
     seconds = token_seconds(0.137, disk, Reads(number, 0), 2)
     assert 0.75 < token_ms / (1e3 * seconds) < 1.25
@@ -145,7 +145,7 @@ def test_reads_of_experts_are_waited_for_with_their_checks() -> None:
 def test_a_token_of_experts_takes_what_was_measured(
     memory_ms: float, rate: float, read_mb: float, token_ms: float
 ) -> None:
-    """Qwen3-30B-A3B's and SmallThinker-21B's shapes in Q4_0, two threads (docs/lab_log.md)."""
+    """Qwen3-30B-A3B's and SmallThinker-21B's shapes in Q4_0, two threads."""
     reads = Reads(read_mb * 4, read_mb * 1e6, hidden=0.0)
     found = token_seconds(memory_ms / 1e3, Disk(0.0, rate), reads, 2, 0.007)
     assert found == pytest.approx(token_ms / 1e3, rel=0.1)
