@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 
 import click
 
+from benchmarks.frame import run
 from hotcold.model.mapped_file import forget_pages
 
 _ROOT = Path("/sys/fs/cgroup")
@@ -29,28 +28,18 @@ def run_limited(
     for file in files:
         forget_pages(file)
     with ExitStack() as stack:
-        memory = stack.enter_context(memory_cgroup(memory_bytes))
-        disk = None
+        groups = [stack.enter_context(memory_cgroup(memory_bytes))]
         if disk_bytes_per_s:
-            disk = stack.enter_context(disk_cgroup(files[0], disk_bytes_per_s))
-        out, err = (stack.enter_context(TemporaryFile("w+")) for _ in range(2))
-        done = subprocess.run(command, stdout=out, stderr=err, preexec_fn=joining([memory, disk]))
+            groups.append(stack.enter_context(disk_cgroup(files[0], disk_bytes_per_s)))
+        memory, found = groups[0], list(filter(None, groups))
+
+        def join() -> None:
+            for folder in found:
+                (folder / "cgroup.procs").write_text("0")
+
+        said, _ = run(command, preexec_fn=join)
         peak = int((memory / "memory.max_usage_in_bytes").read_text()) if memory else 0
-        out.seek(0)
-        err.seek(0)
-        if done.returncode:
-            raise click.ClickException(f"{' '.join(command)}\n{err.read()[-2000:]}")
-        return out.read(), peak
-
-
-def joining(folders: Sequence[Path | None]) -> Callable[[], None]:
-    """What a program calls before it begins, to be in these cgroups."""
-
-    def join() -> None:
-        for folder in filter(None, folders):
-            (folder / "cgroup.procs").write_text("0")
-
-    return join
+    return said, peak
 
 
 @contextmanager

@@ -42,51 +42,50 @@ class Checkout:
     folder: Path | None = HERE
     changes: Mapping[str, str] = field(default_factory=dict)  # of the environment
 
-    def popen(self, *arguments: str, module: str = "hotcold", **options: Any) -> Any:
-        """Start `python -m MODULE ARGUMENTS`; what it says to standard error is lost."""
-        environment = {**os.environ, **self.changes}
-        if self.folder is not None:
-            others = [path for path in [os.environ.get("PYTHONPATH")] if path]
-            environment["PYTHONPATH"] = os.pathsep.join([str(self.folder), *others])
-        command = [sys.executable, "-m", module, *arguments]
-        given: Json = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        return subprocess.Popen(command, cwd=self.folder, env=environment, **given | options)
+    @property
+    def _where(self) -> Json:
+        """Options of Popen."""
+        folders = [str(self.folder)] if self.folder else []
+        paths = [*folders, *filter(None, [os.environ.get("PYTHONPATH")])]
+        changes = {"PYTHONPATH": os.pathsep.join(paths), **self.changes}
+        return {"cwd": self.folder, "env": {**os.environ, **changes}}
+
+    def popen(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start a command of hotcold; what it says to standard error is lost."""
+        command = [sys.executable, "-m", "hotcold", *arguments]
+        lost = subprocess.DEVNULL
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=lost, text=True, **self._where
+        )
 
     def run(self, *arguments: str, module: str = "hotcold") -> str:
         """What it printed. Errors: ClickException with its last line where it failed."""
-        with self.popen(*arguments, module=module, stderr=subprocess.PIPE) as process:
-            said, problem = process.communicate()
-        if process.returncode:
-            last = (problem.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-            raise click.ClickException(f"{' '.join([module, *arguments])}: {last}")
-        return str(said)
+        return run([sys.executable, "-m", module, *arguments], **self._where)[0]
 
-    def json(self, *arguments: str, module: str = "hotcold") -> Json:
-        """The object that it printed last, of `--json`."""
-        found: Json = json.loads(self.run(*arguments, "--json", module=module).splitlines()[-1])
+    def json(self, *arguments: str) -> Json:
+        """The object that a command of hotcold printed last, of `--json`."""
+        found: Json = json.loads(self.run(*arguments, "--json").splitlines()[-1])
         return found
 
 
 hotcold = Checkout().json
 
 
-def run_program(command: Sequence[str]) -> tuple[list[Json], int]:
-    """The JSON objects that another program prints, and the most bytes that it had resident.
+def run(command: Sequence[str], **options: Any) -> tuple[str, int]:
+    """What a program prints, and the most bytes that it had resident; `options` are Popen's.
 
-    Errors:  ClickException with the program's last line where it failed
+    Errors:  ClickException with its last line where it failed
     """
-    peak, printed = 0, list[str]()
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        assert process.stdout is not None
-        for line in process.stdout:
-            printed.append(line)
-            peak = max(peak, 1024 * kilobytes(process.pid, "status", "VmHWM"))
-        if process.wait():
-            errors.seek(0)
-            said = errors.read().strip().splitlines() or [f"exit status {process.returncode}"]
-            raise click.ClickException(f"{' '.join(command)}: {said[-1]}")
-    return objects("".join(printed)), peak
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=out, stderr=errors, **options)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        errors.seek(0)
+        if process.returncode:
+            last = (errors.read().strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+            raise click.ClickException(f"{' '.join(command)}: {last}")
+        return out.read(), used.ru_maxrss * 1024
 
 
 def objects(text: str) -> list[Json]:
@@ -123,7 +122,7 @@ def serving(checkout: Checkout, *arguments: str) -> Iterator[tuple[Any, str]]:
     """`hotcold serve` on a free port, and its address. Errors: ClickException where it ends."""
     with checkout.popen("serve", *arguments, "--port", "0", "--log", "none") as server:
         try:
-            for line in server.stdout:
+            for line in server.stdout or ():
                 if line.startswith("hotcold serves "):
                     yield server, line.split(" at ")[1].split()[0]
                     return

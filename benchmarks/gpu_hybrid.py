@@ -31,7 +31,7 @@ from statistics import median
 import click
 import numpy as np
 
-from benchmarks.frame import Json, head, hotcold, run_program
+from benchmarks.frame import Json, head, hotcold, objects, run
 from benchmarks.random_gguf import SHAPES, write, write_like
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.assignment import hot_neurons, system_plan
@@ -218,8 +218,8 @@ def _llama_cpp(bench: str, path: Path, gguf: Path, budget: int, threads: int, n:
     found: Json = {"likeness": "the same file" if path == gguf else "a Llama of as many bytes"}
     for name, options in ways.items():
         try:
-            rows, _ = run_program([*command, *options])
-            rates = [median(row["samples_ts"]) for row in rows]
+            said, _ = run([*command, *options])
+            rates = [median(row["samples_ts"]) for row in objects(said)]
             found[name] = {"options": options, "tokens_per_s": max(rates), "by_threads": rates}
         except click.ClickException as problem:
             found[name] = {"options": options, "failed": problem.message}

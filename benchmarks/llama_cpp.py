@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.frame import Json, run_program
+from benchmarks.frame import Json, objects, run
 
 _CONTEXT_STEP = 256
 _ATTEMPTS = 4  # llama-batched-bench's log now and then loses a line
@@ -56,10 +56,10 @@ def measure(
     if depths:
         runs.append(["-p", "0", "-n", str(tokens), "-d", ",".join(map(str, depths))])
     found: Json = {"peak memory, GB": 0.0}
-    for run in runs:
-        rows, peak = run_program([*common, *run])
+    for options in runs:
+        said, peak = run([*common, *options])
         found["peak memory, GB"] = max(found["peak memory, GB"], peak / 1e9)
-        for row in rows:
+        for row in objects(said):
             depth = row.get("n_depth", 0)
             name = f"prompt of {row['n_prompt']}" if row["n_prompt"] else "decode"
             found[f"{name} after {depth}" if depth else name] = row["samples_ts"][0]
@@ -77,6 +77,6 @@ def _batches(
         room = -(-(2 + tokens) // _CONTEXT_STEP) * _CONTEXT_STEP * max(missing)
         command = [str(build.batched), "-m", str(gguf), "-t", str(threads), "-c", str(room)]
         command += ["-npp", "2", "-ntg", str(tokens), "-npl", ",".join(map(str, missing))]
-        rows, _ = run_program([*command, "--output-format", "jsonl"])
-        found |= {f"{row['pl']} at once": row["speed_tg"] for row in rows}
+        said, _ = run([*command, "--output-format", "jsonl"])
+        found |= {f"{row['pl']} at once": row["speed_tg"] for row in objects(said)}
     return found

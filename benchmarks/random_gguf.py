@@ -6,18 +6,17 @@ Formats are those that llama.cpp's quantizer gives a file's tensors: with q4_k_m
 and for half of the layers' values and down projections, Q4_K for the others; with q4_0 all Q4_0 but
 the head; with mxfp4 experts in MXFP4, all else in Q8_0, as in gpt-oss's own files.
 
-Some rows are drawn and quantized, and all layers have them, in other orders: what weights are does
-not matter for speed. What is chosen does: neurons fire at the shape's rates, by a part of all gate
-rows along what all inputs have in common; a mixture's router, embeddings and head are those of
-`hotcold make-model`, so that experts are chosen with a skew, and kept from token to token.
+Of weights one layer is drawn, and all have it, in other orders: for speed it does not matter. What
+is chosen does: that layer, embeddings and head are those of `hotcold make-model`, so neurons fire
+at the shape's rates, and experts are chosen with a skew, and kept from token to token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import numpy as np
@@ -26,20 +25,21 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileTy
 from gguf.quants import quantize
 from torch.nn import functional
 
-from hotcold.model.config.activations import activated, activated_up
+from benchmarks.frame import Json
 from hotcold.model.config.build import build_config
+from hotcold.model.config.families.tensor_names import ExpertNames
+from hotcold.model.config.gguf_architectures import ARCHITECTURES as READ
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.sparsity import power_law_rates
+from hotcold.model.synthetic.layers import LayerMaker
 from hotcold.model.synthetic.random_source import NormalSource
-from hotcold.model.synthetic.router import RoutingStats, make_router
+from hotcold.model.synthetic.router import RoutingStats
 from hotcold.model.synthetic.shape import SHAPES as KNOWN
 from hotcold.model.synthetic.shape import SyntheticShape, config_json
+from hotcold.model.synthetic.tensor_specs import written_names
 from hotcold.model.synthetic.topics import Topics
 
-_SEED, _BIAS_SCALE = 2026, 0.1
+_SEED = 2026
 _UPDATES_RMS = 0.5  # of all layers together, beside 1 of an embedding
-_ROWS = 768  # drawn; repeated in larger matrices
-_BLOCK_ROWS = 8192  # of the embedding and the head, quantized at once
 _Kind = GGMLQuantizationType
 FORMATS = {
     "f16": LlamaFileType.MOSTLY_F16,
@@ -118,181 +118,109 @@ def blocks_of(rows: np.ndarray, kind: _Kind) -> np.ndarray:
     return np.concatenate(whole, axis=-1).reshape(*rows.shape[:-1], -1)
 
 
-class Tensor(NamedTuple):
-    """A tensor to write: rows repeated to `shape` in blocks of `kind`, or float32 as it is."""
+class _Drawn(dict[str, np.ndarray]):
+    """What a `LayerMaker` writes, float32 by names of a checkpoint."""
 
-    name: str
-    shape: tuple[int, ...]
-    kind: _Kind = _Kind.F32
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        self[name] = tensor.numpy()
+
+    def write_parts(self, name: str, shape: Any, parts: Iterable[torch.Tensor]) -> None:
+        self[name] = np.stack([part.numpy() for part in parts])
+
+    def experts(self, layout: ExpertNames, count: int) -> Iterator[tuple[str, np.ndarray]]:
+        """Gate, up and down of all experts (E, rows, columns), by roles."""
+        if "{}" in layout.gate:
+            for role in ("gate", "up", "down"):
+                name = getattr(layout, role)
+                yield role, np.stack([self[name.format(number)] for number in range(count)])
+            return
+        for number, role in enumerate(("gate", "up")):  # gpt-oss: transposed, in turn
+            yield role, self[layout.gate].swapaxes(1, 2)[:, number::2]
+            yield f"{role}_bias", self[layout.gate_bias][:, number::2]
+        yield "down", self[layout.down].swapaxes(1, 2)
+        yield "down_bias", self[layout.down_bias]
 
 
-class RandomModel:
-    """The tensors of a file in their order, first their kinds and sizes, then what is in them."""
+def layer_of(shape: SyntheticShape, config: ModelConfig) -> tuple[Json, dict[str, np.ndarray]]:
+    """Embedding and head, and one layer's tensors by llama.cpp's names, of `hotcold make-model`.
 
-    def __init__(self, shape: SyntheticShape, config: ModelConfig, file_format: str) -> None:
-        self._shape, self._config, self._format = shape, config, file_format
-        self._source = NormalSource(_SEED)
-        self._topics = Topics.draw(config.vocab_size, config.hidden_size, self._source)
-        self._ids, self._text = self._topics.sample(config.vocab_size, self._source)
-        self._drawn: dict[tuple[str, _Kind], np.ndarray] = {}
-        self._update_rms = _UPDATES_RMS / (2 * config.num_layers) ** 0.5
-
-    def tensors(self) -> Iterator[Tensor]:
-        """All tensors' names, shapes and kinds."""
-        config, table = self._config, (self._config.vocab_size, self._config.hidden_size)
-        yield self._matrix("", "token_embd", table)
-        for layer in range(config.num_layers):
-            yield from self._layer(layer)
-        yield Tensor("output_norm.weight", table[1:])
-        yield self._matrix("", "output", table)
-
-    def values(self, tensor: Tensor) -> Iterator[np.ndarray]:
-        """What a tensor holds, in parts. They are asked for in the order of `tensors`."""
-        role = tensor.name.removesuffix(".weight").split(".", 2)[-1]
-        vocab = self._config.vocab_size
-        if tensor.kind == _Kind.F32:
-            yield self._vector(role, tensor.shape)
-        elif role in ("token_embd", "output"):
-            if role == "token_embd":
-                rows = self._topics.embedding(vocab, self._source)
-                self._begin(rows[self._ids])
-            else:
-                outputs = functional.rms_norm(self._layer_inputs, self._layer_inputs.shape[1:])
-                rows = self._topics.head(vocab, outputs, self._text, self._source)
-            for part in rows.split(_BLOCK_ROWS):
-                yield blocks_of(part.numpy(), tensor.kind)
-        else:
-            key = (role, tensor.kind)
-            if key not in self._drawn:
-                self._drawn[key] = blocks_of(self._rows(role, tensor.shape), tensor.kind)
-            rows, layer = self._drawn[key], int(tensor.name.split(".")[1])
-            parts = tensor.shape[0] if len(tensor.shape) == 3 else 1
-            for part in range(parts):  # of each layer and expert, other rows first
-                rolled = np.roll(rows, 61 * layer + 97 * part, axis=0)
-                yield np.resize(rolled, (tensor.shape[-2], rows.shape[1]))
-
-    def _layer(self, layer: int) -> Iterator[Tensor]:
-        config, block = self._config, f"blk.{layer}."
-        hidden, keys = config.hidden_size, config.num_kv_heads * config.head_dim
-
-        def vector(name: str, *sizes: int) -> Tensor:
-            return Tensor(f"{block}{name}", sizes)
-
-        yield vector("attn_norm.weight", hidden)
-        for name, rows, width in (("q", config.attention_size, hidden), ("k", keys, hidden),
-                                  ("v", keys, hidden),
-                                  ("output", hidden, config.attention_size)):  # fmt: skip
-            yield self._matrix(block, f"attn_{name}", (rows, width), layer)
-            if config.attention_bias:
-                yield vector(f"attn_{name}.bias", rows)
-        for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
-            if config.qk_norm:
-                sizes = heads if config.qk_norm == "full" else 1
-                yield vector(f"attn_{name}_norm.weight", config.head_dim * sizes)
-        if config.has_sinks:
-            yield vector("attn_sinks.weight", config.num_heads)
-        norm = "post_attention_norm" if self._shape.family == "gpt_oss" else "ffn_norm"
-        yield vector(f"{norm}.weight", hidden)
-        lead, size, end = (), config.ffn_size, ""
-        if config.experts is not None:
-            lead, size, end = (config.experts.router.num_experts,), config.experts.size, "_exps"
-            yield vector("ffn_gate_inp.weight", *lead, hidden)
-            if config.experts.router.has_bias:
-                yield vector("ffn_gate_inp.bias", *lead)
-        for name, rows, width in (("gate", size, hidden), ("up", size, hidden),
-                                  ("down", hidden, size)):  # fmt: skip
-            yield self._matrix(block, f"ffn_{name}{end}", (*lead, rows, width), layer)
-            if config.ffn_bias:
-                yield vector(f"ffn_{name}{end}.bias", *lead, rows)
-
-    def _matrix(self, block: str, role: str, shape: tuple[int, ...], layer: int = 0) -> Tensor:
-        kind = matrix_kind(role, self._format, layer, self._config.num_layers)
-        return Tensor(f"{block}{role}.weight", shape, kind)
-
-    def _begin(self, embeddings: torch.Tensor) -> None:
-        """What layers get: the embeddings of a text, and half of what layers add in all.
-
-        Half of that is the same for all tokens: attention's means over what texts have in common.
-        """
-        added = self._source.normal(tuple(embeddings.shape), _UPDATES_RMS / 2)
-        added += self._source.normal(tuple(embeddings.shape[1:]), _UPDATES_RMS / 2)
-        self._layer_inputs = embeddings + added
-        self._inputs = functional.rms_norm(self._layer_inputs, embeddings.shape[1:])
-
-    def _vector(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if name == "ffn_gate_inp":
-            spec = self._config.layers[0].ffn.router
-            assert spec is not None
-            inputs = self._layer_inputs if spec.reads == "layer_input" else self._inputs
-            wanted = RoutingStats(self._shape.skew, self._shape.kept)
-            self._made = make_router(
-                inputs, self._topics, self._text, spec, wanted, None, self._source
-            )
-            return self._made.rows.numpy()
-        if name.endswith("norm"):
-            return np.ones(shape, np.float32)
-        scale = 1.0 if "sinks" in name else _BIAS_SCALE
-        scale *= self._update_rms if "down" in name or "output" in name else 1.0
-        return self._source.normal(shape, scale).numpy()
-
-    def _rows(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Some rows of a matrix, scaled for its inputs."""
-        count, width = min(_ROWS, int(np.prod(shape[:-1]))), shape[-1]
-        if "down" in name or "output" in name:
-            return self._source.normal((count, width), self._output_std(name, width)).numpy()
-        rows = self._source.normal((count, width), width**-0.5)
-        if "gate" in name:
-            self._topics.take_out_of(rows)
-            across = self._inputs @ rows.T
-            along = float((self._inputs @ self._topics.common).mean())
-            rates = power_law_rates(count, self._shape.density)
-            rates = rates[self._source.permutation(count).numpy()]
-            quantiles = torch.special.ndtri(torch.from_numpy(rates)).float()
-            rows.addr_(quantiles * float(across.std()) / along, self._topics.common)
-            self._gate = rows
-        elif "up" in name:
-            self._up = rows
-        return rows.numpy()
-
-    def _output_std(self, name: str, width: int) -> float:
-        """The deviation of rows whose output has that of one update."""
-        if name == "attn_output":
-            return self._update_rms * width**-0.5
-        spec = self._config.layers[0].ffn
-        gate, up = (self._inputs @ rows.T for rows in (self._gate, self._up))
-        neurons = activated(spec.activation_fn, gate, spec.activation_threshold)
-        neurons *= activated_up(spec.activation_fn, up, spec.activation_threshold)
-        energy = width * float(neurons.square().mean())
-        if spec.router is not None:
-            energy *= float(self._made.weights.square().sum(dim=1).mean())
-        return self._update_rms * energy**-0.5
+    The layer gets the embeddings of a text, and half of what all layers add. Half of that is the
+    same for all tokens: attention's means over what texts have in common.
+    """
+    source, drawn = NormalSource(_SEED), _Drawn()
+    topics = Topics.draw(config.vocab_size, config.hidden_size, source)
+    embedding = topics.embedding(config.vocab_size, source)
+    ids, text = topics.sample(config.vocab_size, source)
+    added = source.normal((len(ids), config.hidden_size), _UPDATES_RMS / 2)
+    added += source.normal((config.hidden_size,), _UPDATES_RMS / 2)
+    inputs = embedding[ids] + added
+    outputs = functional.rms_norm(inputs + added, (config.hidden_size,))
+    head = topics.head(config.vocab_size, outputs, text, source)
+    ends = {"token_embd": embedding, "output": head}
+    wanted = RoutingStats(shape.skew, shape.kept)
+    writer: Any = drawn
+    maker = LayerMaker(config, shape.density, source, writer, text, topics, wanted)
+    ours = written_names(config).of_layer(0)
+    maker.make(config.layers[0], ours, inputs)
+    theirs, found = READ[ARCHITECTURES[shape.family]].names.layer, dict[str, np.ndarray]()
+    roles = ("norm", "ffn_norm", "q_norm", "k_norm", "out", "gate", "up", "down")
+    pairs = [(getattr(ours, role), getattr(theirs, role)) for role in roles]
+    for name, target in [*pairs, *zip(ours.qkv, theirs.qkv, strict=True)]:
+        for part in ("weight", "bias"):
+            if f"{name}.{part}" in drawn:
+                found[f"{target}.{part}"] = drawn[f"{name}.{part}"]
+    if ours.sinks:
+        found[f"{theirs.sinks}.weight"] = drawn[ours.sinks]
+    if config.experts is not None:
+        layout, target = ours.experts[0], theirs.experts[0]
+        found |= {target.router: drawn[layout.router]}
+        if layout.router_bias in drawn:
+            found[target.router_bias] = drawn[layout.router_bias]
+        for role, rows in drawn.experts(layout, config.experts.router.num_experts):
+            found[getattr(target, role)] = rows
+    return ends, found
 
 
 def write(out: Path, shape: SyntheticShape, file_format: str) -> None:
-    """Write the file, whole or not at all; no more than one matrix is held at a time."""
+    """Write the file, whole or not at all."""
     config = build_config(config_json(shape, "float16"))
     part = out.with_name(f"{out.name}.part")
     writer = GGUFWriter(str(part), ARCHITECTURES[shape.family])
     _add_keys(writer, config, shape)
     writer.add_file_type(FORMATS[file_format])
     writer.add_tokenizer_model("no_vocab")
-    model, sizes = RandomModel(shape, config, file_format), dict[str, int]()
-    for name, dims, kind in model.tensors():
+    with torch.inference_mode():
+        ends, layer = layer_of(shape, config)
+    parts: list[tuple[str, np.ndarray, int, _Kind]] = []  # with the layer and the format
+    for name, rows in ends.items():
+        parts.append((name, rows.numpy(), 0, matrix_kind(name, file_format, 0, config.num_layers)))
+    for number in range(config.num_layers):
+        for name, rows in layer.items():
+            role, kind = name.removesuffix(".weight"), _Kind.F32
+            if rows.ndim > 1 and not name.endswith(".bias") and "gate_inp" not in name:
+                kind = matrix_kind(role, file_format, number, config.num_layers)
+            parts.append((f"blk.{number}.{role}", rows, number, kind))
+    parts.append(("output_norm", np.ones(config.hidden_size, np.float32), 0, _Kind.F32))
+    sizes, blocks = list[int](), dict[tuple[int, _Kind], np.ndarray]()
+    for name, rows, _, kind in parts:
         items, size = GGML_QUANT_SIZES[kind]
-        sizes[name] = int(np.prod(dims)) // items * size
-        writer.add_tensor_info(name, dims, np.dtype(np.float32), sizes[name], kind)
+        sizes.append(rows.size // items * size)
+        full = name if name.endswith(".bias") else f"{name}.weight"
+        writer.add_tensor_info(full, rows.shape, np.dtype(np.float32), sizes[-1], kind)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         assert writer.fout is not None
         file = writer.fout[0]
-        with torch.inference_mode():
-            for tensor in model.tensors():
-                writer.write_padding(file, file.tell())
-                for values in model.values(tensor):
-                    values.tofile(file)
-                writer.write_padding(file, sizes[tensor.name])
+        for (name, rows, number, kind), size in zip(parts, sizes, strict=True):
+            if (id(rows), kind) not in blocks:
+                blocks[id(rows), kind] = rows if kind == _Kind.F32 else blocks_of(rows, kind)
+            writer.write_padding(file, file.tell())
+            # Other rows first in each layer, so that what layers add has nothing in common.
+            axes = range(max(1, rows.ndim - (not name.endswith(".bias"))))
+            np.roll(blocks[id(rows), kind], [61 * number] * len(axes), tuple(axes)).tofile(file)
+            writer.write_padding(file, size)
         writer.close()
         part.replace(out)
     finally:

@@ -1,17 +1,14 @@
 """Random requests of all kinds at once: each token and log-probability as alone, to the last bit.
 
-    python -m benchmarks.random_requests --requests 10000 --minutes 60
-    python -m benchmarks.random_requests path/to/model --kv-dtype q8 --seed 7
-    python -m benchmarks.random_requests --shape tiny --requests 200
+    python -m benchmarks.random_requests [MODEL] --requests 10000 --minutes 60
+    python -m benchmarks.random_requests --requests 200 --kv-dtype q8 --seed 7
 
 Starts two systems of one model. The plain one computes every prompt from its beginning, without
 speculation, one request at a time. The other one has all that could change an answer and must not:
 beginnings of prompts kept in memory and in a file (`--prefix-cache`), speculation, eight requests
-at once in a KV cache with room for three, so some are preempted. Some requests are cancelled in the
-middle, now and then a service is killed, the system started anew, or all of it killed.
-
-Each request is drawn from --seed and its number, so a run repeats. A difference is printed with its
-request as JSON.
+at once in a KV cache with room for three, so some are preempted. Some requests are cancelled, now
+and then a service is killed, the system started anew, or all of it killed. Each request is drawn
+from --seed and its number, so a run repeats; a difference is printed with its request as JSON.
 """
 
 from __future__ import annotations
@@ -21,40 +18,36 @@ import os
 import queue
 import random
 import signal
-import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 import psutil
 
-from benchmarks.faults import leaks
 from benchmarks.frame import HERE, Json, head, heading, program, progress
+from benchmarks.load import leaks
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar, SystemConfig, TokenEvent
-from hotcold.actors.protocol.options import OPTIONS, SystemOptions
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.system import System
+from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import HotcoldError
 from hotcold.model.files.locate import locate_model
-from hotcold.model.parameters import Number, Switch, Texts, Whole
+from hotcold.model.parameters import Number, Switch, Whole
 from hotcold.model.sampling import PARAMETERS, SamplingParams
-from hotcold.model.synthetic.make import make_model
-from hotcold.model.synthetic.shape import DTYPES, resolve_shape
 from hotcold.model.text.tokenizer import Tokenizer
 
 _CLIENTS = 8
 _AHEAD = 24  # requests whose right answers are known and that wait for a client
+_PREFIX_CACHE = 64 << 20  # bytes
 _KILL_EVERY_S = 12.0  # the system gives up at the tenth lost service within a minute
-_SHOWN_EVERY_S = 10.0
-_MOST_DIFFERENCES = 20
-_LONGEST_ANSWER = 48
+_SHOWN_EVERY, _MOST_DIFFERENCES, _LONGEST_ANSWER = 500, 20, 48
 _REMEMBERED = 40  # earlier requests that prompts may begin like
 _STOPS = (" the", ".", "\n", "e", "():", "of ")
 _GRAMMARS = (
@@ -182,63 +175,44 @@ class Draws:
                     case Whole(low, high):
                         others[name] = chance.randint(low, min(high, low + 8))
                     case Switch():
-                        others[name] = chance.random() < 0.5
-                    case Texts():
-                        others[name] = stops
+                        others[name] = True
         try:
             return SamplingParams.of_given(given | others, SamplingParams())
         except HotcoldError:  # two that do not go together
             return SamplingParams.of_given(given, SamplingParams())
 
 
-@dataclass(frozen=True)
-class Answer:
-    """All that an answer says. Log-probabilities are compared as they are."""
+def answer_of(system: System, request: GenerateRequest, leave_after: int | None = None) -> Json:
+    """All that an answer says; `leave_after`: cancel it after so many tokens."""
+    events, error = list[TokenEvent](), ""
+    stream: Any = system.generate(request)
+    try:
+        while leave_after is None or sum(len(e.token_ids) for e in events) < leave_after:
+            if (event := next(stream, None)) is None:
+                break
+            events.append(event)
+    except HotcoldError as problem:
+        error = str(problem)
+    finally:
+        stream.close()
+    lists = ("token_ids", "logprobs", "prompt_logprobs", "text")
+    found: Json = {name: [x for e in events for x in getattr(e, name)] for name in lists}
+    result = events[-1].result if events and not error else None
+    told = {} if result is None else {"finish": result.finish_reason, "embedding": result.embedding}
+    numbers = {} if result is None else result.as_json()
+    return {**found, "error": error, "finish": "", "embedding": None, **told, "numbers": numbers}
 
-    ids: tuple[int, ...]
-    logprobs: tuple[Any, ...]
-    text: str
-    finish_reason: str = ""
-    prompt_logprobs: tuple[Any, ...] = ()
-    embedding: tuple[float, ...] = ()
-    error: str = ""
-    numbers: Json = field(default_factory=dict, compare=False)  # of the command-line contract
 
-    @classmethod
-    def of(cls, system: System, request: GenerateRequest, leave_after: int | None = None) -> Answer:
-        """A system's; `leave_after`: cancel it after so many tokens."""
-        events, error, stream = list[TokenEvent](), "", system.generate(request)
-        try:
-            while leave_after is None or sum(len(e.token_ids) for e in events) < leave_after:
-                event = next(stream, None)
-                if event is None:
-                    break
-                events.append(event)
-        except HotcoldError as problem:
-            error = str(problem)
-        finally:
-            stream.close()  # type: ignore[attr-defined]
-        result = events[-1].result if events and not error else None
-        return cls(
-            ids=tuple(one for event in events for one in event.token_ids),
-            logprobs=tuple(one for event in events for one in event.logprobs),
-            text="".join(event.text for event in events),
-            finish_reason="" if result is None else result.finish_reason,
-            prompt_logprobs=tuple(one for event in events for one in event.prompt_logprobs),
-            embedding=() if result is None else tuple(result.embedding or ()),
-            error=error,
-            numbers={} if result is None else result.as_json(),
-        )
-
-    def difference(self, expected: Answer) -> str:
-        """The first field that differs, "" for none; an answer without an end may be shorter."""
-        for name in (one.name for one in fields(self) if one.compare):
-            value, wanted = getattr(self, name), getattr(expected, name)
-            if not self.finish_reason and not self.error:
-                wanted = "" if name == "finish_reason" else wanted[: len(value)]
-            if value != wanted:
-                return f"{name}: {value!r} instead of {wanted!r}"
-        return ""
+def difference(found: Json, expected: Json) -> str:
+    """What differs first, "" for nothing; an answer without an end may be shorter."""
+    is_whole = bool(found["finish"] or found["error"])
+    for name, value in found.items():
+        wanted = expected[name]
+        if not is_whole:
+            wanted = wanted[: len(value)] if isinstance(value, list) else value
+        if name != "numbers" and value != wanted:
+            return f"{name}: {value!r} instead of {wanted!r}"
+    return ""
 
 
 class Run:
@@ -246,19 +220,16 @@ class Run:
 
     def __init__(self, plain: System, config: SystemConfig, draws: Draws) -> None:
         self._plain, self._config, self._draws = plain, config, draws
-        self.system = System.start(config)
-        self._known: dict[str, Answer] = {}
-        self._asked: queue.Queue[tuple[Drawn, Answer] | None] = queue.Queue(_AHEAD)
+        self.system, self._known = System.start(config), dict[str, Json]()
+        self._asked: queue.Queue[tuple[Drawn, Json] | None] = queue.Queue(_AHEAD)
         self._lock, self._killed_s = threading.Lock(), 0.0
-        self.counts: Counter[str] = Counter()
-        self.wrong: list[Json] = []
+        self.counts, self.wrong = Counter[str](), list[Json]()
 
     def run(self, num_requests: int, until_s: float) -> None:
         """Ask so many requests, or until that time."""
         clients = [threading.Thread(target=self._ask_all, daemon=True) for _ in range(_CLIENTS)]
         for client in clients:
             client.start()
-        shown_s = time.monotonic()
         for number in range(num_requests):
             if time.monotonic() > until_s or len(self.wrong) >= _MOST_DIFFERENCES:
                 break
@@ -266,11 +237,13 @@ class Run:
             if drawn.restarts:
                 self._asked.join()
                 self._restart(random.Random(number))
-            expected = self._expected(drawn.request)
-            self._draws.add(drawn, expected.ids)
-            self._asked.put((drawn, expected))
-            if time.monotonic() - shown_s > _SHOWN_EVERY_S:
-                shown_s = time.monotonic()
+            alone = replace(drawn.request, request_id="", use_cache=False)
+            key = json.dumps(asdict(alone), default=str)
+            if key not in self._known:
+                self._known[key] = answer_of(self._plain, alone)
+            self._draws.add(drawn, self._known[key]["token_ids"])
+            self._asked.put((drawn, self._known[key]))
+            if number % _SHOWN_EVERY == 0:
                 progress(f"request {number}: {dict(self.counts)}")
         for _ in clients:
             self._asked.put(None)
@@ -278,14 +251,6 @@ class Run:
             client.join()
         if lent := leaks(self.system):
             self._add({"difference": f"in the end are lent: {lent}"})
-
-    def _expected(self, request: GenerateRequest) -> Answer:
-        """Alone, cold, without speculation; computed once."""
-        alone = replace(request, request_id="", use_cache=False)
-        key = json.dumps(asdict(alone), default=str)
-        if key not in self._known:
-            self._known[key] = Answer.of(self._plain, alone)
-        return self._known[key]
 
     def _restart(self, chance: random.Random) -> None:
         """End the system and start it again; in one of two cases all of it is killed at once."""
@@ -318,89 +283,64 @@ class Run:
                 self._asked.task_done()
         self._asked.task_done()
 
-    def _ask(self, drawn: Drawn, expected: Answer) -> None:
+    def _ask(self, drawn: Drawn, expected: Json) -> None:
         killer = threading.Thread(target=self._kill_service, args=(random.Random(drawn.number),))
         if drawn.kills:
             killer.start()
-        found = Answer.of(self.system, drawn.request, drawn.leaves_after)
+        found = answer_of(self.system, drawn.request, drawn.leaves_after)
         if drawn.kills:
             killer.join()
-        if difference := found.difference(expected):
+        if wrong := difference(found, expected):
             request = asdict(drawn.request)
-            self._add({"number": drawn.number, "difference": difference, "request": request})
+            self._add({"number": drawn.number, "difference": wrong, "request": request})
             return
+        numbers, kind = found["numbers"], "refused" if found["error"] else found["finish"] or "left"
+        more = {kind: 1, "tokens": len(found["token_ids"]),
+                "cached": numbers.get("cached_tokens", 0),
+                "drafts accepted": numbers.get("accepted_tokens", 0)}  # fmt: skip
         with self._lock:
-            self.counts[
-                "refused" if found.error else "whole" if found.finish_reason else "left"
-            ] += 1
-            self.counts["tokens"] += len(found.ids)
-            for key, name in (("cached_tokens", "cached"), ("accepted_tokens", "drafts accepted")):
-                self.counts[name] += found.numbers.get(key, 0)
+            self.counts.update(more)
 
     def _add(self, found: Json) -> None:
         with self._lock:
             self.wrong.append(found)
-        click.echo(json.dumps(found), err=True)
-
-
-@contextmanager
-def model_of(model: str | None, shape: str | None, context: int) -> Iterator[Path]:
-    """The model's path; a shape is written with random weights first."""
-    if shape is None:
-        yield locate_model(model)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / shape
-        sizes = resolve_shape(shape, {"context": context})
-        make_model(path, sizes, density=0.2, dtype=DTYPES["f16"], seed=1)
-        yield path
+        click.echo(json.dumps(found, default=str), err=True)
 
 
 @program
 @click.argument("model", required=False)
-@click.option("--shape", help="Instead of a MODEL: random weights of this shape, such as tiny.")
 @click.option("--requests", default=10_000)
 @click.option("--minutes", default=1e6, help="Fewer requests, if this is over.")
 @click.option("--seed", default=0)
-@click.option("--context", default=512)
-@click.option("--mode")
-@click.option("--dtype")
-@click.option("--kv-dtype")
-@click.option("--cpu-actors", type=int)
-@click.option("--threads", type=int)
-@click.option("--speculate", default="auto")
-@click.option("--draft", default="auto")
-@click.option("--prefix-cache", default="64MB")
 @click.option("--kills/--no-kills", default=True, help="Services that are killed, restarts.")
+@system_options
 def main(
-    model: str | None, shape: str | None, requests: int, minutes: float, seed: int, context: int,
-    mode: str | None, dtype: str | None, kv_dtype: str | None, cpu_actors: int | None,
-    threads: int | None, speculate: str, draft: str, prefix_cache: str, kills: bool,
-) -> tuple[Json, str]:  # fmt: skip
+    model: str | None, requests: int, minutes: float, seed: int, kills: bool, **values: Any
+) -> tuple[Json, str]:
     """Compare random requests' answers, to the bit, with those of a plain system."""
     until_s = time.monotonic() + minutes * 60
-    both: Json = {
-        "mode": mode, "weight_dtype": dtype, "kv_dtype": kv_dtype, "num_cpu_actors": cpu_actors,
-        "num_threads": threads, "context_length": context, "max_batch": _CLIENTS,
-        "kv_positions": 3 * context,
-    }  # fmt: skip
-    own: Json = {"speculate": speculate, "draft": draft}
-    own["prefix_cache_bytes"] = OPTIONS["prefix_cache_bytes"].value_of(prefix_cache)
-    with model_of(model, shape, context) as path:
-        cold = SystemOptions(**both, prefix_cache_bytes=0, speculate="off")
-        plain, _ = prepare_system(path, cold)
-        config, _ = prepare_system(path, SystemOptions(**both | own))
-        draws = Draws(path, seed, config.context_length, harms=kills)
-        with System.start(plain, others=[config]) as alone:
-            run = Run(alone, config, draws)
-            try:
-                run.run(requests, until_s)
-            finally:
-                run.system.end()
-        report = head(path, config.num_threads) | {"counts": dict(run.counts), "wrong": run.wrong}
-    given = {name: value for name, value in (both | own).items() if value is not None}
+    path, given = locate_model(model), split_system_options(values)
+    context = given.context_length or 512
+    given = replace(
+        given,
+        context_length=context,
+        max_batch=_CLIENTS,
+        kv_positions=3 * context,
+        prefix_cache_bytes=given.prefix_cache_bytes or _PREFIX_CACHE,
+    )
+    cold = replace(given, prefix_cache_bytes=0, speculate="off", draft="auto")
+    plain, _ = prepare_system(path, cold)
+    config, _ = prepare_system(path, given)
+    draws = Draws(path, seed, config.context_length, harms=kills)
+    with System.start(plain, others=[config]) as alone:
+        run = Run(alone, config, draws)
+        try:
+            run.run(requests, until_s)
+        finally:
+            run.system.end()
+    report = head(path, config.num_threads) | {"counts": dict(run.counts), "wrong": run.wrong}
     counts = ", ".join(f"{count} {name}" for name, count in run.counts.items())
-    text = heading(report, path.name, f"seed {seed}", f"options {given}")
+    text = heading(report, path.name, f"seed {seed}, mode {config.mode}")
     return report, f"{text}{counts}; {len(run.wrong)} differ from the plain system's.\n"
 
 

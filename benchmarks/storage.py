@@ -7,7 +7,7 @@
 Each row is a run of its own, once all is out of the page cache, in a memory cgroup (version 1, by
 root; else nothing is limited) that is a little larger than `--cpu-memory`, so that a promise that
 is broken shows as a peak: resident memory and page cache of all processes, Ray's included. With
-`--load` the run ends with so many seconds of prompts, answers and conversations, three at once.
+`--load` the run ends with so many seconds of answers to prompts of 1 to 31 tokens, eight at once.
 `--resident` keeps a share of the neurons instead, however small the model is.
 
 Speeds are means over `--answers`, each to a prompt of its own, of `--text` where it is given (what
@@ -19,11 +19,9 @@ llama.cpp is run where there is a llama-bench, with MODEL or `--gguf`.
 from __future__ import annotations
 
 import json
-import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
@@ -34,12 +32,12 @@ import click
 from benchmarks.cgroups import run_limited
 from benchmarks.frame import EXISTING, Json, head, heading, objects, program, progress, table
 from benchmarks.llama_cpp import builds_of
+from benchmarks.load import Load, requests_of
 from hotcold.actors.driver.prompts import Prompts
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import AHEAD, PARTS, NeuronStorage
 from hotcold.actors.setup.preflight import SystemOptions, in_memory, prepare_system, read_model
 from hotcold.actors.setup.storage import has_bundles, pack_model
-from hotcold.actors.system import System
 from hotcold.jobs.bench.decode import decode_request
 from hotcold.jobs.support.loading import running_system
 from hotcold.jobs.support.options import Bytes
@@ -81,29 +79,6 @@ def prompts_of(text: str, path: Path, config: ModelConfig, count: int) -> list[l
     return [ids[at : at + _PROMPT].tolist() for at in range(0, ids.size, ids.size // count)]
 
 
-def load(running: System, config: ModelConfig, seconds: float) -> int:
-    """Prompts of several lengths, cancelled answers, conversations, three at once; how many."""
-    ends = time.monotonic() + seconds
-
-    def ask(seed: int) -> int:
-        draw, said, count = random.Random(seed), list[int](), 0
-        while time.monotonic() < ends:
-            said = said if len(said) < 300 and draw.random() < 0.5 else []
-            said += [draw.randrange(config.vocab_size) for _ in range(draw.choice((1, 40, 200)))]
-            sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
-            name, leaves = f"load-{seed}-{count}", draw.random() < 0.25
-            for event in running.generate(GenerateRequest(sampling, prompt_ids=said,
-                                                          request_id=name)):  # fmt: skip
-                said = said + list(event.token_ids)
-                if leaves:
-                    running.cancel(name)
-            count += 1
-        return count
-
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return sum(pool.map(ask, range(_AT_ONCE)))
-
-
 def run_here(path: Path, given: Json) -> Json:
     """One row's run, in this process."""
     options = SystemOptions(max_batch=_AT_ONCE, speculate="off", **given["options"])
@@ -131,7 +106,12 @@ def run_here(path: Path, given: Json) -> Json:
             long = running.complete(decode_request(config, given["prompt"], 0, 4))
             report["prompt_tokens_per_s"] = long.prefill_tokens_per_s
         if given["load"]:
-            report["requests"] = load(running, config, given["load"])
+            asked = requests_of(_AT_ONCE, config.max_positions, config.vocab_size)
+            load = Load(running, [replace(one, use_cache=n > 0) for n, one in enumerate(asked)])
+            load.start()
+            time.sleep(given["load"])
+            load.stop()
+            report |= {"answers": load.num_right, "wrong": load.wrong}
     if system.storage is not None:
         (report["disk_bytes_per_s"],) = measure_disk(Path(system.storage.path), [given["read"]])
     return report
@@ -222,7 +202,7 @@ def main(
                 asked += ["--dtype", dtype] if dtype else []
                 hotcold = [sys.executable, "-m", "hotcold", *asked]
                 told = json.loads(run_limited(hotcold, 0, case[2], files)[0].splitlines()[-1])
-                planned = told["storage"][0]["tokens_per_s"] if told["storage"] else None
+                planned = told["storage"][0]["tokens_per_s"] if told.get("storage") else None
             runs = [ours(case, mode) for _ in range(repeat)]
             add(case, f"hotcold `{mode}`", runs, planned=planned)
         if builds and case[1] == 1:

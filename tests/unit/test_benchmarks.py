@@ -59,7 +59,7 @@ def test_a_random_file_beside_llama_cpp(tmp_path: Path) -> None:
     ("name", "arguments"),
     [
         ("faults", "--faults 4 --context 512"),
-        ("random_requests", "--shape tiny --requests 60 --context 256"),
+        ("random_requests", "--requests 60 --context 256"),
         ("prefixes_and_drafts", "--tokens 8 --rounds 1 --turns 2 --prompt-tokens 100 --part tools"),
         ("start", "--runs 1 --way serve --seconds 1"),
     ],
