@@ -4,9 +4,9 @@
 
 Half of the faults come over one long generation after another, half over a batch of eight requests
 with prompts of 1 to 400 tokens, greedy and drawn. Services are killed, stopped and paused, the
-driver or everything is paused, the number of CPU services changes, the disk hardly reads (by root).
-Which, and what it does, its number and `--seed` say; `--only` takes the kinds that are named. With
-`--model` and `--resident 0.5` half of a model's neurons or experts stay on storage.
+driver or everything is paused, the number of CPU services changes. Which, and what it does, its
+number and `--seed` say; `--only` takes the kinds that are named. With `--model` and `--resident
+0.5` half of a model's neurons or experts stay on storage.
 
 Every answer is compared with that of an undisturbed run of the same system. The time to recover is
 from the end of what was done to the first token after that; where a service was lost, to the first
@@ -14,25 +14,20 @@ one once all services run again. Faults keep the pace that the system allows: fe
 services in a minute. In the end no request and no page of the KV cache may be lent.
 """
 
-from __future__ import annotations
-
-import itertools
 import math
 import os
 import random
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import click
 import psutil
 
-from benchmarks.cgroups import disk_cgroup, unlimit
 from benchmarks.frame import Json, head, heading, program, progress, table
 from benchmarks.load import Load, leaks, requests_of
 from benchmarks.storage import on_storage
@@ -76,20 +71,6 @@ def _scale(system: System, pids: Pids, chance: random.Random) -> None:
         system.call("scale", 3 - sum(name.startswith("cpu") for name in pids))
 
 
-def _slow_reads(system: System, pids: Pids, chance: random.Random) -> None:
-    """The disk gives services hardly anything for a while: 10 kB/s to 10 MB/s."""
-    file = Path(system.call("describe").storage.path)
-    services = {pid for name, pid in pids.items() if name != "driver"}
-    with disk_cgroup(file, round(10 ** chance.uniform(4, 7))) as group:
-        for folder in (group, group.parent):
-            for pid in services:
-                with suppress(ProcessLookupError):
-                    (folder / "cgroup.procs").write_text(str(pid))
-            if folder == group:
-                time.sleep(chance.uniform(0.5, 5.0))
-                unlimit(group)
-
-
 @dataclass(frozen=True)
 class Kind:
     """`do` returns when what it did is over. `loses` a service, always, perhaps (None), never."""
@@ -99,7 +80,7 @@ class Kind:
     num_lost: int = 1
 
 
-SCALED, SLOW = "scaled", "slow reads"
+SCALED = "scaled"
 KINDS = {
     "kill -9": Kind(_signal(signal.SIGKILL, _services), True),
     "kill -9 of two": Kind(
@@ -110,7 +91,6 @@ KINDS = {
     "driver paused": Kind(_signal(signal.SIGSTOP, lambda pids, _: [pids["driver"]], 2.0)),
     "all paused": Kind(_signal(signal.SIGSTOP, lambda pids, _: pids.values(), 4.0)),
     SCALED: Kind(_scale),
-    SLOW: Kind(_slow_reads),
 }
 
 
@@ -146,32 +126,6 @@ def serves(system: System) -> bool:
     return False
 
 
-class Pace:
-    """When the next fault of a kind may come, by what the system allows."""
-
-    def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=_MAX_A_MINUTE)
-        self.mended_s = 0.0  # what replacements took does not count in the system's minute
-
-    def allows(self, kind: Kind) -> bool:
-        """Whether that kind may come now; taken as done if so."""
-        served_s = time.monotonic() - self.mended_s
-        if kind.loses is not False:
-            recent = sum(served_s - at_s < _A_MINUTE_S for at_s in self._losses)
-            if recent + kind.num_lost > _MAX_A_MINUTE:
-                return False
-            self._losses += kind.num_lost * [served_s]
-        return True
-
-
-def _drawn(names: list[str], chance: random.Random) -> Iterator[str]:
-    """Kinds, drawn until one is allowed; where none is, after a while."""
-    for count in itertools.count(1):
-        yield chance.choice(names)
-        if count % (4 * len(names)) == 0:
-            time.sleep(0.5)
-
-
 @program
 @click.option("--faults", type=click.IntRange(min=2), default=200)
 @click.option("--exchange", type=click.Choice(["arena", "calls"]), default="arena")
@@ -186,12 +140,11 @@ def main(
     model: str | None, resident: float,
 ) -> tuple[Json, str]:  # fmt: skip
     """Do a system harm while requests run, and compare what they answer."""
-    # A system with neurons on storage refuses to be scaled; another reads nothing.
-    left_out = {SCALED if resident < 1 else SLOW, *[SLOW] * bool(os.geteuid())}
-    names = [name for name in KINDS if name not in left_out and (not only or name in only)]
+    # A system with neurons on storage refuses to be scaled.
+    names = [name for name in only or KINDS if resident == 1 or name != SCALED]
     if not names:
-        raise click.UsageError(f"no such system, or user, can have {', '.join(only)}")
-    path, pace = locate_model(model), Pace()
+        raise click.UsageError("a system with neurons on storage cannot be scaled")
+    path, losses, mended_s = locate_model(model), deque[float](maxlen=_MAX_A_MINUTE), 0.0
     vocab = read_config(path).vocab_size
     config = SystemConfig(
         str(path), num_cpu_actors=2, num_threads=2, context_length=context,
@@ -212,13 +165,20 @@ def main(
                 if time.monotonic() > ends_s or report["wrong"]:
                     break
                 chance = random.Random(f"{seed} {number}")  # which repeats this fault alone
-                name = next(n for n in _drawn(names, chance) if pace.allows(KINDS[n]))
+                name = chance.choice(names)
+                for _ in range(KINDS[name].num_lost if KINDS[name].loses is not False else 0):
+                    # What replacements took does not count in the system's minute.
+                    while len(losses) == _MAX_A_MINUTE and (
+                        time.monotonic() - mended_s - losses[0] < _A_MINUTE_S
+                    ):
+                        time.sleep(0.5)
+                    losses.append(time.monotonic() - mended_s)
                 try:
                     took_s = inject(system, load, KINDS[name], chance)
                 except HotcoldError as error:
                     report["wrong"].append(f"fault {number}, {name}: {error}")
                     break
-                pace.mended_s += took_s
+                mended_s += took_s
                 report["faults"].append([what, name, number, took_s])
                 progress(f"{number}, seed {seed}: {name}: {took_s:.2f} s")
             load.stop()

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -24,15 +23,11 @@ import click
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError
-from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.placement.machine.sysfs import read_cpu
 
 Json = dict[str, Any]
 HERE = Path(__file__).resolve().parents[1]
 EXISTING = click.Path(exists=True, path_type=Path)
-# LLVM's names of what a CPU may have, the most first, and what a report calls them.
-_VECTORS = {"avx512bf16": "AVX-512 BF16", "avx512vnni": "AVX-512 VNNI", "avx512f": "AVX-512",
-            "avxvnni": "AVX-VNNI", "avx2": "AVX2"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,10 +48,8 @@ class Checkout:
     def popen(self, *arguments: str) -> subprocess.Popen[str]:
         """Start a command of hotcold; what it says to standard error is lost."""
         command = [sys.executable, "-m", "hotcold", *arguments]
-        lost = subprocess.DEVNULL
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=lost, text=True, **self._where
-        )
+        given: Json = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        return subprocess.Popen(command, **given, **self._where)
 
     def run(self, *arguments: str, module: str = "hotcold") -> str:
         """What it printed. Errors: ClickException with its last line where it failed."""
@@ -89,13 +82,11 @@ def run(command: Sequence[str], **options: Any) -> tuple[str, int]:
 
 
 def objects(text: str) -> list[Json]:
-    """The JSON objects that begin a line of `text`, in a list or not."""
-    decoder, found, end = json.JSONDecoder(), list[Json](), 0
-    for start in (each.end() - 1 for each in re.finditer(r"^[ \t]*\{", text, re.MULTILINE)):
-        if start >= end:
-            with contextlib.suppress(json.JSONDecodeError):  # a line of a log
-                row, end = decoder.raw_decode(text, start)
-                found.append(row)
+    """The JSON objects that are a line of `text`; all else is a log's."""
+    found = list[Json]()
+    for line in text.splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            found += [json.loads(line)] if line.startswith("{") else []
     return found
 
 
@@ -118,13 +109,13 @@ def peak_bytes(process_ids: Iterable[int]) -> int:
 
 
 @contextlib.contextmanager
-def serving(checkout: Checkout, *arguments: str) -> Iterator[tuple[Any, str]]:
-    """`hotcold serve` on a free port, and its address. Errors: ClickException where it ends."""
+def serving(checkout: Checkout, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`hotcold serve` on a free port. Errors: ClickException where it ends."""
     with checkout.popen("serve", *arguments, "--port", "0", "--log", "none") as server:
         try:
             for line in server.stdout or ():
                 if line.startswith("hotcold serves "):
-                    yield server, line.split(" at ")[1].split()[0]
+                    yield server
                     return
             raise click.ClickException("`hotcold serve` has ended")
         finally:
@@ -138,21 +129,10 @@ def spread(values: Sequence[float]) -> str:
 
 def head(model: Path, threads: int) -> Json:
     """What every report says first: machine, date, shape."""
-    cpu, config = read_cpu(), read_config(model)
-    name = " ".join(filter(None, (cpu.name, forced(cpu.features))))
+    config, forced = read_config(model), os.environ.get("NUMBA_CPU_NAME")
+    name = f"{read_cpu().name} as {forced}" if forced else read_cpu().name
     machine = f"{name}, {threads} threads, Linux {platform.machine()}"
     return {"machine": machine, "date": date.today().isoformat(), "shape": shape_text(config)}
-
-
-def forced(features: Sequence[str], has: Callable[[str], bool] = has_feature) -> str:
-    """ "as AVX2" and the like where kernels leave out what this CPU has, else "".
-
-    Such a CPU has more bandwidth and caches than one without, so figures are not those of that.
-    """
-    own = {name.replace("_", "") for name in features}
-    if all(has(name) for name in _VECTORS if name in own):
-        return ""
-    return f"as {next((text for name, text in _VECTORS.items() if has(name)), 'plain vectors')}"
 
 
 def shape_text(config: ModelConfig) -> str:
@@ -167,11 +147,9 @@ def shape_text(config: ModelConfig) -> str:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table; None is an empty cell."""
-    cells = [columns, ["---"] * len(columns), *rows]
-    line = ["" if cell is None else str(cell) for row in cells for cell in row]
-    width = len(columns)
-    lines = [line[at : at + width] for at in range(0, len(line), width)]
-    return "\n".join(f"| {' | '.join(each)} |" for each in lines) + "\n"
+    lines = [columns, ["---"] * len(columns), *rows]
+    texts = [["" if cell is None else str(cell) for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in texts)
 
 
 def heading(report: Json, *more: str) -> str:

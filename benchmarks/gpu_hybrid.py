@@ -11,12 +11,10 @@ random tokens, and with a mode that predicts `hotcold train-predictors` follows.
 of runs.
 
 What a run has measured stays in OUT: the same command again does what is left, and --minutes says
-when to stop. With --llama-bench, a build with CUDA, the same file, or a Llama of as many bytes, runs
-there too, within the same budgets: as many whole layers on the GPU as fit, and attention of all
+when to stop. With --llama-bench, a build with CUDA, the same file, or a Llama of as many bytes,
+runs there within the same budgets: as many whole layers on the GPU as fit, and attention of all
 layers with as many FFNs, each with all threads and with half of them.
 """
-
-from __future__ import annotations
 
 import json
 import time
@@ -102,13 +100,9 @@ def _running(path: Path, options: SystemOptions) -> Iterator[tuple[System, Syste
 def _options(mode: str, budget: int) -> SystemOptions:
     """0: the CPU alone."""
     return SystemOptions(
-        mode=mode,
-        context_length=_CONTEXT,
-        max_batch=1,
-        gpu_memory_bytes=budget,
-        device="cuda" if budget else "cpu",
-        speculate="off",
-    )
+        mode=mode, context_length=_CONTEXT, max_batch=1, gpu_memory_bytes=budget,
+        device="cuda" if budget else "cpu", speculate="off",
+    )  # fmt: skip
 
 
 def _decode(path: Path, mode: str, budget: int, prompt: int, tokens: int, repeat: int) -> Json:
@@ -123,15 +117,12 @@ def _decode(path: Path, mode: str, budget: int, prompt: int, tokens: int, repeat
         rates = [result.decode_tokens_per_s for result in results]
         middle = min(results, key=lambda each: abs(each.decode_tokens_per_s - median(rates)))
         found: Json = {
-            "tokens_per_s": median(rates),
-            "runs": rates,
+            "tokens_per_s": median(rates), "runs": rates,
             "prefill_tokens_per_s": median(each.prefill_tokens_per_s for each in results),
-            "load_s": load_s,
-            "per_token_ms": middle.per_token_ms,
-            "neurons_computed": middle.neurons_computed,
-            "ids": middle.ids,
+            "load_s": load_s, "per_token_ms": middle.per_token_ms,
+            "neurons_computed": middle.neurons_computed, "ids": middle.ids,
             "system": {name: getattr(system, name) for name in _TOLD},
-        }
+        }  # fmt: skip
         if system.device == "cuda":
             running.call("device_report", True)
             result = running.complete(request)

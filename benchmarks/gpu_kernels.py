@@ -100,13 +100,9 @@ class Bench:
     min_bytes: int = _MIN_BYTES
 
     def figures(
-        self,
-        formats: list[str],
-        batches: list[int],
-        density: float,
-        lengths: list[str],
+        self, formats: list[str], batches: list[int], density: float, lengths: list[str],
         shapes: tuple[tuple[int, int], ...] = _LAYER_SHAPES,
-    ) -> Iterator[Figure]:
+    ) -> Iterator[Figure]:  # fmt: skip
         """All of them, one shape's weights on the device at a time."""
         for width, height in shapes:
             for weight_format in formats:

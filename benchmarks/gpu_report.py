@@ -3,8 +3,6 @@
 python -m benchmarks.gpu_report FOLDER
 """
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -13,10 +11,8 @@ import click
 
 from benchmarks.frame import Json
 
-_STAGES = (
-    *("kernels", "sanitizer", "hybrid", "systems", "speed"),
-    *("falcon", "llama", "qwen", "smallthinker"),
-)
+_STAGES = ("kernels", "sanitizer", "hybrid", "systems", "speed", "falcon", "llama", "qwen",
+           "smallthinker")  # fmt: skip
 _LAST_LINES = 5
 
 
@@ -41,16 +37,13 @@ def stage_report(folder: Path, name: str) -> Json:
 
 def _outcomes(file: Path) -> Json:
     """Numbers of a test run, and the names of what failed."""
-    cases = list(ET.parse(file).getroot().iter("testcase"))
-    kinds = {kind: [c for c in cases if c.find(kind) is not None] for kind in
-             ("failure", "error", "skipped")}  # fmt: skip
-    failed = [f"{case.get('classname')}::{case.get('name')}" for case in
-              kinds["failure"] + kinds["error"]]  # fmt: skip
-    return {
-        "passed": len(cases) - sum(map(len, kinds.values())),
-        "skipped": len(kinds["skipped"]),
-        "failed": failed,
-    }
+    found: Json = {"passed": 0, "skipped": 0, "failed": []}
+    for case in ET.parse(file).getroot().iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            found["failed"].append(f"{case.get('classname')}::{case.get('name')}")
+        else:
+            found["passed" if case.find("skipped") is None else "skipped"] += 1
+    return found
 
 
 @click.command()

@@ -10,18 +10,16 @@ _CODE = (".py", ".sh", ".cu", ".cuh", ".js", ".css", ".html", ".jinja")
 
 
 def main() -> None:
-    """Print a line a room, then the library's sum and all, of what git tracks."""
+    """Print a line a room, the library's sum and all, of what git tracks."""
     counts: Counter[str] = Counter()
     for path in subprocess.check_output(["git", "ls-files"], text=True).splitlines():
         room = path.split("/")[0] if "/" in path else "top"
-        is_page = path.endswith(".md") and room in ("top", "docs")
-        if path.endswith(_CODE) or is_page:
+        if path.endswith(_CODE) or (path.endswith(".md") and room in ("top", "docs")):
             with open(path, encoding="utf-8") as file:
                 counts[room] += sum(1 for _ in file)
-    outside = ("tests", "benchmarks", "examples", "docs", "top")
-    counts["library"] = sum(count for room, count in counts.items() if room not in outside)
-    counts["all"] = sum(counts[room] for room in (*outside, "library"))
-    for room, count in counts.items():
+    outside = ("tests", "benchmarks", "examples", "docs", "top", ".ci")
+    library = sum(count for room, count in counts.items() if room not in outside)
+    for room, count in [*counts.items(), ("library", library), ("all", counts.total())]:
         print(f"{count:7} {room}")
 
 

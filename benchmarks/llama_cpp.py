@@ -1,7 +1,5 @@
 """Driving llama-bench and llama-batched-bench, of llama.cpp or of a fork such as ik_llama.cpp."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,11 +21,6 @@ class Build:
     name: str
     bench: str
 
-    @property
-    def batched(self) -> Path:
-        """Its llama-batched-bench, which may not be there."""
-        return Path(self.bench).with_name("llama-batched-bench")
-
 
 def builds_of(paths: Sequence[str]) -> list[Build]:
     """The builds of these llama-bench programs, else PATH's, if there is one. Errors: UsageError"""
@@ -48,7 +41,7 @@ def measure(
     batches: Sequence[int] = (), depths: Sequence[int] = (), kv_dtype: str = "",
 ) -> Json:  # fmt: skip
     """Tokens a second of one build, each once, by names of quantities; its peak memory in GB."""
-    common = [build.bench, "-m", str(gguf), "-t", str(threads), "-r", "1", "-o", "json"]
+    common = [build.bench, "-m", str(gguf), "-t", str(threads), "-r", "1", "-o", "jsonl"]
     if kv_dtype:
         cache = _CACHES[kv_dtype]
         common += ["-fa", "1", "-ctk", cache, "-ctv", cache]
@@ -72,10 +65,11 @@ def _batches(
     found: dict[str, float] = {}
     for _ in range(_ATTEMPTS):
         missing = [count for count in batches if f"{count} at once" not in found]
-        if not missing or not build.batched.is_file():
+        program = Path(build.bench).with_name("llama-batched-bench")
+        if not missing or not program.is_file():
             break
         room = -(-(2 + tokens) // _CONTEXT_STEP) * _CONTEXT_STEP * max(missing)
-        command = [str(build.batched), "-m", str(gguf), "-t", str(threads), "-c", str(room)]
+        command = [str(program), "-m", str(gguf), "-t", str(threads), "-c", str(room)]
         command += ["-npp", "2", "-ntg", str(tokens), "-npl", ",".join(map(str, missing))]
         said, _ = run([*command, "--output-format", "jsonl"])
         found |= {f"{row['pl']} at once": row["speed_tg"] for row in objects(said)}

@@ -1,7 +1,5 @@
 """Requests that run again and again, and whether their answers are right."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

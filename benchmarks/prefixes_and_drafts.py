@@ -14,11 +14,11 @@ their own, one after another in each round. Other tokens end the program. Prompt
 model has a tokenizer, else drawn ids.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +35,7 @@ from hotcold.placement.machine.survey import usable_cores
 
 _PARTS = ("conversation", "tools", "together", "restart", "drafts")
 _ANSWER, _QUESTION, _RESULT = 48, 40, 80  # tokens
-_TOGETHER, _COMMON, _OWN = 8, 1000, 20
+_TOGETHER, _OWN = 8, 20
 _TEXT = (
     "The river rises in the hills behind the village and runs past the mill, where it turns an old "
     "wheel. In spring it floods the lower meadows; in summer children build dams of stones in it. "
@@ -47,7 +47,7 @@ _ASKED = {
     "code": f"Add the kind rectangle to this function, and show all of it:\n\n{_CODE}",
     "repeat": f"Repeat this text word for word:\n\n{_TEXT}",
 }
-_COLUMNS = ("part", "what", "prompt tokens", "cached", "without, s", "with, s", "ratio")
+_COLUMNS = ("what", "prompt tokens", "cached", "without, s", "with, s", "ratio")
 
 
 class Asking:
@@ -58,10 +58,8 @@ class Asking:
 
     def ask(self, ids: Sequence[int], cache: bool, num_tokens: int = _ANSWER) -> Json:
         """The answer's tokens, seconds to the first and to the last, tokens that were cached."""
-        params = SamplingParams(
-            max_tokens=num_tokens, temperature=0.0, ignore_eos=True, cache=cache,
-            cache_salt=self._salt,
-        )  # fmt: skip
+        usual: Json = {"temperature": 0.0, "ignore_eos": True, "cache_salt": self._salt}
+        params = SamplingParams(max_tokens=num_tokens, cache=cache, **usual)
         began, first_s = time.perf_counter(), 0.0
         for piece in self._llm.stream(list(ids), params):
             first_s = first_s or time.perf_counter() - began
@@ -69,15 +67,16 @@ class Asking:
                 ids, cached = piece.output.token_ids, piece.output.num_cached_tokens
         return {"ids": ids, "first": first_s, "all": time.perf_counter() - began, "cached": cached}
 
-    def both(self, ids: Sequence[int]) -> tuple[Json, Json]:
-        """Without the cache and with it. Errors: ClickException where tokens differ."""
-        return _same(self.ask(ids, cache=False), self.ask(ids, cache=True))
-
-
-def _same(cold: Json, cached: Json) -> tuple[Json, Json]:
-    if cold["ids"] != cached["ids"]:
-        raise click.ClickException(f"other tokens: {cold} and {cached}")
-    return cold, cached
+    def both(self, prompts: list[list[int]], num_tokens: int = _ANSWER) -> list[list[Json]]:
+        """All at once without the cache, then with it. Errors: ClickException of other tokens."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            ways = (
+                partial(self.ask, cache=cache, num_tokens=num_tokens) for cache in (False, True)
+            )
+            found = [list(pool.map(way, prompts)) for way in ways]
+        if [one["ids"] for one in found[0]] != [one["ids"] for one in found[1]]:
+            raise click.ClickException(f"other tokens: {found}")
+        return found
 
 
 def text_ids(llm: LLM) -> Iterator[int]:
@@ -91,59 +90,51 @@ def text_ids(llm: LLM) -> Iterator[int]:
             yield from chance.integers(0, read_config(llm.model_path).vocab_size, 1000).tolist()
 
 
-def _row(part: str, what: str, size: int, cached: int, cold_s: float, cached_s: float) -> Json:
-    return dict(zip(_COLUMNS, (part, what, size, cached, cold_s, cached_s, cached_s / cold_s),
-                    strict=True))  # fmt: skip
+def _row(what: str, key: str, prompts: list[list[int]], found: list[list[Json]]) -> list[Any]:
+    """Cells of the prompts of a part: the last one's seconds, or those of all together."""
+    cold_s, warm_s = ((sum if key == "all" else max)(one[key] for one in of) for of in found)
+    cached = sum(one["cached"] for one in found[1])
+    return [what, sum(map(len, prompts)), cached, cold_s, warm_s, warm_s / cold_s]
 
 
-def prefixes(llm: LLM, wanted: Sequence[str], turns: int, length: int) -> Iterator[Json]:
+def prefixes(llm: LLM, wanted: Sequence[str], turns: int, length: int) -> Iterator[list[Any]]:
     """Rows of a running system."""
     ids = text_ids(llm)
 
     def take(count: int) -> list[int]:
         return [next(ids) for _ in range(count)]
 
-    Asking(llm, "first").ask(take(200), cache=False)  # what long prompts need is had
+    Asking(llm, "first").ask(take(min(200, length)), cache=False)  # what long prompts need is had
     if "conversation" in wanted:
         asking, prompt = Asking(llm, "conversation"), take(length)
         for what in ("first", "second"):
-            cold, warm = asking.both(prompt)
-            yield _row("conversation", f"{what} turn, to the first token", len(prompt),
-                       warm["cached"], cold["first"], warm["first"])  # fmt: skip
-            prompt = [*prompt, *cold["ids"], *take(_QUESTION)]
+            found = asking.both([prompt])
+            yield _row(f"{what} turn, to the first token", "first", [prompt], found)
+            prompt = [*prompt, *found[0][0]["ids"], *take(_QUESTION)]
     if "tools" in wanted:
-        asking, prompt, sums = Asking(llm, "tools"), take(400), np.zeros(4)
+        asking, prompts, both = Asking(llm, "tools"), [take(length // 5)], list[list[list[Json]]]()
         for _ in range(turns):
-            cold, warm = asking.both(prompt)
-            sums += len(prompt), warm["cached"], cold["all"], warm["all"]
-            prompt = [*prompt, *warm["ids"], *take(_RESULT)]
-        yield _row("tools", f"{turns} turns", int(sums[0]), int(sums[1]), *sums[2:].tolist())
+            both.append(asking.both(prompts[-1:]))
+            prompts.append([*prompts[-1], *both[-1][0][0]["ids"], *take(_RESULT)])
+        sums = [[one[way][0] for one in both] for way in (0, 1)]
+        yield _row(f"an agent's {turns} turns", "all", prompts[:-1], sums)
     if "together" in wanted:
-        common, asking = take(_COMMON), Asking(llm, "together")
+        common = take(length // 2)
         prompts = [[*common, *take(_OWN)] for _ in range(_TOGETHER)]
-        with ThreadPoolExecutor(_TOGETHER) as pool:
-            cold, warm = (
-                list(pool.map(lambda one, cache=cache: asking.ask(one, cache, 1), prompts))
-                for cache in (False, True)
-            )
-        for pair in zip(cold, warm, strict=True):
-            _same(*pair)
-        last = [max(one["first"] for one in found) for found in (cold, warm)]
-        yield _row("together", f"{_TOGETHER} prompts, the last first token",
-                   sum(map(len, prompts)), sum(one["cached"] for one in warm), *last)  # fmt: skip
+        found = Asking(llm, "together").both(prompts, 1)
+        yield _row(f"{_TOGETHER} prompts at once, the last first token", "first", prompts, found)
 
 
-def restart(start: Callable[..., LLM], length: int) -> Json:
+def restart(start: Callable[..., LLM], length: int) -> list[Any]:
     """A prompt's first token in a system that another one has left its file to."""
     with start(prefix_cache="4GiB") as llm:
-        prompt = [token for token, _ in zip(text_ids(llm), range(length), strict=False)]
+        prompt = list(islice(text_ids(llm), length))
         Asking(llm, "restart").ask(prompt, cache=True)
     with start(prefix_cache="4GiB") as llm:
         asking = Asking(llm, "restart")
         asking.ask(prompt[: length // 2], cache=False, num_tokens=1)
-        cold, warm = _same(asking.ask(prompt, cache=False), asking.ask(prompt, cache=True))
-    what = "after a restart, to the first token"
-    return _row("restart", what, length, warm["cached"], cold["first"], warm["first"])
+        found = asking.both([prompt])
+    return _row("after a restart, to the first token", "first", [prompt], found)
 
 
 def drafts(
@@ -161,8 +152,7 @@ def drafts(
                     try:
                         answer = llm.chat([{"role": "user", "content": text}], params)
                     except PromptError:  # no chat template
-                        answer = llm.generate([token for token, _ in zip(
-                            text_ids(llm), range(99), strict=False)], params)  # fmt: skip
+                        answer = llm.generate(list(islice(text_ids(llm), 99)), params)
                     if first.setdefault(kind, answer.token_ids) != answer.token_ids:
                         raise click.ClickException(f"{kind}, {way}: other tokens than without")
                     counts = answer.work.drafts
@@ -181,7 +171,7 @@ def drafts(
 @click.option("--part", "parts", type=click.Choice(_PARTS), multiple=True, default=_PARTS)
 @click.option("--turns", default=20, help="Of the agent's conversation.")
 @click.option("--prompt-tokens", "length", default=2000, help="Of the first prompt.")
-@click.option("--context", default=4096, help="Of the system.")
+@click.option("--context", default=4096, help="Of the system; a smaller model's is its own.")
 @click.option("--dtype", help="Of the weights, as of `hotcold generate`.")
 @click.option("--speculate", "ways", multiple=True, default=["auto", "4"], help="Beside off.")
 @click.option("--draft", default="auto", help="As of `hotcold generate`.")
@@ -192,24 +182,25 @@ def main(
     dtype: str | None, ways: tuple[str, ...], draft: str, tokens: int, rounds: int,
 ) -> tuple[Json, str]:  # fmt: skip
     """Measure the parts."""
-
-    def start(**more: Any) -> LLM:
-        room = max(2 * context, _TOGETHER * (_COMMON + _OWN + 512))
-        return LLM(model, dtype=dtype, context_length=context, kv_tokens=room, own=True, **more)
-
-    report: Json = head(locate_model(model), len(usable_cores())) | {"rows": [], "drafts": []}
+    path = locate_model(model)
+    context = min(context, read_config(path).max_positions)
+    length = min(length, context // 2)
+    turns = min(turns, (context - length // 5) // (_ANSWER + _RESULT))
+    room = max(2 * context, _TOGETHER * (length + _OWN))
+    options: Json = {"dtype": dtype, "context_length": context, "kv_tokens": room, "own": True}
+    start, rows, drafted = partial(LLM, model, **options), list[list[Any]](), list[list[Any]]()
     if {*parts} - {"restart", "drafts"}:
         with start() as llm:
-            report["rows"] += prefixes(llm, parts, turns, length)
+            rows += prefixes(llm, parts, turns, length)
     if "restart" in parts:
-        report["rows"].append(restart(start, length))
+        rows.append(restart(start, length))
     if "drafts" in parts:
-        report["drafts"] += drafts(start, ways, draft, tokens, rounds)
-    text, lines = heading(report), [list(row.values()) for row in report["rows"]]
-    cells = [[*one[:4], *(f"{value:.3f}" for value in one[4:])] for one in lines]
-    text += table(_COLUMNS, cells) + "\n" if cells else ""
+        drafted += drafts(start, ways, draft, tokens, rounds)
+    report: Json = head(path, len(usable_cores())) | {"prefixes": rows, "drafts": drafted}
+    cells = [[*row[:3], *(f"{value:.3f}" for value in row[3:])] for row in rows]
+    text = heading(report) + (table(_COLUMNS, cells) + "\n" if cells else "")
     columns = ("answer", "drafts", "tokens/s", "ratio (least to most)", "accepted")
-    return report, text + (table(columns, report["drafts"]) if report["drafts"] else "")
+    return report, text + (table(columns, drafted) if drafted else "")
 
 
 if __name__ == "__main__":

@@ -3,24 +3,22 @@
     python -m benchmarks.quality smollm2.gguf gemma3.gguf --out benchmarks/results/quality.md
 
 Each MODEL is a GGUF file. Its weights as ggml dequantizes them, in float32, are what all else is
-compared with: the file as it is, and with the thresholds that `hotcold profile` makes of it; f16, q8
-and q4 made of the float32 weights; float32 with each KV cache; llama.cpp on the same file, where
+compared with: the file as it is, and with the thresholds that `hotcold profile` makes of it; q8 and
+q4 made of the float32 weights; float32 with each KV cache; llama.cpp on the same file, where
 llama-cpp-python is installed. Perplexity, mean KL divergence and how often the likeliest token is
-the same are of docstrings of Python's standard library and this project's licence, by the kernels of
-decoding; the questions are benchmarks/questions.jsonl.
+the same are of Python's own documentation, by the kernels of decoding; the questions are
+benchmarks/questions.jsonl.
 """
-
-from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import click
 import numpy as np
@@ -40,9 +38,6 @@ from hotcold.predictors.magnitude_thresholds import read_thresholds
 from tests.actors.in_process import InProcessSystem
 
 _HERE = Path(__file__).parent
-_MODULES = ("argparse", "asyncio", "collections", "decimal", "difflib", "doctest", "email", "heapq",
-            "logging", "random", "shlex", "statistics", "string", "textwrap", "threading", "typing",
-            "unittest", "urllib.parse", "uuid", "zipfile")  # fmt: skip
 _WINDOW, _UNSCORED, _STEP, _ANSWER = 256, 16, 16, 8  # tokens
 _SHOTS = ("Question: What is the capital of Portugal?\nAnswer: Lisbon\n\n"
           "Question: How many wheels does a bicycle have?\nAnswer: 2\n\n")  # fmt: skip
@@ -50,31 +45,18 @@ _SHOTS = ("Question: What is the capital of Portugal?\nAnswer: Lisbon\n\n"
 Logits = Callable[[Sequence[int], int], np.ndarray]
 
 
-def quality_text() -> str:
-    """Of each module its own docstring and those of its public classes, and a licence."""
-    parts = [(_HERE.parent / "LICENSE").read_text()]
-    for name in _MODULES:
-        module = importlib.import_module(name)
-        documented = [module, *(each for _, each in inspect.getmembers(module, inspect.isclass))]
-        own = (each.__doc__ for each in documented)
-        parts += [inspect.cleandoc(text) for text in own if isinstance(text, str)]
-    return "\n\n".join(dict.fromkeys(parts))
-
-
-def write_dequantized(source: Path, folder: Path, dtype: str) -> Path:
-    """Write a GGUF file's weights as float32 or float16 safetensors."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(
-        json.dumps({**config_values(source)[0], "torch_dtype": dtype})
-    )
+def write_dequantized(source: Path, folder: Path) -> None:
+    """Write a GGUF file's weights as float32 safetensors."""
+    folder.mkdir()
+    values = {**config_values(source)[0], "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(values))
     checkpoint = Checkpoint(source)
     names = checkpoint.names()
     arrays = {name: to_float32(np.ascontiguousarray(checkpoint.array(name))) for name in names}
     specs = [TensorSpec(name, arrays[name].shape) for name in names]
-    with SafetensorsWriter(folder, specs, dtype) as writer:  # type: ignore[arg-type]
+    with SafetensorsWriter(folder, specs, "float32") as writer:
         for name in names:
             writer.write(name, torch.from_numpy(arrays[name]))
-    return folder
 
 
 @contextmanager
@@ -132,7 +114,9 @@ class Subject:
         if tokenizer is None:
             raise click.ClickException(f"{path}: has no tokenizer")
         self._tokenizer, opening = tokenizer, tokenizer.encode("")
-        ids = tokenizer.encode(quality_text(), add_special_tokens=False)
+        ids = tokenizer.encode(
+            "\n\n".join(topics[name] for name in sorted(topics)), add_special_tokens=False
+        )
         size = _WINDOW - len(opening)
         starts = [(len(ids) - size) * i // max(1, num_windows - 1) for i in range(num_windows)]
         self.windows = [opening + ids[start : start + size] for start in starts]
@@ -174,14 +158,12 @@ def measure(path: Path, num_windows: int, threads: int) -> list[Json]:
     """All rows of one model, float32 first."""
     subject, rows = Subject(path, num_windows), list[Json]()
     with tempfile.TemporaryDirectory() as folder:
-        wide = write_dequantized(path, Path(folder) / "float32", "float32")
-        half = write_dequantized(path, Path(folder) / "float16", "float16")
+        wide = Path(folder) / "float32"
+        write_dequantized(path, wide)
         runs = {"float32": in_hotcold(wide, threads), "as stored": in_hotcold(path, threads)}
-        runs |= {"f16": in_hotcold(half, threads)}
         runs |= {dtype: in_hotcold(wide, threads, dtype) for dtype in ("q8", "q4")}
-        for kv_dtype in KV_DTYPES:
-            if kv_dtype != "float32":
-                runs[f"float32, KV {kv_dtype}"] = in_hotcold(wide, threads, kv_dtype=kv_dtype)
+        for kv_dtype in sorted({*KV_DTYPES} - {"float32"}):
+            runs[f"float32, KV {kv_dtype}"] = in_hotcold(wide, threads, kv_dtype=kv_dtype)
         if has_thresholds(read_config(path)):
             file = str(Path(folder) / "thresholds.safetensors")
             out = ["--out", str(Path(folder) / "profile.safetensors"), "--thresholds-out", file]

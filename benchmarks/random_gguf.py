@@ -11,8 +11,6 @@ is chosen does: that layer, embeddings and head are those of `hotcold make-model
 at the shape's rates, and experts are chosen with a skew, and kept from token to token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -7,23 +7,20 @@ Starts two systems of one model. The plain one computes every prompt from its be
 speculation, one request at a time. The other one has all that could change an answer and must not:
 beginnings of prompts kept in memory and in a file (`--prefix-cache`), speculation, eight requests
 at once in a KV cache with room for three, so some are preempted. Some requests are cancelled, now
-and then a service is killed, the system started anew, or all of it killed. Each request is drawn
-from --seed and its number, so a run repeats; a difference is printed with its request as JSON.
+and then the system starts anew, or all of it is killed first. Each request is drawn from --seed and
+its number, so a run repeats; a difference is printed with its request as JSON.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import queue
 import random
-import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,67 +36,36 @@ from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import HotcoldError
 from hotcold.model.files.locate import locate_model
-from hotcold.model.parameters import Number, Switch, Whole
+from hotcold.model.parameters import Number
 from hotcold.model.sampling import PARAMETERS, SamplingParams
 from hotcold.model.text.tokenizer import Tokenizer
 
 _CLIENTS = 8
 _AHEAD = 24  # requests whose right answers are known and that wait for a client
 _PREFIX_CACHE = 64 << 20  # bytes
-_KILL_EVERY_S = 12.0  # the system gives up at the tenth lost service within a minute
-_SHOWN_EVERY, _MOST_DIFFERENCES, _LONGEST_ANSWER = 500, 20, 48
-_REMEMBERED = 40  # earlier requests that prompts may begin like
+_SHOWN_EVERY, _MOST_WRONG, _LONGEST_ANSWER, _REMEMBERED = 500, 20, 48, 40
 _STOPS = (" the", ".", "\n", "e", "():", "of ")
 _GRAMMARS = (
-    Grammar("json_schema", '{"type": "object", "properties": {"name": {"type": "string", '
-            '"maxLength": 12}, "n": {"type": "integer"}}, "required": ["name", "n"], '
-            '"additionalProperties": false}'),
     Grammar("json_schema", '{"type": "array", "items": {"enum": ["one", "two"]}, "maxItems": 6}'),
     Grammar("lark", "start: /[a-z]+( [a-z]+)*[.]/"),
-    Grammar("calls", 'start: "<call>" ("search" | "open") "(" args ")"\nargs: %json {"type": '
-            '"object", "properties": {"q": {"type": "string", "maxLength": 9}}, "required": ["q"], '
-            '"additionalProperties": false}'),
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A request; whether its reader leaves, a service is killed, the system starts anew before."""
-
-    number: int
-    request: GenerateRequest
-    leaves_after: int | None = None
-    kills: bool = False
-    restarts: bool = False
+)
 
 
 class Draws:
     """Draws requests to one model, in the order of their numbers, by what earlier ones were."""
 
-    def __init__(self, path: Path, seed: int, context: int, harms: bool = True) -> None:
-        """`harms`: services are killed and the system is started anew, too."""
-        self._seed, self._context, self._harms = seed, context, harms
-        self._vocab, self._text = read_config(path).vocab_size, list[int]()
-        self._tokenizer = Tokenizer.from_model(path)
+    def __init__(self, path: Path, seed: int, context: int) -> None:
+        self._seed, self._context, self._text = seed, context, list[int]()
+        self._vocab, self._tokenizer = read_config(path).vocab_size, Tokenizer.from_model(path)
         if self._tokenizer is not None:
             pages = "".join(file.read_text() for file in sorted((HERE / "docs").glob("[a-g]*.md")))
             self._text = self._tokenizer.encode(pages[: 1 << 17], False)
         self._earlier: list[tuple[GenerateRequest, list[int]]] = []  # with their answers
 
-    def draw(self, number: int) -> Drawn:
+    def draw(self, number: int) -> GenerateRequest:
         """The request of that number."""
-        chance = random.Random(f"{self._seed} {number}")
-        request, fate = self._request(chance, number), chance.random()
-        leaves = chance.choice((0, 1, 1, 2, 5, 12, 30)) if fate < 0.15 else None
-        kills, restarts = 0.15 <= fate < 0.17, 0.17 <= fate < 0.174
-        return Drawn(number, request, leaves, self._harms and kills, self._harms and restarts)
-
-    def add(self, drawn: Drawn, answer: Sequence[int]) -> None:
-        """Remember a request and its answer for later prompts."""
-        self._earlier = [*self._earlier, (drawn.request, list(answer))][-_REMEMBERED:]
-
-    def _request(self, chance: random.Random, number: int) -> GenerateRequest:
         name = f"{self._seed}-{number}"
+        chance = random.Random(name)
         if self._earlier and chance.random() < 0.1:  # the same again; as `n` has it, another seed
             same, _ = chance.choice(self._earlier[-8:])
             seed = chance.choice((same.sampling.seed, chance.randrange(1 << 31)))
@@ -118,13 +84,16 @@ class Draws:
             cache_salt=chance.choice(("", "", "", "one", "two")),
         )
 
+    def add(self, request: GenerateRequest, answer: Sequence[int]) -> None:
+        """Remember a request and its answer for later prompts."""
+        self._earlier = [*self._earlier, (request, list(answer))][-_REMEMBERED:]
+
     def _prompt(self, chance: random.Random) -> list[int]:
         kind = chance.random()
-        if not self._earlier or kind < 0.35:
-            near = chance.choice((32, 33, 64, 97, 128, 192, 256, 320)) + chance.randrange(-1, 2)
+        if not self._earlier or kind < 0.35:  # often just at, before or after a page or chunk
+            near = chance.choice((32, 64, 97, 128, 192, 256, 320)) + chance.randrange(-1, 2)
             short = int(1 + chance.random() ** 2 * self._context)
-            return self._new(chance, min(near if chance.random() < 0.3 else short,
-                                         self._context - 2))  # fmt: skip
+            return self._new(chance, near if chance.random() < 0.3 else short)
         request, answer = chance.choice(self._earlier)
         earlier = list(request.prompt_ids or [])
         if kind < 0.6:  # it goes on after the answer: a conversation's next turn
@@ -140,42 +109,32 @@ class Draws:
         if self._text and chance.random() < 0.9:
             first = chance.randrange(max(1, len(self._text) - length))
             found = self._text[first : first + length]
-        if chance.random() < 0.25:
-            period = chance.randrange(1, 20)
-            found = (found[:period] * (length // period + 1))[:length]
-        return found
+        period = chance.randrange(1, 20) if chance.random() < 0.25 else length
+        return (found[:period] * (length // period + 1))[:length]
 
     def _sampling(self, chance: random.Random, room: int) -> SamplingParams:
-        """Usual values of the parameters that matter most, some of all others."""
+        """Usual values of the parameters that matter most, and some of all others."""
         most = max(1, min(room, chance.randrange(1, _LONGEST_ANSWER + 1)))
         some = [chance.randrange(self._vocab) for _ in range(5)]
         stops = chance.sample(_STOPS, 2) if self._tokenizer is not None else []
-        usual: dict[str, Sequence[Any]] = {
-            "temperature": (0.0, chance.uniform(0.0, 1.5), 1.0), "top_k": (0, 1, 5, 40),
-            "top_p": (1.0, 0.95, 0.5), "min_p": (0.0, 0.05, 0.3), "ignore_eos": (False, True),
-            "seed": [chance.randrange(1 << 31)],
-        }  # fmt: skip
-        if chance.random() < 0.3:
-            usual |= {"repeat_penalty": (1.0, 1.3, 0.8), "presence_penalty": (0.0, 1.5),
-                      "frequency_penalty": (0.0, 0.7), "repeat_last_n": (-1, 8, 64),
-                      "penalize_prompt": (False, True)}  # fmt: skip
-        if chance.random() < 0.2:
-            usual["logit_bias"] = [[(one, chance.uniform(-8, 8)) for one in dict.fromkeys(some)]]
-        if chance.random() < 0.3:
-            usual |= {"stop": [stops], "stop_token_ids": [some[:3]], "min_tokens": range(most + 1),
-                      "include_stop_str_in_output": (False, True)}  # fmt: skip
-        given = {name: chance.choice(values) for name, values in usual.items()}
-        given["max_tokens"] = most
-        others: dict[str, Any] = {}
-        for name, one in PARAMETERS.items():
-            if name not in given and name != "repetition_penalty" and chance.random() < 0.05:
-                match one.kind:
-                    case Number(low, high):
-                        others[name] = chance.uniform(low, min(high, low + 2.0))
-                    case Whole(low, high):
-                        others[name] = chance.randint(low, min(high, low + 8))
-                    case Switch():
-                        others[name] = True
+        sets: list[dict[str, Sequence[Any]]] = [
+            {"temperature": (0.0, chance.uniform(0.0, 1.5), 1.0), "top_k": (0, 1, 5, 40),
+             "top_p": (1.0, 0.95, 0.5), "min_p": (0.0, 0.05, 0.3), "ignore_eos": (False, True),
+             "seed": [chance.randrange(1 << 31)], "max_tokens": [most]},
+            {"repeat_penalty": (1.0, 1.3, 0.8), "presence_penalty": (0.0, 1.5),
+             "frequency_penalty": (0.0, 0.7), "repeat_last_n": (-1, 8, 64),
+             "penalize_prompt": (False, True)},
+            {"logit_bias": [[(one, chance.uniform(-8, 8)) for one in dict.fromkeys(some)]]},
+            {"stop": [stops], "stop_token_ids": [some[:3]], "min_tokens": range(most + 1),
+             "include_stop_str_in_output": (False, True)},
+        ]  # fmt: skip
+        chosen = [one for n, one in enumerate(sets) if n == 0 or chance.random() < 0.3]
+        given = {name: chance.choice(of[name]) for of in chosen for name in of}
+        others = {
+            name: chance.uniform(one.kind.low, min(one.kind.high, one.kind.low + 2.0))
+            for name, one in PARAMETERS.items()
+            if isinstance(one.kind, Number) and name not in given and chance.random() < 0.05
+        }
         try:
             return SamplingParams.of_given(given | others, SamplingParams())
         except HotcoldError:  # two that do not go together
@@ -218,12 +177,11 @@ def difference(found: Json, expected: Json) -> str:
 class Run:
     """Clients that ask the tested system what the plain one has answered."""
 
-    def __init__(self, plain: System, config: SystemConfig, draws: Draws) -> None:
-        self._plain, self._config, self._draws = plain, config, draws
+    def __init__(self, plain: System, config: SystemConfig, draws: Draws, harms: bool) -> None:
+        self._plain, self._config, self._draws, self._harms = plain, config, draws, harms
         self.system, self._known = System.start(config), dict[str, Json]()
-        self._asked: queue.Queue[tuple[Drawn, Json] | None] = queue.Queue(_AHEAD)
-        self._lock, self._killed_s = threading.Lock(), 0.0
-        self.counts, self.wrong = Counter[str](), list[Json]()
+        self._asked: queue.Queue[tuple[int, GenerateRequest, Json] | None] = queue.Queue(_AHEAD)
+        self._lock, self.counts, self.wrong = threading.Lock(), Counter[str](), list[Json]()
 
     def run(self, num_requests: int, until_s: float) -> None:
         """Ask so many requests, or until that time."""
@@ -231,18 +189,18 @@ class Run:
         for client in clients:
             client.start()
         for number in range(num_requests):
-            if time.monotonic() > until_s or len(self.wrong) >= _MOST_DIFFERENCES:
+            if time.monotonic() > until_s or len(self.wrong) >= _MOST_WRONG:
                 break
-            drawn = self._draws.draw(number)
-            if drawn.restarts:
+            request = self._draws.draw(number)
+            if self._harms and random.Random(number).random() < 0.004:
                 self._asked.join()
-                self._restart(random.Random(number))
-            alone = replace(drawn.request, request_id="", use_cache=False)
+                self._restart(number)
+            alone = replace(request, request_id="", use_cache=False)
             key = json.dumps(asdict(alone), default=str)
             if key not in self._known:
                 self._known[key] = answer_of(self._plain, alone)
-            self._draws.add(drawn, self._known[key]["token_ids"])
-            self._asked.put((drawn, self._known[key]))
+            self._draws.add(request, self._known[key]["token_ids"])
+            self._asked.put((number, request, self._known[key]))
             if number % _SHOWN_EVERY == 0:
                 progress(f"request {number}: {dict(self.counts)}")
         for _ in clients:
@@ -250,11 +208,11 @@ class Run:
         for client in clients:
             client.join()
         if lent := leaks(self.system):
-            self._add({"difference": f"in the end are lent: {lent}"})
+            self._add(difference=f"in the end are lent: {lent}")
 
-    def _restart(self, chance: random.Random) -> None:
-        """End the system and start it again; in one of two cases all of it is killed at once."""
-        if chance.random() < 0.5:
+    def _restart(self, number: int) -> None:
+        """End the system and start it again; every second time all of it is killed at once."""
+        if number % 2:
             running = [psutil.Process(pid) for pid in self.system.call("processes").values()]
             for one in running:
                 one.kill()
@@ -263,45 +221,30 @@ class Run:
         self.system = System.start(self._config)
         self.counts["restarts"] += 1
 
-    def _kill_service(self, chance: random.Random) -> None:
-        """Kill a service soon, unless one was a moment ago."""
-        time.sleep(chance.uniform(0.0, 0.3))
-        with self._lock, suppress(HotcoldError, ProcessLookupError):
-            if time.monotonic() - self._killed_s > _KILL_EVERY_S:
-                self._killed_s = time.monotonic()
-                pids: dict[str, int] = self.system.call("processes")
-                os.kill(pids[chance.choice(sorted({*pids} - {"driver"}))], signal.SIGKILL)
-                self.counts["services killed"] += 1
-
     def _ask_all(self) -> None:
         while (asked := self._asked.get()) is not None:
             try:
                 self._ask(*asked)
             except Exception as problem:
-                self._add({"number": asked[0].number, "difference": repr(problem)})
+                self._add(number=asked[0], difference=repr(problem))
             finally:
                 self._asked.task_done()
         self._asked.task_done()
 
-    def _ask(self, drawn: Drawn, expected: Json) -> None:
-        killer = threading.Thread(target=self._kill_service, args=(random.Random(drawn.number),))
-        if drawn.kills:
-            killer.start()
-        found = answer_of(self.system, drawn.request, drawn.leaves_after)
-        if drawn.kills:
-            killer.join()
+    def _ask(self, number: int, request: GenerateRequest, expected: Json) -> None:
+        chance = random.Random(-number)
+        fate, leaves = chance.random(), chance.choice((0, 1, 1, 2, 5, 12, 30))
+        found = answer_of(self.system, request, leaves if fate < 0.15 else None)
         if wrong := difference(found, expected):
-            request = asdict(drawn.request)
-            self._add({"number": drawn.number, "difference": wrong, "request": request})
+            self._add(number=number, difference=wrong, request=asdict(request))
             return
         numbers, kind = found["numbers"], "refused" if found["error"] else found["finish"] or "left"
-        more = {kind: 1, "tokens": len(found["token_ids"]),
-                "cached": numbers.get("cached_tokens", 0),
-                "drafts accepted": numbers.get("accepted_tokens", 0)}  # fmt: skip
         with self._lock:
-            self.counts.update(more)
+            self.counts.update({kind: 1, "tokens": len(found["token_ids"])})
+            self.counts["cached"] += numbers.get("cached_tokens", 0)
+            self.counts["drafts accepted"] += numbers.get("accepted_tokens", 0)
 
-    def _add(self, found: Json) -> None:
+    def _add(self, **found: Any) -> None:
         with self._lock:
             self.wrong.append(found)
         click.echo(json.dumps(found, default=str), err=True)
@@ -312,28 +255,22 @@ class Run:
 @click.option("--requests", default=10_000)
 @click.option("--minutes", default=1e6, help="Fewer requests, if this is over.")
 @click.option("--seed", default=0)
-@click.option("--kills/--no-kills", default=True, help="Services that are killed, restarts.")
+@click.option("--restarts/--no-restarts", default=True)
 @system_options
 def main(
-    model: str | None, requests: int, minutes: float, seed: int, kills: bool, **values: Any
+    model: str | None, requests: int, minutes: float, seed: int, restarts: bool, **values: Any
 ) -> tuple[Json, str]:
     """Compare random requests' answers, to the bit, with those of a plain system."""
     until_s = time.monotonic() + minutes * 60
     path, given = locate_model(model), split_system_options(values)
-    context = given.context_length or 512
-    given = replace(
-        given,
-        context_length=context,
-        max_batch=_CLIENTS,
-        kv_positions=3 * context,
-        prefix_cache_bytes=given.prefix_cache_bytes or _PREFIX_CACHE,
-    )
-    cold = replace(given, prefix_cache_bytes=0, speculate="off", draft="auto")
+    context, kept = given.context_length or 512, given.prefix_cache_bytes or _PREFIX_CACHE
+    sizes: Json = {"context_length": context, "kv_positions": 3 * context, "max_batch": _CLIENTS}
+    cold = replace(given, **sizes, prefix_cache_bytes=0, speculate="off", draft="auto")
     plain, _ = prepare_system(path, cold)
-    config, _ = prepare_system(path, given)
-    draws = Draws(path, seed, config.context_length, harms=kills)
+    config, _ = prepare_system(path, replace(given, **sizes, prefix_cache_bytes=kept))
+    draws = Draws(path, seed, config.context_length)
     with System.start(plain, others=[config]) as alone:
-        run = Run(alone, config, draws)
+        run = Run(alone, config, draws, restarts)
         try:
             run.run(requests, until_s)
         finally:

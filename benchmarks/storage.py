@@ -1,24 +1,21 @@
 """Models larger than memory: speed and memory of hotcold, and of llama.cpp with mmap, in one limit.
 
     python -m benchmarks.storage MODEL.gguf --cpu-memory 3.5GiB --cpu-memory 2.6GiB --mode dense
-    python -m benchmarks.storage MODEL --resident 0.5 --text FILE --disk-limit 1GB --ablation
+    python -m benchmarks.storage MODEL --resident 0.5 --text FILE --ablation
     python -m benchmarks.storage MODEL --cpu-memory 3.2GiB --load 1200
 
 Each row is a run of its own, once all is out of the page cache, in a memory cgroup (version 1, by
-root; else nothing is limited) that is a little larger than `--cpu-memory`, so that a promise that
-is broken shows as a peak: resident memory and page cache of all processes, Ray's included. With
-`--load` the run ends with so many seconds of answers to prompts of 1 to 31 tokens, eight at once.
-`--resident` keeps a share of the neurons instead, however small the model is.
-
-Speeds are means over `--answers`, each to a prompt of its own, of `--text` where it is given (what
-experts are chosen depends on it). A `--disk-limit` slows the disk for both programs. "planned" is
-what `hotcold plan` says. `--ablation` leaves out what the first size's reads have, one thing a row.
-llama.cpp is run where there is a llama-bench, with MODEL or `--gguf`.
+root; else nothing is limited) a little larger than `--cpu-memory`, so that a promise that is broken
+shows as a peak: resident memory and page cache of all processes, Ray's included. With `--load` the
+run ends with so many seconds of answers to prompts of 200 to 400 tokens, three at once.
+`--resident` keeps a share of the neurons instead, however small the model is. Speeds are means over
+`--answers`, each to a prompt of its own, of `--text` where it is given (what experts are chosen
+depends on it); "planned" is what `hotcold plan` says. `--ablation` leaves out what the first size's
+reads have, one thing a row. llama.cpp is run where there is a llama-bench, with MODEL or `--gguf`.
 """
 
-from __future__ import annotations
-
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,8 +26,8 @@ from typing import Any
 
 import click
 
-from benchmarks.cgroups import run_limited
-from benchmarks.frame import EXISTING, Json, head, heading, objects, program, progress, table
+from benchmarks import frame
+from benchmarks.frame import Json, hotcold, run, table
 from benchmarks.llama_cpp import builds_of
 from benchmarks.load import Load, requests_of
 from hotcold.actors.driver.prompts import Prompts
@@ -47,12 +44,13 @@ from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.gguf.file_names import is_gguf
+from hotcold.model.mapped_file import forget_pages
 from hotcold.model.sampling import SamplingParams
 from hotcold.placement.machine.measure_disk import measure_disk
 
 ROOM = 1.25  # of the cgroup beside what was promised
 _PROMPT, _AT_ONCE = 16, 3
-_COLUMNS = ("in memory", "disk, MB/s", "program", "tokens/s", "of in memory", "of llama.cpp",
+_COLUMNS = ("in memory", "program", "tokens/s", "of in memory", "of llama.cpp",
             "planned", "prompt tokens/s", "MB read a token", "found", "waited",
             "disk alone, MB/s", "peak, GiB", "of the promise")  # fmt: skip
 
@@ -66,6 +64,31 @@ def on_storage(system: SystemConfig, resident: float) -> SystemConfig:
     kept = int(resident * config.num_neurons)
     file = bundle_path(path, BundleGeometry.of(config))
     return replace(system, storage=NeuronStorage(str(file), kept, kept))
+
+
+def run_limited(
+    command: Sequence[str], memory_bytes: int, files: Sequence[Path]
+) -> tuple[str, int]:
+    """What a command prints, in a memory cgroup of its own, and the most memory that it had.
+
+    0 is no limit, and a peak that is not known. `files` are not in the page cache when it begins.
+    """
+    for file in files:
+        forget_pages(file)
+    group = Path(f"/sys/fs/cgroup/memory/hotcold-{os.getpid()}-{time.monotonic_ns()}")
+    try:
+        group.mkdir()
+    except OSError:  # not root, or version 2
+        return run(command)[0], 0
+    try:
+        if memory_bytes:
+            (group / "memory.limit_in_bytes").write_text(str(memory_bytes))
+        said, _ = run(command, preexec_fn=lambda: (group / "cgroup.procs").write_text("0"))
+        return said, int((group / "memory.max_usage_in_bytes").read_text())
+    finally:
+        while (group / "cgroup.procs").read_text():  # what was started in it may still be ending
+            time.sleep(0.1)
+        group.rmdir()
 
 
 def prompts_of(text: str, path: Path, config: ModelConfig, count: int) -> list[list[int]]:
@@ -106,8 +129,8 @@ def run_here(path: Path, given: Json) -> Json:
             long = running.complete(decode_request(config, given["prompt"], 0, 4))
             report["prompt_tokens_per_s"] = long.prefill_tokens_per_s
         if given["load"]:
-            asked = requests_of(_AT_ONCE, config.max_positions, config.vocab_size)
-            load = Load(running, [replace(one, use_cache=n > 0) for n, one in enumerate(asked)])
+            asked = requests_of(8, given["options"]["context_length"], config.vocab_size)
+            load = Load(running, asked[-_AT_ONCE:])
             load.start()
             time.sleep(given["load"])
             load.stop()
@@ -124,8 +147,8 @@ def _parts(config: ModelConfig) -> Iterator[tuple[str, list[str]]]:
         yield " + ".join([own[n - 1] for n in range(1, count + 1)]) or "nothing of it", own[count:]
 
 
-@program
-@click.argument("model", type=EXISTING)
+@frame.program
+@click.argument("model", type=frame.EXISTING)
 @click.option("--cpu-memory", "sizes", type=Bytes(), multiple=True)
 @click.option("--resident", "shares", type=click.FloatRange(0, 1), multiple=True,
               help="Share of the neurons in memory.")  # fmt: skip
@@ -140,18 +163,16 @@ def _parts(config: ModelConfig) -> Iterator[tuple[str, list[str]]]:
 @click.option("--load", "load_s", default=0.0, help="Then a mixed load of so many seconds.")
 @click.option("--threads", default=2)
 @click.option("--read-bytes", type=Bytes(), default="16KiB", help="Of reads of the disk alone.")
-@click.option("--disk-limit", "limits", type=Bytes(), multiple=True, default=["0"],
-              help="Bytes a second that either program may read; 0: no limit.")  # fmt: skip
 @click.option("--all/--no-all", "with_all", default=True, help="Also with all in memory.")
 @click.option("--ablation", is_flag=True)
 @click.option("--llama-bench", "llama", multiple=True, help="PATH's without it.")
 @click.option("--llama-tokens", type=int, help="As many as --tokens without it.")
-@click.option("--gguf", type=EXISTING, help="What llama.cpp reads.")
+@click.option("--gguf", type=frame.EXISTING, help="What llama.cpp reads.")
 @click.option("--run-here", "here", help="Of this program alone: a run, as JSON.", hidden=True)
 def main(
     model: Path, sizes: Sequence[int], shares: Sequence[float], modes: Sequence[str],
     dtype: str | None, tokens: int, answers: int, text: str, prompt: int, context: int,
-    repeat: int, load_s: float, threads: int, read_bytes: int, limits: Sequence[int],
+    repeat: int, load_s: float, threads: int, read_bytes: int,
     with_all: bool, ablation: bool, llama: Sequence[str], llama_tokens: int | None,
     gguf: Path | None, here: str | None,
 ) -> tuple[Json, str]:  # fmt: skip
@@ -163,13 +184,12 @@ def main(
     files = [model] if model.is_file() else [one for one in model.rglob("*") if one.is_file()]
     their_file = gguf or (model if is_gguf(model) else None)
     builds = builds_of(llama)[:1] if their_file else []
-    report: Json = head(model, threads) | {"model": model.name, "tokens": tokens, "rows": []}
-    cases: list[tuple[int, float, int]] = [(0, 1.0, 0)] * with_all
-    cases += [(s, 1.0, limit) for limit in limits for s in sizes]
-    cases += [(0, share, limit) for limit in limits for share in shares]
+    report: Json = frame.head(model, threads) | {"model": model.name, "tokens": tokens, "rows": []}
+    cases: list[tuple[int, float]] = [(0, 1.0)] * with_all
+    cases += [*((size, 1.0) for size in sizes), *((0, share) for share in shares)]
 
-    def ours(case: tuple[int, float, int], mode: str, without: Sequence[str] = ()) -> Json:
-        size, resident, limit = case
+    def ours(case: tuple[int, float], mode: str, without: Sequence[str] = ()) -> Json:
+        size, resident = case
         options: Json = {"mode": mode, "weight_dtype": dtype, "num_threads": threads,
                          "context_length": context, "cpu_memory_bytes": size or None}  # fmt: skip
         given = {"options": options, "resident": resident, "without": without, "text": text,
@@ -177,31 +197,29 @@ def main(
                  "load": load_s if size else 0}  # fmt: skip
         command = [sys.executable, "-m", "benchmarks.storage", str(model), "--json"]
         command += ["--run-here", json.dumps(given)]
-        said, peak = run_limited(command, int(ROOM * size), limit, files)
+        said, peak = run_limited(command, int(ROOM * size), files)
         return json.loads(said.splitlines()[-1]) | {"peak_bytes": peak}
 
-    def theirs(case: tuple[int, float, int]) -> Json:
-        size, _, limit = case
+    def theirs(case: tuple[int, float]) -> Json:
         command = [builds[0].bench, "-m", str(their_file), "-p", "0", "-r", "1", "-o", "jsonl"]
         command += ["-n", str(llama_tokens or tokens), "-t", str(threads)]
-        command += ["--repack", "0"] if size else []  # repacked weights are not mapped
-        said, peak = run_limited(command, size, limit, [their_file or model])
-        return {"tokens_per_s": objects(said)[-1]["samples_ts"][0], "peak_bytes": peak}
+        command += ["--repack", "0"] if case[0] else []  # repacked weights are not mapped
+        said, peak = run_limited(command, case[0], [their_file or model])
+        return {"tokens_per_s": frame.objects(said)[-1]["samples_ts"][0], "peak_bytes": peak}
 
-    def add(case: tuple[int, float, int], name: str, runs: list[Json], **more: Any) -> None:
-        row = {"cpu_memory": case[0], "resident": case[1], "disk_limit": case[2]}
+    def add(case: tuple[int, float], name: str, runs: list[Json], **more: Any) -> None:
+        row = {"cpu_memory": case[0], "resident": case[1]}
         report["rows"].append(row | {"program": name, "runs": runs} | more)
-        progress(f"{row} {name}: {runs}")
+        frame.progress(f"{row} {name}: {runs}")
 
     for case in cases:
         for mode in modes:
             planned = None
             if case[0]:
                 asked = ["plan", str(model), "--mode", mode, "--cpu-memory", str(case[0])]
-                asked += ["--threads", str(threads), "--context", str(context), "--json"]
+                asked += ["--threads", str(threads), "--context", str(context)]
                 asked += ["--dtype", dtype] if dtype else []
-                hotcold = [sys.executable, "-m", "hotcold", *asked]
-                told = json.loads(run_limited(hotcold, 0, case[2], files)[0].splitlines()[-1])
+                told = hotcold(*asked)
                 planned = told["storage"][0]["tokens_per_s"] if told.get("storage") else None
             runs = [ours(case, mode) for _ in range(repeat)]
             add(case, f"hotcold `{mode}`", runs, planned=planned)
@@ -209,37 +227,33 @@ def main(
             add(case, "llama.cpp", [theirs(case) for _ in range(repeat)])
     for name, without in _parts(read_config(model)) if ablation else ():
         add(cases[int(with_all)], name, [ours(cases[int(with_all)], modes[0], without)])
-    lines = [_line(row, report["rows"]) for row in report["rows"]]
-    return report, heading(report, model.name, f"{tokens} tokens an answer") + table(
-        _COLUMNS, lines
-    )
+    text = frame.heading(report, model.name, f"{tokens} tokens an answer")
+    return report, text + table(_COLUMNS, [_line(row, report["rows"]) for row in report["rows"]])
 
 
 def _line(row: Json, rows: list[Json]) -> list[str | None]:
     """A row of the table: medians; the greatest peak; empty where a figure is not known."""
 
-    def middle(find: Any, spec: str, of: Json | None = row) -> str | None:
-        found = [value for value in map(find, (of or {}).get("runs", ())) if value]
+    def middle(find: Any, spec: str) -> str | None:
+        found = [value for value in map(find, row["runs"]) if value]
         return format(median(found), spec) if found else None
 
     def reads(name: str, spec: str, unit: float = 1.0) -> str | None:
         return middle(lambda run: run.get("reads", {}).get(name, 0.0) / unit, spec)
 
-    def beside(name: str, **case: Any) -> str | None:
+    def beside(**case: Any) -> str | None:
         """Its speed as a share of another row's."""
-        for other in rows:
-            if other["program"] == name and other is not row and case.items() <= other.items():
-                mine, its = (float(middle(_speed, ".9g", one) or 0) for one in (row, other))
-                return f"{mine / its:.2f}"
-        return None
+        others = [one for one in rows if one is not row and case.items() <= one.items()]
+        return f"{_speed(row) / _speed(others[0]):.2f}" if others else None
 
-    size, limit = row["cpu_memory"], row["disk_limit"]
+    size = row["cpu_memory"]
     kept = f"{size / (1 << 30):.2f} GiB" if size else f"{row['resident']:.0%}"
     peak = max(run["peak_bytes"] for run in row["runs"])
-    same = {name: row[name] for name in ("cpu_memory", "resident", "disk_limit")}
+    same = {name: row[name] for name in ("cpu_memory", "resident")}
     return [
-        kept, f"{limit / 1e6:.0f}" if limit else None, row["program"], middle(_speed, ".2f"),
-        beside(row["program"], cpu_memory=0, resident=1.0), beside("llama.cpp", **same),
+        kept, row["program"], f"{_speed(row):.2f}",
+        beside(program=row["program"], cpu_memory=0, resident=1.0),
+        beside(program="llama.cpp", **same),
         f"{row['planned']:.2f}" if row.get("planned") else None,
         middle(lambda run: run.get("prompt_tokens_per_s"), ".1f"), reads("bytes_read", ".1f", 1e6),
         reads("hit_rate", ".1%"), reads("wait_share", ".1%"),
@@ -249,8 +263,8 @@ def _line(row: Json, rows: list[Json]) -> list[str | None]:
     ]  # fmt: skip
 
 
-def _speed(run: Json) -> float:
-    return float(run["tokens_per_s"])
+def _speed(row: Json) -> float:
+    return median(run["tokens_per_s"] for run in row["runs"])
 
 
 if __name__ == "__main__":

@@ -20,23 +20,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import click
 import ray
 
-from benchmarks.frame import (
-    EXISTING,
-    Json,
-    head,
-    heading,
-    peak_bytes,
-    program,
-    progress,
-    spread,
-    table,
-)  # fmt: skip
+from benchmarks import frame
+from benchmarks.frame import Json, head, heading, spread, table
 from benchmarks.llama_cpp import builds_of
 from benchmarks.llama_cpp import measure as measure_theirs
 from hotcold.actors.launch import start_local_ray
@@ -55,6 +47,7 @@ _AS_STORED = "as stored"  # of a GGUF file
 _FORMATS = {"f16": "f16", "q8": "q8_0", "q4": "q4_0"}  # by hotcold's names: a file's
 _PROMPT, _WARM_UP = 16, 8  # tokens
 _READ_BYTES, _READ_S = 1 << 29, 0.2
+_KEPT = ("bytes_per_token", "gb_per_s", "read_gb_per_s", "per_token_ms")
 _COLUMNS = ("format", "mode", "tokens/s", "llama.cpp", "hotcold", "ratio (least to most)",
             "GB a token", "of a plain read")  # fmt: skip
 
@@ -90,15 +83,11 @@ class Prepared:
         batch = max(sizes.batches, default=1)
         each = -(-(_PROMPT + sizes.tokens + 1) // 64) * 64
         options = SystemOptions(
-            mode=mode,
-            num_threads=sizes.threads,
-            max_batch=batch,
-            speculate="off",
+            mode=mode, num_threads=sizes.threads, max_batch=batch, speculate="off",
             weight_dtype=None if dtype in ("f16", _AS_STORED) else dtype,
-            kv_dtype=sizes.kv_dtype or None,
-            context_length=sizes.positions,
+            kv_dtype=sizes.kv_dtype or None, context_length=sizes.positions,
             kv_positions=max(sizes.positions, batch * each),
-        )
+        )  # fmt: skip
         return cls(*prepare_system(model, options))
 
 
@@ -142,18 +131,14 @@ def measure(running: System, own: Prepared, sizes: Sizes, with_prompts: bool) ->
     for length in sizes.prompts if with_prompts else ():
         result = running.complete(decode_request(own.config, length, 0))
         rates[f"prompt of {length}"] = result.prefill_tokens_per_s
-    rates["peak memory, GB"] = peak_bytes(running.call("processes").values()) / 1e9
-    kept = ("bytes_per_token", "gb_per_s", "read_gb_per_s", "per_token_ms")
-    return rates | {name: found[name] for name in kept}
+    rates["peak memory, GB"] = frame.peak_bytes(running.call("processes").values()) / 1e9
+    return rates | {name: found[name] for name in _KEPT}
 
 
 def rounds_of(
-    prepared: dict[str, Prepared],
-    theirs: dict[str, Callable[[], Json]],
-    sizes: Sizes,
-    count: int,
+    prepared: dict[str, Prepared], theirs: dict[str, Callable[[], Json]], sizes: Sizes, count: int,
     apart: bool,
-) -> Iterator[Json]:
+) -> Iterator[Json]:  # fmt: skip
     """Each round by modes and builds; `theirs` are called anew in each."""
     with loaded([] if apart else list(prepared.values())) as running:
         for _ in range(count):
@@ -165,43 +150,38 @@ def rounds_of(
             yield found
 
 
-def rows_of(dtype: str, modes: Sequence[str], builds: Sequence[str], rounds: list[Json]) -> Json:
-    """By mode and quantity: figures of both, each round's ratio, over 1 is hotcold's favour."""
-    found: Json = {}
+def rows_of(modes: Sequence[str], builds: Sequence[str], rounds: list[Json]) -> Iterator[Json]:
+    """A row for each mode and quantity; a ratio over 1 is hotcold's favour."""
     for mode in modes:
+        middle = sorted((one[mode] for one in rounds), key=lambda one: float(one["decode"]))
         for name in [name for name in rounds[0][mode] if " " in name or name == "decode"]:
-            ours = [each[mode][name] for each in rounds]
             is_memory = name.startswith("peak")
-            known = [b for b in builds if all(name in each[b] for each in rounds)]
             better = min if is_memory else max
-            best = better(known, key=lambda b: median(e[b][name] for e in rounds), default=None)
-            theirs = [each[best][name] for each in rounds] if best else []
-            pairs = zip(ours, theirs, strict=False)
+            known = [b for b in builds if all(name in one[b] for one in rounds)]
+            best = better(known, key=lambda b: median(o[b][name] for o in rounds), default="")
+            ours = [one[mode][name] for one in rounds]
+            theirs = [one[best][name] for one in rounds] if best else []
+            pairs = list(zip(ours, theirs, strict=False))
             ratios = [b / a if is_memory else a / b for a, b in pairs]
-            found[f"{dtype}, {mode}, {name}"] = {
-                "build": best, "llama_cpp": theirs, "hotcold": ours, "ratios": ratios,
-            }  # fmt: skip
-    return found
+            row: Json = {"mode": mode, "what": name, "build": best, "llama_cpp": theirs,
+                         "hotcold": ours, "ratios": ratios}  # fmt: skip
+            yield row | (middle[len(middle) // 2] if name == "decode" else {})
 
 
-def lines_of(dtype: str, modes: Sequence[str], rows: Json, rounds: list[Json]) -> Iterator[list]:
-    """Cells of the table: medians."""
-    for key, row in rows.items():
-        _, mode, name = key.split(", ", 2)
-        cells = [dtype, f"`{mode}`", name, None, f"{median(row['hotcold']):.2f}", None, None, None]
-        if row["ratios"]:
-            cells[3] = f"{median(row['llama_cpp']):.2f} ({row['build']})"
-            cells[5] = spread(row["ratios"])
-        if name == "decode":
-            middle = sorted((each[mode] for each in rounds), key=lambda one: one["decode"])
-            own = middle[len(middle) // 2]
-            cells[6] = f"{own['bytes_per_token'] / 1e9:.2f}"
-            cells[7] = f"{own['gb_per_s'] / own['read_gb_per_s']:.0%}"
-        yield cells
+def cells_of(row: Json) -> list[str | None]:
+    """A row of the table: medians."""
+    has, is_decode = bool(row["ratios"]), "gb_per_s" in row
+    return [
+        row["format"], f"`{row['mode']}`", row["what"],
+        f"{median(row['llama_cpp']):.2f} ({row['build']})" if has else None,
+        f"{median(row['hotcold']):.2f}", spread(row["ratios"]) if has else None,
+        f"{row['bytes_per_token'] / 1e9:.2f}" if is_decode else None,
+        f"{row['gb_per_s'] / row['read_gb_per_s']:.0%}" if is_decode else None,
+    ]  # fmt: skip
 
 
-@program
-@click.argument("model", type=EXISTING)
+@frame.program
+@click.argument("model", type=frame.EXISTING)
 @click.option("--llama-bench", "paths", multiple=True, help="Repeatable; PATH's without it.")
 @click.option("--dtype", "dtypes", type=click.Choice([*_FORMATS]), multiple=True,
               help="Not of a GGUF file; f16 without it.")  # fmt: skip
@@ -225,8 +205,7 @@ def main(
     several = tuple(dict.fromkeys(count for count in batches if count > 1))
     sizes = Sizes(threads, tokens, prompts, several, depths, kv_dtype if depths else "")
     builds, modes = builds_of(paths), tuple(dict.fromkeys(modes))
-    report = head(model, threads) | {"rounds": rounds, "builds": [b.bench for b in builds]}
-    rows, lines = report.setdefault("rows", {}), []
+    report: Json = head(model, threads) | {"rounds": rounds, "rows": []}
     for dtype in [_AS_STORED] if is_gguf(model) else dtypes or ["f16"]:
         prepared = {mode: Prepared.of(model, dtype, mode, sizes) for mode in modes}
         with tempfile.TemporaryDirectory() as scratch:
@@ -235,22 +214,18 @@ def main(
                 from benchmarks.random_gguf import write_like
 
                 gguf = Path(scratch) / "model.gguf"
-                write_like(gguf, next(iter(prepared.values())).config, _FORMATS[dtype])
-            theirs = {
-                build.name: lambda build=build, gguf=gguf: measure_theirs(
-                    build, gguf, threads, tokens, prompts, several, depths, sizes.kv_dtype
-                )
-                for build in builds
-            }
+                write_like(gguf, prepared[modes[0]].config, _FORMATS[dtype])
+            given = gguf, threads, tokens, prompts, several, depths, sizes.kv_dtype
+            theirs = {one.name: partial(measure_theirs, one, *given) for one in builds}
             measured = []
             for found in rounds_of(prepared, theirs, sizes, rounds, apart):
                 measured.append(found)
                 decodes = ", ".join(f"{name} {one['decode']:.2f}" for name, one in found.items())
-                progress(f"{dtype}, round {len(measured)}: decode {decodes}")
-        own = rows_of(dtype, modes, [build.name for build in builds], measured)
-        rows.update(own)
-        lines += lines_of(dtype, modes, own, measured)
+                frame.progress(f"{dtype}, round {len(measured)}: decode {decodes}")
+        names = [one.name for one in builds]
+        report["rows"] += [{"format": dtype, **row} for row in rows_of(modes, names, measured)]
     how = "one program loaded at a time" if apart else "in turn"
+    lines = map(cells_of, report["rows"])
     return report, heading(report, f"{rounds} rounds, {how}; medians") + table(_COLUMNS, lines)
 
 
