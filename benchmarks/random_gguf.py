@@ -250,7 +250,7 @@ def _add_keys(writer: GGUFWriter, config: ModelConfig, shape: SyntheticShape) ->
         keys |= {"rope.scaling.factor": float(scaling["factor"]),
                  "rope.scaling.original_context_length": original}  # fmt: skip
     for key, value in keys.items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add: Any = writer.add_float32 if isinstance(value, float) else writer.add_uint32
         add(f"{writer.arch}.{key}", value)
 
 

@@ -102,13 +102,6 @@ def _read_line(reads: dict[str, float]) -> str:
     )
 
 
-def decode_report(
-    system: SystemConfig, config: ModelConfig, results: list[Generation], read_gb_per_s: float
-) -> dict[str, Any]:
-    """`batch_report` of requests that ran one after the other."""
-    return batch_report(system, config, [[result] for result in results], read_gb_per_s)
-
-
 def batch_report(
     system: SystemConfig, config: ModelConfig, runs: list[list[Generation]], read_gb_per_s: float
 ) -> dict[str, Any]:

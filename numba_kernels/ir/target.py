@@ -43,8 +43,8 @@ def has_vnni() -> bool:
 
 
 # A prefetcher of the hardware keeps too few lines under way for a core that computes meanwhile:
-# an Intel server's for all rows, AMD's, which alone have SSE4A, for quantized ones. docs/decisions.md
-# has what was measured; of other CPUs nothing was.
+# an Intel server's for all rows, AMD's, which alone have SSE4A, for quantized ones
+# (docs/decisions.md); other CPUs were not measured.
 _IS_AMD = has_feature("sse4a")
 _IS_FAR = has_feature("avx512f") and not _IS_AMD
 # Bytes between what is read of rows in sequence and what the second-level cache is asked for.

@@ -42,7 +42,7 @@ PLACES = {"driver": 0, "gpu": 0, "cpu0": 0, "cpu1": 1, "cpu2": 0, "cpu3": 1}
 
 
 def told(model: Path, checkpoint: TinyCheckpoint, report: Path, *options: object) -> dict[str, Any]:
-    """What tests.cluster.two_hosts reports of two services a host, which are where they should be."""
+    """What tests.cluster.two_hosts reports of two services a host, which are in their places."""
     arguments = ["--tokens", GREEDY_TOKENS, "--repeat", 1, "--round-trip", 1, "--cpu-actors", 4]
     arguments += ["--prompt-ids", ",".join(map(str, checkpoint.ids[:10])), "--system", SYSTEM]
     done = run_program("two_hosts", model, *arguments, *options, "--json", report)

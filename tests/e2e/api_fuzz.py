@@ -57,7 +57,7 @@ _OLLAMA_EMBED = {
     "model": "demo", "input": ["a list", "b"], "truncate": True, "dimensions": 8, "keep_alive": -1,
     "options": _OPTIONS,
 }  # fmt: skip
-_ROUTES = {
+_ROUTES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "/api/chat": (_OLLAMA_CHAT, ["model", "messages", "options"]),
     "/api/generate": (_OLLAMA_GENERATE, ["model", "prompt", "options"]),
     "/api/embed": (_OLLAMA_EMBED, ["model", "input"]),

@@ -8,7 +8,7 @@ import pytest
 
 from hotcold.actors.protocol.messages import Generation, SystemConfig
 from hotcold.actors.setup.preflight import read_model
-from hotcold.jobs.bench.decode import batch_report, decode_report, decode_request
+from hotcold.jobs.bench.decode import batch_report, decode_request
 from tests.tiny_models import make_tiny
 
 
@@ -34,7 +34,7 @@ def test_all_requests_together_and_each(tmp_path: Path) -> None:
     assert (report["tokens_per_s"], report["batch"]) == (6.0, 2)
     assert report["request_tokens_per_s"] == {"min": 5.0, "mean": 5.0, "max": 5.0}
     assert report["gb_per_s"] == pytest.approx(report["bytes_per_token"] * 3.0 / 1e9)
-    alone = decode_report(system, config, [generation(11, 0, 1, 10.0, 1.0)], 20.0)
+    alone = batch_report(system, config, [[generation(11, 0, 1, 10.0, 1.0)]], 20.0)
     assert (alone["tokens_per_s"], alone["batch"]) == (1.0, 1)
     assert alone["bytes_per_token"] == report["bytes_per_token"]
 

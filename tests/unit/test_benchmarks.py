@@ -61,7 +61,7 @@ def test_a_random_file_beside_llama_cpp(tmp_path: Path) -> None:
     [
         ("faults", "--faults 4 --context 512"),
         ("random_requests", "--requests 60 --context 256"),
-        ("prefixes_and_drafts", "--tokens 8 --rounds 1 --turns 2 --prompt-tokens 100 --part tools"),
+        ("prefixes_and_drafts", "--tokens 8 --rounds 1 --turns 2 --part tools --part drafts"),
         ("start", "--runs 1 --way serve --seconds 1"),
     ],
 )
