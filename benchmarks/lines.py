@@ -1,14 +1,14 @@
-"""Lines by room: the library by package, tests, benchmarks and examples, docs.
-
-python -m benchmarks.lines
-"""
+"""Lines by room: the library by package, tests, benchmarks and examples, docs."""
 
 import subprocess
 from collections import Counter
 
+import click
+
 _CODE = (".py", ".sh", ".cu", ".cuh", ".js", ".css", ".html", ".jinja")
 
 
+@click.command()
 def main() -> None:
     """Print a line a room, the library's sum and all, of what git tracks."""
     counts: Counter[str] = Counter()

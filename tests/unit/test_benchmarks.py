@@ -13,7 +13,7 @@ from tests.benchmark_programs import ROOT, output_of, run_benchmark, run_in_own_
 PROGRAMS = sorted(
     path.stem
     for path in (ROOT / "benchmarks").glob("*.py")
-    if '__name__ == "__main__"' in path.read_text() and path.stem != "lines"
+    if '__name__ == "__main__"' in path.read_text()
 )
 # Stands in for llama.cpp's: as fast as it is told.
 LLAMA_BENCH = f"""#!{sys.executable}
