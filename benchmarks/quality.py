@@ -64,7 +64,7 @@ def in_hotcold(
     path: Path, threads: int, dtype: str = "", kv_dtype: str = "float32", thresholds: str = ""
 ) -> Iterator[Logits]:
     """hotcold's services in this process, in `dense` or with thresholds."""
-    options = {"num_positions": 2 * _WINDOW, "max_tokens": _WINDOW, "kv_dtype": kv_dtype}
+    options: Json = {"num_positions": 2 * _WINDOW, "max_tokens": _WINDOW, "kv_dtype": kv_dtype}
     with InProcessSystem(
         path, num_threads=threads, weight_dtype=dtype, has_down_norms=bool(thresholds), **options
     ) as system:

@@ -129,8 +129,8 @@ def run_here(path: Path, given: Json) -> Json:
             long = running.complete(decode_request(config, given["prompt"], 0, 4))
             report["prompt_tokens_per_s"] = long.prefill_tokens_per_s
         if given["load"]:
-            asked = requests_of(8, given["options"]["context_length"], config.vocab_size)
-            load = Load(running, asked[-_AT_ONCE:])
+            requests = requests_of(8, given["options"]["context_length"], config.vocab_size)
+            load = Load(running, requests[-_AT_ONCE:])
             load.start()
             time.sleep(given["load"])
             load.stop()
