@@ -136,8 +136,8 @@ def measure(running: System, own: Prepared, sizes: Sizes, with_prompts: bool) ->
 
 
 def rounds_of(
-    prepared: dict[str, Prepared], theirs: Mapping[str, Callable[[], Json]], sizes: Sizes, count: int,
-    apart: bool,
+    prepared: dict[str, Prepared], theirs: Mapping[str, Callable[[], Json]], sizes: Sizes,
+    count: int, apart: bool,
 ) -> Iterator[Json]:  # fmt: skip
     """Each round by modes and builds; `theirs` are called anew in each."""
     with loaded([] if apart else list(prepared.values())) as running:
