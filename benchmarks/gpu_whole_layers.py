@@ -12,10 +12,12 @@ import json
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import click
 import numpy as np
 
+from benchmarks.frame import Json
 from hotcold.actors.attention.cuda.fit import open_device
 from hotcold.actors.driver.engine import Engine
 from tests.actors.cuda_in_process import CudaInProcess
@@ -33,7 +35,7 @@ _NAMES = {False: "a request a layer", True: "one request"}
 @click.option("--rounds", default=5, show_default=True)
 def main(model: Path, dtype: str, batch: int, tokens: int, rounds: int) -> None:
     """Measure both ways in `exact` and `dense`."""
-    options = {"kv_dtype": "float16", "weight_dtype": dtype, "num_slots": batch}
+    options: dict[str, Any] = {"kv_dtype": "float16", "weight_dtype": dtype, "num_slots": batch}
     with CudaInProcess(
         model, 1, 1, hot=every_layer, device=open_device(), **options
     ) as system:  # fmt: skip
@@ -49,7 +51,7 @@ def main(model: Path, dtype: str, batch: int, tokens: int, rounds: int) -> None:
             for _ in range(rounds):
                 for joins, engine in engines.items():
                     found[joins].append(_run(engine, ids)[0])
-            report = {"mode": mode, "same_bits": bool((last[False] == last[True]).all())}
+            report: Json = {"mode": mode, "same_bits": bool((last[False] == last[True]).all())}
             for joins, name in _NAMES.items():
                 ms = [round(each, 3) for each in found[joins]]
                 per_s = round(1e3 * batch / median(ms), 1)
