@@ -13,7 +13,6 @@ from hotcold.actors.driver.prompts import Prompts
 from hotcold.actors.protocol.messages import THRESHOLD
 from hotcold.actors.setup.modes import ffn_share, no_zeros, require_memory_to_calibrate
 from hotcold.actors.setup.preflight import SystemOptions, check_memory, prepare_system, read_model
-from hotcold.jobs.bench.decode import decode_request
 from hotcold.jobs.profile.files import ProfileFiles
 from hotcold.jobs.support.console import print_json, status_line
 from hotcold.jobs.support.loading import running_system
@@ -82,6 +81,8 @@ def calibrate(
 
 def _speeds(path: Path, options: SystemOptions) -> dict[str, float]:
     """Tokens a second in each mode, decoded for about _TIMED_S in a system of its own."""
+    from hotcold.jobs.bench.decode import decode_request  # kernels
+
     found = {}
     for mode in ("dense", THRESHOLD):
         named = options.thresholds if mode == THRESHOLD else None

@@ -38,7 +38,8 @@ class CallSplitter:
     """Splits one answer of `calls_grammar` incrementally; the spans are all of its text."""
 
     def __init__(self, syntax: CallSyntax) -> None:
-        self._opening = _opening(syntax)
+        pattern = _opening(syntax)
+        self._opening = re.compile(pattern)
         self._closing = re.compile(rf"\s*\}}\s*{re.escape(syntax.end)}")
         self._is_bare = not syntax.begin  # a call is the whole answer, or there is none
         self._read = self._read_text
@@ -96,7 +97,7 @@ class CallSplitter:
         return self._take(SpanKind.CLOSING, match.end())
 
 
-def _opening(syntax: CallSyntax) -> re.Pattern[str]:
+def _opening(syntax: CallSyntax) -> str:
     """A pattern of what opens a call, up to its arguments (`whole`), or as far as the text goes."""
     key = f'"{syntax.arguments}"'
     words = [list(map(re.escape, word)) for word in ("{", '"name"', ":", ",", key, ":")]
@@ -107,7 +108,7 @@ def _opening(syntax: CallSyntax) -> re.Pattern[str]:
     pattern = rf"{_BLANKS}(?:\Z|(?=(?P<whole>\{{)))"
     for unit in reversed(units):
         pattern = _BLANKS + pattern if unit == _BLANKS else rf"(?:\Z|{unit}{pattern})"
-    return re.compile(pattern)
+    return pattern
 
 
 class _Object:
