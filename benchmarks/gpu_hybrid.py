@@ -42,6 +42,7 @@ from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
+from hotcold.model.files.atomic_write import write_atomic
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
@@ -50,7 +51,7 @@ from hotcold.placement.profile import PROFILE_FILE, read_profile
 _CONTEXT = 256
 _PROFILED_TOKENS = 1024
 _SEED = 0
-_LLAMA_RESERVE_BYTES = 1 << 30  # of a budget: context, buffers, KV cache
+_LLAMA_RESERVE_BYTES = 384 << 20  # of a budget: context, buffers, KV cache
 _PARTS = ("attention", "head", "hot neurons", "whole layers")
 _TOLD = ("device", "num_hot_neurons", "num_host_layers", "head_on_host", "num_threads",
          "num_cpu_actors", "neuron_upload_tokens")  # fmt: skip
@@ -78,14 +79,19 @@ class Report:
             self.content["left"].append(name)
         else:
             started = time.monotonic()
+            if name != "profile":  # what hangs is not begun again
+                self.content["runs"][name] = {"failed": "it did not end"}
+                self._write()
             try:
                 found = run()
             except Exception as problem:  # the others are still worth having
                 found = {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0]}
             self.content["runs"][name] = found | {"took_s": time.monotonic() - started}
             click.echo(f"{name}: {json.dumps(found)}", err=True)
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.write_text(json.dumps(self.content, indent=1) + "\n")
+        self._write()
+
+    def _write(self) -> None:
+        write_atomic(self._file, f"{json.dumps(self.content, indent=1)}\n".encode())
 
 
 @contextmanager
@@ -205,7 +211,7 @@ def _llama_cpp(bench: str, path: Path, gguf: Path, budget: int, threads: int, n:
         cold = rf"blk\.({layers})\.ffn_(up|gate|down).*=CPU"
         ways["attention and FFNs"] = ["-ngl", "99", "-ot", cold]
     command = [bench, "-m", str(gguf), "-t", f"{threads},{max(1, threads // 2)}", "-lm", "none"]
-    command += ["-p", "0", "-n", str(n), "-r", "3", "-o", "jsonl"]
+    command += ["-fa", "1", "-p", "0", "-n", str(n), "-r", "3", "-o", "jsonl"]
     found: Json = {"likeness": "the same file" if path == gguf else "a Llama of as many bytes"}
     for name, options in ways.items():
         try:
@@ -261,13 +267,13 @@ def main(
     report = Report(out, about, minutes - (time.monotonic() - started) / 60)
     report.measure("profile", lambda: _profile(path, "sign" in modes))
     sizes = prompt_tokens, tokens, repeat
-    for mode, budget in product(modes, (*budgets, *([0] if cpu else []))):
-        run = partial(_decode, path, mode, budget, *sizes)
-        report.measure(f"hotcold {mode} {_place(budget)}", run)
     for budget in budgets if llama_bench else ():
         file = path if gguf else path.with_name(path.name + ".gguf")
         arguments = (str(llama_bench), path, file, budget, system.num_threads, tokens)
         report.measure(f"llama.cpp {_place(budget)}", partial(_llama_cpp, *arguments))
+    for mode, budget in product(modes, (*budgets, *([0] if cpu else []))):
+        run = partial(_decode, path, mode, budget, *sizes)
+        report.measure(f"hotcold {mode} {_place(budget)}", run)
     click.echo(json.dumps(report.content))
 
 

@@ -82,10 +82,9 @@ def main(path: Path | None, formats: str, batches: str, density: float, lengths:
             f"{figure.us:9.1f} µs {figure.gb_per_s:7.0f} GB/s  {figure.share_of_copy:.2f} of a copy"
         )
         report["figures"].append(asdict(figure))
-    text = json.dumps(report)
-    if path:
-        path.write_text(text + "\n")
-    click.echo(text)
+        if path:
+            path.write_text(json.dumps(report) + "\n")
+    click.echo(json.dumps(report))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ python -m benchmarks.gpu_report FOLDER
 
 import json
 import xml.etree.ElementTree as ET
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -24,11 +25,13 @@ def stage_report(folder: Path, name: str) -> Json:
     code = int(status.read_text())
     found: Json = {"state": "passed" if code == 0 else f"exit status {code}"}
     if not (folder / f"{name}.done").exists():
-        found["state"] = "out of time" if code == 124 else "not finished"
+        found["state"] = "out of time" if code in (124, 137) else "not finished"
     if (tests := folder / f"{name}.xml").exists():
-        found["tests"] = _outcomes(tests)
+        with suppress(ET.ParseError):  # cut off
+            found["tests"] = _outcomes(tests)
     if (figures := folder / f"{name}.json").exists():
-        found["figures"] = json.loads(figures.read_text())
+        with suppress(ValueError):
+            found["figures"] = json.loads(figures.read_text())
     log = folder / f"{name}.log"
     if code and log.exists():
         found["said"] = log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]

@@ -179,8 +179,8 @@ def layer_of(shape: SyntheticShape, config: ModelConfig) -> tuple[Json, dict[str
     return ends, found
 
 
-def write(out: Path, shape: SyntheticShape, file_format: str) -> None:
-    """Write the file, whole or not at all."""
+def write(out: Path, shape: SyntheticShape, file_format: str, head: _Kind | None = None) -> None:
+    """Write the file, whole or not at all; `head`: its format, else the quantizer's."""
     config = build_config(config_json(shape, "float16"))
     part = out.with_name(f"{out.name}.part")
     writer = GGUFWriter(str(part), ARCHITECTURES[shape.family])
@@ -191,7 +191,8 @@ def write(out: Path, shape: SyntheticShape, file_format: str) -> None:
         ends, layer = layer_of(shape, config)
     parts: list[tuple[str, np.ndarray, int, _Kind]] = []  # with the layer and the format
     for name, rows in ends.items():
-        parts.append((name, rows.numpy(), 0, matrix_kind(name, file_format, 0, config.num_layers)))
+        kind = matrix_kind(name, file_format, 0, config.num_layers)
+        parts.append((name, rows.numpy(), 0, head if head and name == "output" else kind))
     for number in range(config.num_layers):
         for name, rows in layer.items():
             role, kind = name.removesuffix(".weight"), _Kind.F32
@@ -266,7 +267,7 @@ def write_like(out: Path, config: ModelConfig, file_format: str) -> None:
         "llama", config.hidden_size, ffn, config.num_heads, config.num_kv_heads, config.head_dim,
         config.vocab_size, config.max_positions, config.num_layers, activation="silu",
     )  # fmt: skip
-    write(out, shape, file_format)
+    write(out, shape, file_format, _Kind.Q4_0 if file_format == "q4_0" else None)
 
 
 @click.command(context_settings={"show_default": True})

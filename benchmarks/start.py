@@ -102,8 +102,10 @@ def main(
     model: str | None, ways: tuple[str, ...], runs: int, seconds: float, beside: Path | None
 ) -> tuple[Json, str]:
     """Measure starts of MODEL, the embedded one without it, and what waiting costs."""
-    folders, named = [frame.HERE, *([beside.resolve()] if beside else [])], [model] if model else []
-    report: Json = frame.head(locate_model(model), len(usable_cores())) | {"starts": []}
+    path = locate_model(model)
+    folders = [frame.HERE, *([beside.resolve()] if beside else [])]
+    named = [str(path.resolve())] if model else []
+    report: Json = frame.head(path, len(usable_cores())) | {"starts": []}
     text = frame.heading(report, f"{runs} starts" + ", in turn" * bool(beside))
     for way in ways:
         found: list[list[Any]] = [[] for _ in folders]

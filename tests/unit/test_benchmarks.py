@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import pytest
 
+from hotcold.model.config.build import build_config
+from hotcold.model.synthetic.shape import SHAPES, config_json
 from tests.benchmark_programs import ROOT, output_of, run_benchmark, run_in_own_process
 
 PROGRAMS = sorted(
@@ -36,6 +40,16 @@ def test_lines_are_counted_by_room() -> None:
               output_of(run_benchmark("lines")).splitlines()}  # fmt: skip
     assert counts["library"] > counts["actors"] > 0
     assert counts["all"] > counts["library"] + counts["tests"]
+
+
+def test_what_stands_in_for_a_model_reads_as_many_bytes(tmp_path: Path) -> None:
+    """Its head, too, whose rows are no whole blocks of 256."""
+    from benchmarks.random_gguf import write_like  # torch
+
+    shape = replace(SHAPES["tiny"], hidden=576, layers=2)
+    write_like(tmp_path / "m.gguf", build_config(config_json(shape, "float16")), "q4_0")
+    found = gguf.GGUFReader(tmp_path / "m.gguf").tensors
+    assert {one.tensor_type.name for one in found if len(one.shape) > 1} == {"Q4_0"}
 
 
 @pytest.mark.timeout(400)
