@@ -299,7 +299,10 @@ def _choose_ranked(logits, weights, total, top_k, top_p, min_p, uniform, ranks, 
             weights[i] = weights[i] if is_kept and weights[i] >= min_p else 0.0
         total, sums = sum_of(weights), _sums_by_digit(ranks, weights)
     wanted = min(np.nextafter(uniform * total, np.inf), total)
-    return _reach(ranks, weights, sums, wanted, ids)[0]
+    chosen = _reach(ranks, weights, sums, wanted, ids)[0]
+    if min_p == 0.0 and (ranks[chosen], chosen) > (ranks[place], place):
+        return place  # another order of sums rounds differently
+    return chosen
 
 
 @njit(nogil=True, cache=True)

@@ -175,6 +175,18 @@ def test_uniform_edges_without_filters(cpu_backend: SimpleNamespace) -> None:
     assert cpu_backend.sample(logits, temperature=1.0, uniform=ALMOST_ONE) == 2
 
 
+def test_the_last_uniform_draws_nothing_beyond_top_p() -> None:
+    """However the sums that it is compared with are rounded."""
+    rng = np.random.default_rng(2)
+    for _ in range(2000):
+        logits = rng.normal(0, 3, 600).astype(np.float32)
+        order = np.argsort(-logits, kind="stable")
+        held = np.cumsum(np.exp(logits[order].astype(np.float64) - logits.max()))
+        kept = 1 + int(np.searchsorted(held, 0.99 * held[-1]))
+        drawn = sample(logits, temperature=1.0, top_p=0.99, uniform=np.nextafter(1.0, 0.0))
+        assert drawn in order[:kept]
+
+
 def test_top_k_among_equals_keeps_k(cpu_backend: SimpleNamespace) -> None:
     logits = np.zeros(50, np.float32)
     grid = (np.arange(500) + 0.5) / 500
