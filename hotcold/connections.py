@@ -324,17 +324,18 @@ def start(path: Path, options: SystemOptions) -> RayConnection:
 
 def _shared(key: tuple[Path, SystemOptions]) -> RayConnection | None:
     """The system that runs already, if it answers, with one user more."""
-    running = _started.get(key)
-    try:
-        if running is not None:
-            running.system.call("ping")
-    except HotcoldError:
-        return None
     with _sharing:
+        running = _started.get(key)
         if running is None or running.is_closed:
             return None
-        running.num_users += 1
-        return running
+        running.num_users += 1  # so nobody ends it meanwhile
+    try:
+        running.system.call("ping")
+    except HotcoldError:
+        with _sharing:
+            running.num_users -= 1
+        return None
+    return running
 
 
 def start_prepared(system: SystemConfig) -> RayConnection:
@@ -405,7 +406,7 @@ class InFlight:
         if self._may_tell and sys.stderr is not None and sys.stderr.isatty():
             self._may_tell = False
             threading.Thread(
-                target=self._tell_compiling, args=(begun,), name="compiling", daemon=True
+                target=self._tell_compiling, args=(name, begun), name="compiling", daemon=True
             ).start()
 
         def take(event: TokenEvent | BaseException) -> None:
@@ -418,9 +419,9 @@ class InFlight:
 
         self._connection.submit(request, take)
 
-    def _tell_compiling(self, begun: threading.Event) -> None:
-        """Say at a terminal, once, that a request waits for kernels; until it has `begun`."""
-        while not begun.wait(_LOOK_S):
+    def _tell_compiling(self, name: str, begun: threading.Event) -> None:
+        """Say at a terminal, once, that a request waits for kernels; until it has begun or left."""
+        while not begun.wait(_LOOK_S) and name in self._running:
             with suppress(HotcoldError):
                 if self._connection.is_compiling():
                     print(COMPILING_LONGER, file=sys.stderr)

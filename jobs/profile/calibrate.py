@@ -18,6 +18,7 @@ from hotcold.jobs.support.console import print_json, status_line
 from hotcold.jobs.support.loading import running_system
 from hotcold.jobs.support.text_file import read_text
 from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import HotcoldError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.placement.profile import ActivationProfile, write_profile
 from hotcold.placement.solver.cost import RowBytes
@@ -73,8 +74,12 @@ def calibrate(
 
         plot_profile(files.plot, found, found.layers(config), identity.name)
     told = _report(calibrated, found, served, files, time.monotonic() - started)
-    speeds = _speeds(path, replace(options, thresholds=files.thresholds))
-    click.echo(speed_line(speeds))
+    speeds = None
+    try:
+        speeds = _speeds(path, replace(options, thresholds=files.thresholds))
+        click.echo(speed_line(speeds))
+    except HotcoldError as problem:  # the files are there all the same
+        click.echo(f"not timed: {problem}", err=True)
     if as_json:
         print_json(told | {"tokens_per_s": speeds})
 
