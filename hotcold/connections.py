@@ -332,8 +332,7 @@ def _shared(key: tuple[Path, SystemOptions]) -> RayConnection | None:
     try:
         running.system.call("ping")
     except HotcoldError:
-        with _sharing:
-            running.num_users -= 1
+        running.close()
         return None
     return running
 

@@ -14,11 +14,11 @@ from hotcold.actors.protocol.failures import NotLoaded, ServiceLost, service_err
 from hotcold.model.errors import HotcoldError, ServiceError
 
 POLL_S = 0.1  # between two polls
+_LOADED_S = 2.0  # by then kernels that were compiled before are there
 # Unanswered polls at which an actor counts as stuck. A live one answers a ping in milliseconds,
 # even at work, but not while it compiles kernels or encodes a long prompt, which may hold the
 # interpreter for seconds. Polls are counted, not seconds: while all processes are stopped, nothing
 # is late.
-_LOADED_S = 2.0  # kernels that were compiled before
 _STOPPED_POLLS = 15  # where the operating system says that the process is stopped
 _TIMEOUT_POLLS = 50
 STARTING_POLLS = 1200

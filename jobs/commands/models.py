@@ -79,11 +79,12 @@ def list_models(known: bool, as_json: bool) -> None:
 
 
 def _list_known(as_json: bool) -> None:
-    from hotcold.model.files.known_models import is_sparse, known_models
+    from hotcold.model.files.known_models import known_models, sparse_models
 
     names = known_models()
     width, widest = max(map(len, names)), max(map(len, names.values()))
-    sparse = [name for name, model in names.items() if is_sparse(model)]
+    those = sparse_models()
+    sparse = [name for name, model in names.items() if model in those]
     for name, model in sorted(names.items()):
         mark = f"{model:{widest}}  sparse" if name in sparse else model
         click.echo(f"{name:{width}}  {mark}")

@@ -31,9 +31,9 @@ def known_models() -> dict[str, str]:
     return _names_in(_FILE) | _names_in(own_file())
 
 
-def is_sparse(repository: str) -> bool:
-    """Whether most neurons of a known model are zero, so that leaving them out pays."""
-    return repository in _tables_in(_FILE)[_SPARSE].values()
+def sparse_models() -> set[str]:
+    """The known repositories whose models leave most neurons out."""
+    return set(_tables_in(_FILE)[_SPARSE].values())
 
 
 def repository_of(text: str) -> str:

@@ -333,7 +333,7 @@ def sample_kernel(logits, temperature, top_k, top_p, min_p, uniform, weights, ra
     Shapes:  weights float64, ranks uint32, ids int32 (V,)
     """
     best = argmax_kernel(logits)
-    if best < 0 or temperature == 0.0 or top_k == 1 or logits[best] == np.inf:
+    if best < 0 or temperature == 0.0 or top_k == 1 or not np.isfinite(logits[best]):
         return best
     size = logits.shape[0]
     if 0 < top_k <= min(size - 1, _LARGEST_HEAP):

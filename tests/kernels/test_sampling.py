@@ -160,6 +160,12 @@ def test_infinitely_unlikely_tokens_are_never_drawn(
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_of_impossible_tokens_the_first_is_drawn(options: dict[str, Any]) -> None:
+    logits = np.full(300, -np.inf, np.float32)
+    assert sample(logits, **options, uniform=ALMOST_ONE) == 0
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_an_infinitely_likely_token_is_drawn(
     cpu_backend: SimpleNamespace, options: dict[str, Any]
 ) -> None:
