@@ -21,8 +21,9 @@ from hotcold.ui.page.chat import MAX_VISITORS, Chat
 from hotcold.ui.page.chat_settings import settings_form
 from hotcold.ui.page.placement_tab import placement_tab
 from hotcold.ui.page.routes import PageRoutes
-from hotcold.ui.page.waiting_queue import wait_for_events
 from hotcold.ui.telemetry import telemetry_json
+
+_LOOK_S, _REPORT_S = 0.02, 0.1  # between looks for events, and for their progress
 
 
 def build_page(backend: Backend, paths: Mapping[str, str] | None = None) -> gr.Blocks:
@@ -87,7 +88,8 @@ def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
         mcp_server=False,
         run_history=False,
     )
-    wait_for_events(page._queue)
+    # By itself an empty queue looks for events a thousand times a second.
+    page._queue.sleep_when_free, page._queue.progress_update_sleep_when_free = _LOOK_S, _REPORT_S
     mounted = [route for route in app.routes if isinstance(route, Mount)][-1]
     mounted.app = PageRoutes(mounted.app)
     return app
