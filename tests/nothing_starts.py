@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 import ray
 
+from hotcold.numba_kernels.amx import may_use_amx
+
 
 @contextmanager
 def nothing_starts() -> Iterator[None]:
     """Until it is left, starting Ray, an actor of it or a process raises, and so does leaving.
 
-    But for the subprocess that checks a chat template.
+    But for the subprocess that checks a chat template, and the one that tries AMX once on a machine.
     """
+    may_use_amx()
     started: list[str] = []
     popen = subprocess.Popen.__init__
 

@@ -4,7 +4,7 @@
 
 As root on Linux. Two Ray nodes in network namespaces share this machine's cores and memory, with a
 CPU service on each, and a link of 1 Gbit/s and the given round trips. What a second host adds in
-bandwidth is not to be seen here, only what the way there costs: `docs/cluster.md` puts the two
+bandwidth is not to be seen here, only what the way there costs: `docs/running.md` puts the two
 together. Lines of "calls" ask every service by an actor call of its own, with neither relay nor
 arena. Every system must give the same tokens, with --faults too while one CPU service of the second
 host is killed and one of the first is stopped. --then runs a command on the first host while the

@@ -15,7 +15,7 @@ _NO_RANKS = "texts are not ranked here; /v1/embeddings gives their vectors"
 _ELSEWHERE = {
     "/v1/messages": "Anthropic's API is not served here; use /v1/chat/completions",
     "/v1/messages/count_tokens": "Anthropic's API is not served here; use /tokenize",
-    "/v1/batches": "files of requests are answered by a job: docs/cluster.md",
+    "/v1/batches": "files of requests are answered by a job: docs/running.md",
     "/v1/responses/compact": (
         "no conversation is made shorter here; have the model sum it up, or send truncation auto"
     ),
