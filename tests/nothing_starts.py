@@ -19,7 +19,7 @@ from hotcold.numba_kernels.amx import may_use_amx
 def nothing_starts() -> Iterator[None]:
     """Until it is left, starting Ray, an actor of it or a process raises, and so does leaving.
 
-    But for the subprocess that checks a chat template, and the one that tries AMX once on a machine.
+    But for subprocesses that check a chat template, and the one that tries AMX once on a machine.
     """
     may_use_amx()
     started: list[str] = []
