@@ -29,7 +29,7 @@ from hotcold.placement.solver.cost import (
 from hotcold.placement.solver.divide import solve_divided
 from hotcold.placement.solver.plan_devices import make_plan_devices
 from hotcold.placement.solver.problem import ATTENTION, HEAD, Assignment, Problem
-from hotcold.placement.solver.solver import require_fit, solve
+from hotcold.placement.solver.solver import require_fit
 
 
 def make_plan(
@@ -50,11 +50,10 @@ def make_plan(
     Errors:  MemoryBudgetError where it does not fit
     """
     posed = _posed(config, machine, profile, request, predictor, host_reserve_bytes)
-    devices, groups, problem = posed.devices, posed.groups, posed.problem
-    if config.experts is None:
-        solution = solve(problem, time_limit_s=time_limit_s)
-    else:
-        problem, groups, solution = solve_divided(problem, groups, time_limit_s=time_limit_s)
+    devices = posed.devices
+    problem, groups, solution = solve_divided(
+        posed.problem, posed.groups, time_limit_s=time_limit_s
+    )
     neuron_device = neuron_places(config, groups, solution.assignment)
     kv = kv_cache_bytes(config, request.context_length, request.kv_dtype)
     expected = _expected(config, posed, request.mode, neuron_device)

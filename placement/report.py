@@ -67,7 +67,6 @@ def make_report(
         "tokens_per_s": 1 / token_s if token_s else 0.0,
         "keeps_min_neurons": solution.keeps_min_neurons,
         "solver": {
-            "method": solution.method,
             "seconds": solution.solve_s,
             "gap": solution.gap,
             "bound_s": solution.bound_s,

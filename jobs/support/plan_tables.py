@@ -50,7 +50,7 @@ def plan_json(plan: PlacementPlan, path: Path | None) -> dict[str, Any]:
     report = plan.report
     return {
         **{name: report[name] for name in ("devices", "parts", "token_s", "tokens_per_s")},
-        **{name: report["solver"][name] for name in ("method", "seconds", "gap")},
+        **{name: report["solver"][name] for name in ("seconds", "gap")},
         "assumed": report["assumed"],
         "path": None if path is None else str(path),
     }
@@ -96,9 +96,8 @@ def _part_table(report: dict[str, Any]) -> Table:
 
 
 def _solver_line(solver: dict[str, Any]) -> str:
-    how = "hottest first" if solver["method"] == "greedy" else "solved"
     gap = max(1e-4, solver["gap"])
-    return f"{how}, optimal within {gap:.2%} in {solver['seconds']:.1f} s"
+    return f"solved, optimal within {gap:.2%} in {solver['seconds']:.1f} s"
 
 
 def _table(title: str) -> Table:

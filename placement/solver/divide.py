@@ -1,4 +1,4 @@
-"""Cold experts, divided over the CPU devices: whichever experts a token chooses, all have work."""
+"""Cold neurons, divided over the CPU devices: whichever a token needs, all have work."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from hotcold.placement.solver.problem import (
     keeps_min_neurons,
     merge_cpu_devices,
     objective_s,
+    shortages,
 )
-from hotcold.placement.solver.program import interleaved
-from hotcold.placement.solver.solver import Solution, solve
+from hotcold.placement.solver.solver import MIP_GAP, Solution, fragmented, solve
 
 
 def solve_divided(
-    problem: Problem, groups: Groups, *, time_limit_s: float = 10.0
+    problem: Problem, groups: Groups, *, time_limit_s: float = 10.0, mip_gap: float = MIP_GAP
 ) -> tuple[Problem, Groups, Solution]:
     """Solve with all CPU devices as one, then divide each of its groups among them.
 
     The groups returned have one piece for each CPU device: in proportion to its speed, as far as
-    memory allows, and dealt in turn. `problem` and solution are in these.
+    memory allows, and dealt in turn, as neighbours may fire alike. `problem` and solution are in
+    these.
     Errors:  MemoryBudgetError where something fits nowhere
     """
+    solution = solve(merge_cpu_devices(problem), time_limit_s=time_limit_s, mip_gap=mip_gap)
     if problem.num_devices - problem.num_gpus == 1:
-        return problem, groups, solve(problem, time_limit_s=time_limit_s)
-    solution = solve(merge_cpu_devices(problem), time_limit_s=time_limit_s)
+        return problem, groups, solution
     on_gpu = solution.assignment.group_device < problem.num_gpus
     on_gpu &= solution.assignment.group_device != HOST
     order, sizes = _deal(problem, groups, on_gpu)
     divided, places = _in_pieces(problem, solution.assignment, on_gpu, sizes)
+    if shortages(divided, places).any():
+        raise fragmented(problem)
     found = replace(
         solution,
         assignment=places,
@@ -63,7 +66,7 @@ def _deal(problem: Problem, groups: Groups, on_gpu: np.ndarray) -> tuple[np.ndar
                 counts[device] += 1 if left > 0 else -1
             owed -= counts
             ids = order[layer, ends[group] - size : ends[group]]
-            ids[:] = ids[np.argsort(interleaved(counts), kind="stable")]
+            ids[:] = ids[np.argsort(_interleaved(counts), kind="stable")]
             sizes[layer, group] = counts
     return order, sizes.reshape(len(sizes), -1)
 
@@ -100,3 +103,10 @@ def _in_pieces(
     cpus = problem.num_gpus + np.arange(num_cpus)
     places = np.where(on_gpu[..., None], assignment.group_device[..., None], cpus)
     return divided, replace(assignment, group_device=places.reshape(layers, -1).astype(np.int16))
+
+
+def _interleaved(counts: np.ndarray) -> np.ndarray:
+    """Each i counts[i] times, evenly spread: 2 and 4 give 1 0 1 1 0 1."""
+    columns = np.repeat(np.arange(len(counts)), counts)
+    number = np.concatenate([np.arange(count) for count in counts])
+    return columns[np.argsort((number + 0.5) / counts[columns], kind="stable")]

@@ -17,8 +17,9 @@ Variables, in this order:
                 s[l, j] >= w[l, j] - w[l - 1, j]; h[j] <= w of the last layer and p of the head
                 sum of p of a layer's attention <= sum of p of the next layer's
                 min_neurons z[l, j] <= neurons of layer l on j <= all of them * z[l, j]
-                bytes on GPU j <= budget; neurons on a CPU device <= budget
-                neurons on all CPU devices + host parts <= their budgets together
+                bytes on GPU j <= budget; neurons on the CPU + host parts <= its budget
+
+All CPU devices are one here (`merge_cpu_devices`).
 
 Source: PowerInfer section 6; t[l] replaces its sum of frequencies on the GPU, which balances
 devices of any speed.
@@ -241,23 +242,18 @@ def _add_budgets(
     rows: _Rows, problem: Problem, classes: Classes, n: np.ndarray, p: np.ndarray
 ) -> None:
     """Rows in units of a group's bytes: the solver's tolerance is then a few bytes."""
-    gpus, devices = problem.num_gpus, problem.num_devices
+    gpus = problem.num_gpus
     unit = float(problem.group_sizes.max() * problem.neuron_bytes)
     size = (classes.size * problem.neuron_bytes / unit)[:, None]
     part = problem.part_bytes[:, None] / unit
     budget = problem.budget_bytes / unit
-    each = np.arange(devices)
-    rows.add(np.full(devices, -np.inf), budget, (each, n, size), (np.arange(gpus), p, part))
-    on_host = (budget[gpus:].sum()) - problem.part_bytes.sum() / unit
-    rows.add(-np.inf, on_host, (0, n[:, gpus:], size), (0, p, -part))
+    on_gpu, host = np.arange(gpus), budget[gpus] - problem.part_bytes.sum() / unit
+    rows.add(np.full(gpus, -np.inf), budget[:gpus], (on_gpu, n[:, :gpus], size), (on_gpu, p, part))
+    rows.add(-np.inf, host, (0, n[:, gpus:], size), (0, p, -part))
 
 
 def read_solution(problem: Problem, classes: Classes, values: np.ndarray) -> Assignment:
-    """Turn the solver's counts into places.
-
-    In a class the hottest groups go to GPUs, the fastest first; the rest is interleaved over the
-    CPU devices, as neighbours may fire alike.
-    """
+    """Turn the solver's counts into places; of a class the hottest go to the fastest GPU."""
     num_classes, devices, gpus = len(classes.layer), problem.num_devices, problem.num_gpus
     n = np.rint(values[: num_classes * devices]).astype(np.int64).reshape(num_classes, devices)
     p = np.rint(values[-1 - len(problem.part_bytes) * gpus : -1])
@@ -266,16 +262,9 @@ def read_solution(problem: Problem, classes: Classes, values: np.ndarray) -> Ass
         by_speed = np.argsort(classes.seconds[q, :gpus], kind="stable")
         hot = np.repeat(by_speed, n[q, by_speed])
         at = slice(int(classes.first[q]), int(classes.first[q] + classes.count[q]))
-        group_device[classes.layer[q], at] = np.concatenate([hot, gpus + interleaved(n[q, gpus:])])
+        group_device[classes.layer[q], at] = np.append(hot, np.full(n[q, gpus], gpus))
     part_device = np.full(len(problem.part_bytes), HOST, np.int16)
     if gpus:
         on_gpu = p.reshape(-1, gpus)
         part_device[on_gpu.any(axis=1)] = on_gpu.argmax(axis=1)[on_gpu.any(axis=1)]
     return Assignment(group_device, part_device)
-
-
-def interleaved(counts: np.ndarray) -> np.ndarray:
-    """Each i counts[i] times, evenly spread: 2 and 4 give 1 0 1 1 0 1."""
-    columns = np.repeat(np.arange(len(counts)), counts)
-    number = np.concatenate([np.arange(count) for count in counts])
-    return columns[np.argsort((number + 0.5) / counts[columns], kind="stable")]

@@ -1,4 +1,4 @@
-"""Solves the placement: an integer program by HiGHS, or the greedy placement if better."""
+"""Solves the placement, an integer program, by HiGHS."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 
 from hotcold.model.byte_sizes import binary_text
 from hotcold.model.errors import MemoryBudgetError
-from hotcold.placement.solver.greedy import assign_cold, hottest_first
 from hotcold.placement.solver.problem import (
     ATTENTION,
     HEAD,
@@ -17,7 +16,6 @@ from hotcold.placement.solver.problem import (
     Assignment,
     Problem,
     keeps_min_neurons,
-    merge_cpu_devices,
     objective_s,
     shortages,
 )
@@ -25,8 +23,8 @@ from hotcold.placement.solver.program import build_program, make_classes, read_s
 
 # A group is 1/448 of a layer of 28672 neurons: groups are too coarse for a smaller gap.
 MIP_GAP = 1e-3
-_EXACT_GROUPS = 1000  # all layers' together
 _MIN_TIME_S = 0.1
+_OUT_OF_TIME = 1  # status of scipy.optimize.milp
 _PART_NAMES = {
     ATTENTION: "attention weights and KV cache",
     HEAD: "head's weights",
@@ -44,7 +42,6 @@ class Solution:
     """
 
     assignment: Assignment
-    method: str  # "milp" or "greedy"
     objective_s: float
     bound_s: float
     solve_s: float
@@ -57,30 +54,31 @@ class Solution:
 
 
 def solve(problem: Problem, *, time_limit_s: float = 10.0, mip_gap: float = MIP_GAP) -> Solution:
-    """Find the placement with the fewest expected seconds.
+    """Find the placement with the fewest expected seconds; `problem` has one CPU device.
 
-    The greedy placement is always computed too, and the better one returned. If the budgets allow
-    no placement with `min_neurons`, that rule is dropped.
+    If the budgets allow no placement with `min_neurons`, that rule is dropped. At least the first
+    placement that is found is waited for.
     Units:   seconds; `mip_gap` is relative
     Errors:  MemoryBudgetError where something fits nowhere
     """
     started = time.perf_counter()
     require_fit(problem)
-    for allowed in (problem, _without_min_neurons(problem)):
-        greedy = hottest_first(allowed)
-        unit_s = _unit_s(allowed, greedy)
-        found, bound_s = _solve_program(allowed, unit_s, started + time_limit_s, mip_gap)
-        candidates = [
-            (objective_s(allowed, assignment), method, assignment)
-            for method, assignment in (("milp", found), ("greedy", greedy))
-            if assignment is not None
-        ]
-        if candidates:
-            seconds, method, assignment = min(candidates, key=lambda entry: entry[0])
+    without_rule = replace(problem, min_neurons=np.zeros_like(problem.min_neurons))
+    group_bytes = int(problem.group_sizes.max()) * problem.neuron_bytes
+    for allowed in (problem, without_rule):
+        # The solver's tolerance may break a budget by some bytes; then a group's are set aside.
+        for aside in (0, group_bytes):
+            tried = replace(allowed, budget_bytes=np.maximum(0, allowed.budget_bytes - aside))
+            found, bound_s = _solve(tried, started + time_limit_s, mip_gap)
+            if found is None:
+                break
+            keeps = keeps_min_neurons(problem, found)
+            if shortages(problem, found).any() or not (keeps or allowed is without_rule):
+                continue
+            seconds = objective_s(problem, found)
             solve_s = time.perf_counter() - started
-            keeps = keeps_min_neurons(problem, assignment)
-            return Solution(assignment, method, seconds, min(bound_s, seconds), solve_s, keeps)
-    raise _fragmented(problem)
+            return Solution(found, seconds, min(bound_s, seconds), solve_s, keeps)
+    raise fragmented(problem)
 
 
 def require_fit(problem: Problem) -> None:
@@ -106,7 +104,7 @@ def _needs(problem: Problem) -> list[tuple[str, int]]:
     return [*parts, ("FFN neurons", neurons)]
 
 
-def _fragmented(problem: Problem) -> MemoryBudgetError:
+def fragmented(problem: Problem) -> MemoryBudgetError:
     """The error where all fits in the devices' total memory, but not device by device."""
     need = sum(num_bytes for _, num_bytes in _needs(problem))
     there = int(problem.budget_bytes.sum())
@@ -118,59 +116,31 @@ def _fragmented(problem: Problem) -> MemoryBudgetError:
     )
 
 
-def _without_min_neurons(problem: Problem) -> Problem:
-    return replace(problem, min_neurons=np.zeros_like(problem.min_neurons))
+def _solve(problem: Problem, deadline: float, mip_gap: float) -> tuple[Assignment | None, float]:
+    """The best placement found in time, and a lower bound in seconds; None where there is none.
 
-
-def _unit_s(problem: Problem, greedy: Assignment | None) -> float:
-    """A unit close to a layer's time, so that the solver's absolute tolerances are small."""
-    if greedy is None:
-        seconds = float(problem.group_seconds.mean(axis=2).sum())
-    else:
-        seconds = objective_s(replace(problem, exchange_s=0.0), greedy) - problem.fixed_s
-    return seconds / problem.num_layers or 1.0
-
-
-def _solve_program(
-    problem: Problem, unit_s: float, deadline: float, mip_gap: float
-) -> tuple[Assignment | None, float]:
-    """The best placement found in time, or None, and a lower bound in seconds.
-
-    A large problem is solved with its CPU devices merged, which makes it much smaller; cold groups
-    are then assigned greedily.
+    Seconds are in units of about a layer's, so that the solver's absolute tolerances are small.
     """
-    num_groups = problem.group_seconds[:, :, 0].size
-    if num_groups < _EXACT_GROUPS or problem.num_devices - problem.num_gpus == 1:
-        return _solve_exactly(problem, unit_s, deadline, mip_gap)
-    merged, bound_s = _solve_exactly(merge_cpu_devices(problem), unit_s, deadline, mip_gap)
-    found = None if merged is None else assign_cold(problem, merged)
-    if found is None:
-        return _solve_exactly(problem, unit_s, deadline, mip_gap)
-    return found, bound_s
-
-
-def _solve_exactly(
-    problem: Problem, unit_s: float, deadline: float, mip_gap: float
-) -> tuple[Assignment | None, float]:
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    left_s = max(_MIN_TIME_S, deadline - time.perf_counter())
+    unit_s = float(problem.group_seconds.mean(axis=2).sum()) / problem.num_layers or 1.0
     classes = make_classes(problem)
     program = build_program(problem, classes, unit_s)
-    result = milp(
-        program.cost,
-        integrality=program.integrality,
-        bounds=Bounds(program.low, program.high),
-        constraints=LinearConstraint(program.matrix.tocsc(), program.row_low, program.row_high),
-        options={"time_limit": left_s, "mip_rel_gap": mip_gap},
-    )
-    bound = result.get("mip_dual_bound")
-    known = bound is not None and np.isfinite(bound)
-    bound_s = float(bound) * unit_s if known else 0.0
-    if result.x is None:
-        return None, bound_s
-    found = read_solution(problem, classes, result.x)
-    # The solver's tolerance may break a budget by some bytes.
-    if shortages(problem, found).any() or not keeps_min_neurons(problem, found):
-        return None, bound_s
-    return found, bound_s
+    left_s = max(_MIN_TIME_S, deadline - time.perf_counter())
+    any_in_time = {"time_limit": left_s, "mip_rel_gap": mip_gap}
+    first_found = {"mip_rel_gap": 1.0}
+    for options in (any_in_time, first_found):
+        result = milp(
+            program.cost,
+            integrality=program.integrality,
+            bounds=Bounds(program.low, program.high),
+            constraints=LinearConstraint(program.matrix.tocsc(), program.row_low, program.row_high),
+            options=options,
+        )
+        if result.x is not None:
+            bound = result.get("mip_dual_bound")
+            known = bound is not None and np.isfinite(bound)
+            return read_solution(problem, classes, result.x), bound * unit_s if known else 0.0
+        if result.status != _OUT_OF_TIME:
+            break
+    return None, 0.0

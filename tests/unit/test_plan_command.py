@@ -102,7 +102,6 @@ def test_the_json_says_what_the_tables_say(plan: Plan, model: Path) -> None:
     neurons = sum(device["neurons"] for device in report["devices"])
     assert neurons == config.num_neurons
     assert f"expect {report['tokens_per_s']:.3g} tokens/s" in out
-    assert report["method"] in ("milp", "greedy")
     assert 0 <= report["gap"] <= 1
     assert report["seconds"] > 0
     assert {part["name"] for part in report["parts"]} == {
