@@ -1,4 +1,4 @@
-"""The HTTP server's application: routes of three APIs, health, metrics, and the page."""
+"""The HTTP server's application: routes of two APIs, health, metrics, and the page."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from hotcold.ui.api import llama_cpp, sse
+from hotcold.ui.api import sse
 from hotcold.ui.api import tokenize as api_text
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.chat import ChatRoute
@@ -52,7 +52,6 @@ def create_app(
     _add_models(app, models)
     _add_tools(app, models)
     ollama.add_ollama(app, models)
-    llama_cpp.add_llama_cpp(app, models)
     add_description(
         app,
         [
@@ -63,7 +62,6 @@ def create_app(
             TokenizeRequest,
             DetokenizeRequest,
             *ollama.SCHEMAS,
-            *llama_cpp.SCHEMAS,
         ],
     )
     add_not_served(app)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shlex
 from typing import Any
 
@@ -267,22 +266,6 @@ def test_models_and_tokens(server: Server, client: Any, tokenizer: Tokenizer) ->
     assert back == {"prompt": "naïve text", "content": "naïve text"}
     chat = server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
     assert chat == tokenizer.encode(tokenizer.render_chat(MESSAGES), add_special_tokens=False)
-
-
-def test_llama_cpps_routes_give_the_same_answers(server: Server, client: Any) -> None:
-    text = "What does textwrap"
-    drawn: dict[str, Any] = {"temperature": 0.7, "seed": 5}
-    plain = client.completions.create(model="demo", prompt=text, max_tokens=12, **drawn)
-    asked = {"prompt": text, "n_predict": 12, "return_tokens": True, **drawn}
-    whole = server.post("/completion", asked).json()
-    assert whole["content"] == plain.choices[0].text
-    assert whole["tokens_predicted"] == plain.usage.completion_tokens == len(whole["tokens"])
-    streamed = server.post("/completion", {**asked, "stream": True}).text
-    pieces = [json.loads(one.removeprefix("data: ")) for one in streamed.split("\n\n") if one]
-    assert "".join(piece["content"] for piece in pieces) == whole["content"]
-    assert [one for piece in pieces for one in piece["tokens"]] == whole["tokens"]
-    held = server.post("/completion", {**asked, "grammar": 'root ::= [0-9] [a-c] "."'}).json()
-    assert re.fullmatch(r"[0-9][a-c]\.", held["content"]) and held["stop_type"] == "eos"
 
 
 def test_it_describes_itself(server: Server) -> None:

@@ -365,8 +365,6 @@ def test_half_a_pair_of_surrogates_is_no_character(half: str) -> None:
         ("/v1/responses", {"input": "Hello"}, "max_output_tokens"),
         ("/v1/responses", {"input": "Hello"}, "max_tokens"),
         ("/v1/completions", {"prompt": "Hello"}, "max_tokens"),
-        ("/completion", {"prompt": "Hello"}, "max_tokens"),
-        ("/completion", {"prompt": "Hello"}, "n_predict"),
     ],
 )
 def test_minus_one_token_is_no_limit(path: str, body: dict[str, Any], field: str) -> None:

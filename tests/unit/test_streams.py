@@ -20,7 +20,6 @@ _ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", _CHAT),
     ("/v1/completions", {"prompt": "Hello"}),
     ("/v1/responses", {"input": "Hello", "tools": [{"type": "function", **TOOL["function"]}]}),
-    ("/completion", {"prompt": "Hello"}),
     ("/api/chat", _CHAT),
     ("/api/generate", {"prompt": "Hello"}),
 ]

@@ -32,8 +32,14 @@ _ELSEWHERE = {
     ),
     "/generate": "use /v1/completions",
     "/generate_stream": "use /v1/completions with stream true",
-    "/infill": "text between others is not written here; /completion continues a text",
+    # llama.cpp's own
+    **dict.fromkeys(("/completion", "/completions"), "use /v1/completions"),
+    **dict.fromkeys(("/embedding", "/embeddings"), "use /v1/embeddings"),
+    "/apply-template": "use /v1/chat/completions, or /tokenize with messages",
+    "/infill": "text between others is not written here; /v1/completions continues a text",
     "/lora-adapters": "no LoRA adapters are loaded here",
+    "/props": "use /v1/models",
+    "/slots": "use /metrics",
 }  # fmt: skip
 
 

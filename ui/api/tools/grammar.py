@@ -10,8 +10,7 @@ from llguidance import LLMatcher
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.errors import UsageError
 from hotcold.model.text.tools import CallSyntax
-from hotcold.ui.api.tools.enforced import Enforced, enforced, is_taken
-from hotcold.ui.api.tools.schema_repair import WHOLE, Lost
+from hotcold.ui.api.tools.json_schema import WHOLE, Enforced, enforced, problem_with
 
 # Arguments are on one line: small models may write white space for ever.
 _ARGUMENT_BLANKS = " ?"
@@ -55,9 +54,9 @@ def schema_grammar(given: Grammar | None, strict: bool | None) -> Grammar | None
         return given
     found = enforced(json.loads(given.text))
     for lost in found.lost:
-        if strict or (strict is None and lost.keyword != "format"):
+        if strict or (strict is None and lost != "format"):
             raise _unable("the JSON schema", lost)
-    return replace(given, text=_text_of(found, _SCHEMA_BLANKS))
+    return replace(given, text=found.text(_SCHEMA_BLANKS))
 
 
 def choice_grammar(texts: Sequence[str]) -> Grammar:
@@ -73,13 +72,13 @@ def calls_grammar(wanted: Callable, syntax: CallSyntax, schema: str | None) -> G
     schemas = [_of_arguments(function) for function in wanted.functions]
     text = _of_calls(wanted, syntax, schema, schemas)
     largest = sorted(range(len(schemas)), key=lambda number: -len(str(schemas[number].schema)))
-    while len(text) > _SURE_CHARS and not is_taken(LLMatcher.grammar_from_lark(text)):
+    while len(text) > _SURE_CHARS and problem_with(LLMatcher.grammar_from_lark(text))[0]:
         if not largest:
             break
         half = len(largest) // 2 + 1
         for number in largest[:half]:
             if wanted.functions[number].strict:
-                raise _unable(f"the tool {wanted.functions[number].name!a}", Lost((), WHOLE))
+                raise _unable(f"the tool {wanted.functions[number].name!a}", WHOLE)
             schemas[number] = enforced({}, is_object=True)
         del largest[:half]
         text = _of_calls(wanted, syntax, schema, schemas)
@@ -94,9 +93,9 @@ def _of_arguments(function: Function) -> Enforced:
     return found
 
 
-def _unable(whose: str, lost: Lost) -> UsageError:
+def _unable(whose: str, lost: str) -> UsageError:
     return UsageError(
-        f"{whose}: answers cannot be held to {str(lost)!a}; change it, or let strict be false"
+        f"{whose}: answers cannot be held to {lost!a}; change it, or let strict be false"
     )
 
 
@@ -131,16 +130,10 @@ def _of_calls(
         words = ('"name"', ":", f'"{function.name}"', ",", f'"{syntax.arguments}"', ":")
         opening = "".join(f"{_GAP}{_pattern(word)}" for word in words)
         bodies.append(f"/{opening}{_GAP}/ arguments_{number}")
-        rules.append(f"arguments_{number}: %json {_text_of(arguments, _ARGUMENT_BLANKS)}")
+        rules.append(f"arguments_{number}: %json {arguments.text(_ARGUMENT_BLANKS)}")
     end = f"{_GAP}{_pattern(syntax.end)}" if syntax.end else ""
     rules.append(f"body: ({' | '.join(bodies)}) /{_GAP}\\}}{end}/")
     return "\n".join(rules) + "\n"
-
-
-def _text_of(found: Enforced, blanks: str) -> str:
-    """A schema for llguidance, with the pattern of white space."""
-    options = {"coerce_one_of": True, "whitespace_pattern": blanks}
-    return json.dumps(found.schema | {"x-guidance": options})
 
 
 def _pattern(text: str) -> str:
