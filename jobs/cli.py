@@ -23,8 +23,6 @@ from typing import NoReturn
 import click
 
 import hotcold
-from hotcold.actors.private_ray.fork_server import begin_workers
-from hotcold.jobs.kept.folder import may_be_running
 from hotcold.jobs.support.console import OutputError, progress_bar, tell, use_own_streams
 from hotcold.jobs.support.lazy_group import Invocation, LazyCommand, LazyGroup
 from hotcold.jobs.support.settings import origin_of
@@ -36,7 +34,6 @@ from hotcold.jobs.support.signals import (
 )
 from hotcold.model.errors import HotcoldError
 from hotcold.model.files import weights_digest
-from hotcold.model.secret_variable import forget_api_key
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -51,20 +48,14 @@ COMMANDS = {
     "run": LazyCommand(
         "hotcold.jobs.commands.run:run",
         "Talk with a model, or answer a prompt.",
-        starts_system=True,
-        uses_running=True,
     ),
     "generate": LazyCommand(
         "hotcold.jobs.commands.generate:generate",
         "Continue a prompt.",
-        starts_system=True,
-        uses_running=True,
     ),
     "chat": LazyCommand(
         "hotcold.jobs.commands.chat:chat",
         "Talk with a model in the terminal.",
-        starts_system=True,
-        uses_running=True,
     ),
     "serve": LazyCommand(
         "hotcold.jobs.commands.serve:serve",
@@ -94,7 +85,6 @@ COMMANDS = {
     "compile": LazyCommand(
         "hotcold.jobs.commands.compile:compile_kernels",
         "Compile a model's kernels ahead of its first start.",
-        starts_system=True,
     ),
     "make-model": LazyCommand(
         "hotcold.jobs.commands.make_model:make_model",
@@ -110,7 +100,6 @@ COMMANDS = {
     "perplexity": LazyCommand(
         "hotcold.jobs.commands.perplexity:perplexity",
         "Score a mode on a text, and compare it with dense.",
-        starts_system=True,
     ),
     "profile": LazyCommand(
         "hotcold.jobs.commands.profile:profile", "Count on a text how often each neuron fires."
@@ -197,8 +186,6 @@ def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
     ensure_home()
     try:
         raise_interrupts()
-        if command is cli:
-            _begin_workers(sys.argv[1:])
         status = main(command=command, program=program)
     except SystemExit as end:
         status = exit_status(end)
@@ -215,18 +202,6 @@ def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
             if text:
                 _print_error(text)
     os._exit(status)
-
-
-def _begin_workers(arguments: Sequence[str]) -> None:
-    """Start the workers' imports beside those of a command that will start a private Ray."""
-    command = COMMANDS.get(arguments[0]) if arguments else None
-    asks_for_help = not {"-h", "--help", "--help-all"}.isdisjoint(arguments)
-    if not command or not command.starts_system or asks_for_help:
-        return
-    forget_api_key()  # `serve` alone reads it
-    if command.uses_running and may_be_running():
-        return  # if none of those suits, workers start with Ray
-    begin_workers()
 
 
 def _report(error: BaseException) -> tuple[str, int]:

@@ -18,19 +18,17 @@ from typing import Any
 
 import click
 
-from hotcold.actors.private_ray.shared_imports import share_imports
 from hotcold.actors.protocol.options import PATHS, SystemOptions
 from hotcold.jobs.cli import run
 from hotcold.jobs.kept.registry import Record, Registration, start_of
 from hotcold.jobs.support.extras import require_extra
-from hotcold.jobs.support.signals import Signals, interrupts_after
+from hotcold.jobs.support.shared_imports import share_imports
+from hotcold.jobs.support.signals import Signals
 
 _TIMEOUT_POLLS = 60  # seconds in which the driver says nothing
 _LAST_BYTES_S = 2.0
 _MODULES = (
-    "hotcold.actors.setup.preflight",
     "hotcold.jobs.kept.endpoint",
-    "hotcold.jobs.support.loading",
     "hotcold.ui.app",
     "hotcold.ui.server_thread",
 )
@@ -57,8 +55,7 @@ def keep() -> None:
         stack.callback(registration.remove)
         registration.publish(pid=os.getpid(), started=start_of(os.getpid()))
         require_extra("ui", "--keep")
-        with interrupts_after():
-            share_imports(*_MODULES)
+        share_imports(*_MODULES)
         signals = stack.enter_context(Signals())
         options = _options(handed["options"])
         _hold(registration, handed["model"], options, handed["keep_s"], signals, stack)

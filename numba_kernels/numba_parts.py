@@ -71,12 +71,6 @@ _COMPILING = {
     "pythonapi:NativeValue.__init__": "self value is_error cleanup",
     "pythonapi:unbox": None,
     "registry:cpu_target": None,
-    "targetconfig:TargetConfig.values": "self",
-    "event:start_event": "kind data",
-    "event:end_event": "kind data exc_details",
-    "event:install_timer": None,
-    "ir:Inst._rec_list_vars": "self val",
-    "inline_closurecall:InlineClosureCallPass.run": "self",
     "types:unliteral": "lit_type",
 }
 

@@ -3,8 +3,8 @@
 Anybody who can talk to Ray can run programs as its owner. Ray's Unix sockets require no token, so
 they are in a folder that only the owner may enter (`temp_folder`).
 
-This uses parts of Ray that are not public and that another version may lack. So each start checks
-that its Ray is closed (`require_closed`).
+Another version of Ray may not heed what it is told, so each start checks that its Ray is closed
+(`require_closed`).
 """
 
 import os
@@ -36,21 +36,17 @@ def closed_to_others(folder: Path) -> Iterator[None]:
     Ray's processes learn the token's path; later children of this process do not.
     Errors:  OSError where the file cannot be written
     """
-    from ray._private import ray_constants, utils
-
     token = folder / "token"
     with open(token, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         file.write(secrets.token_hex(_TOKEN_BYTES))
     before = {name: os.environ.pop(name, None) for name in (_MODE, _TOKEN, _TOKEN_PATH)}
     os.environ |= {_MODE: "token", _TOKEN_PATH: str(token)}
     try:
-        with (
-            # Without a cluster Ray binds to the loopback.
-            replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
-            # Ray would record the command line, which may contain an API key.
-            replaced(utils, "get_entrypoint_name", lambda: "hotcold"),
-        ):
-            read_anew()
+        from ray._private import ray_constants
+
+        read_anew()
+        # Without a cluster Ray's servers listen at the loopback; told that address they do not.
+        with replaced(ray_constants, "ENABLE_RAY_CLUSTER", False):
             yield
     finally:
         for name, value in before.items():

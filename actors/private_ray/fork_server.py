@@ -1,10 +1,10 @@
-"""A process that forks a private Ray's workers, after importing what they need.
+"""A process that has imported what a private Ray's workers need, and that forks them.
 
-A worker takes a second to import Ray, NumPy and Numba. Here one process does so while Ray starts,
-and each worker is a fork of it. In place of a worker the raylet runs `forked_worker.py`, which
-requests a fork at a socket, and becomes a plain worker if it gets none.
-
-In a command that stays the server is itself a fork of that (`shared_imports.py`).
+A worker takes two seconds to import Ray, NumPy, Numba and our actors. In place of one the raylet
+runs `forked_worker.py`, which requests a fork at a socket, and becomes a plain worker if it gets
+none. A command imports everything, and its fork is the server (`share_imports`): nothing is
+imported twice, and none of the processes has a copy of its own but of pages that it writes. A
+program that uses the Python API has a server that is started beside it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import runpy
 import select
 import signal
 import socket
-import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from hotcold.actors.private_ray.signal_timer import stop_signal_timer
 from hotcold.model.current_folder import environment_of_python
 
 ADDRESS = "HOTCOLD_FORK_SERVER"  # in the raylet's environment: the socket's path
@@ -43,14 +43,14 @@ _PRELOADED: tuple[str, ...] = (
     "numba.np.arraymath",  # Numba would import it, and SciPy's BLAS, with the first kernel
     "ray._common.usage.usage_lib",  # Ray would, when a worker connects
 )
-# With a later Ray the server ends, and workers start in Ray's own way.
+# With a later Ray workers start in Ray's own way.
 _NEWEST_RAY = (2, 60)
-# Of the garbage collector, here and in workers: most objects of imports stay, and with Python's own
-# threshold of 700 it would run a thousand times in vain.
+# Of the garbage collector: most objects of imports stay, and with Python's own threshold of 700 it
+# would run a thousand times in vain.
 _GC_THRESHOLD = 50_000
-# Of the C library, which makes eight a core, and what one thread freed others cannot use: some
-# 20 MB in each process.
-NUM_ARENAS, ARENAS = 2, "MALLOC_ARENA_MAX"
+# Of the C library, which makes eight arenas a core, and what one thread freed others cannot use:
+# some 20 MB in each process.
+_ARENA_MAX, _NUM_ARENAS = -8, 2
 _NO_JOB = "ffffffff"  # a worker learns from its first task which job it works for
 _REQUEST_BYTES = 1 << 20
 _PAUSE_S = 0.1  # before a failed fork is tried again
@@ -63,59 +63,37 @@ class ForkServer:
     _begun: ForkServer | None = None
     _module = __name__  # whose main it runs
 
-    @classmethod
-    def begin(cls) -> None:
-        """Start a server early, for the next `take`, as its imports take time."""
-        if cls._begun is None:
-            cls.keep(cls.start())
-
-    @classmethod
-    def keep(cls, begun: ForkServer) -> None:
-        """Hold a server for the next `take`."""
-        cls._begun = begun
-        atexit.register(begun.end)
+    def __init__(self, process_id: int, control: socket.socket) -> None:
+        """`control`: the owner's side; the server ends where it closes."""
+        self._process_id, self._control = process_id, control
 
     @classmethod
     def take(cls) -> ForkServer:
-        """The server that was begun, else a new one; the caller ends it.
-
-        Errors:  OSError
-        """
+        """The server that `share_imports` made, else a new one. Errors: OSError."""
         begun, cls._begun = cls._begun, None
-        if begun is not None:
-            atexit.unregister(begun.end)
-        return begun or cls.start()
+        if begun is None:
+            return cls.start()
+        atexit.unregister(begun.end)
+        return begun
 
     @classmethod
     def start(cls) -> ForkServer:
-        """A new server. Errors: OSError."""
-        control, theirs = socketpair()  # the server ends where the owner's side closes
+        """A new server, a program of its own. Errors: OSError."""
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", cls._module, str(theirs.fileno())],
-                env={ARENAS: str(NUM_ARENAS)} | os.environ | environment_of_python(),
-                cwd=os.sep,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # its own: Ctrl-C must not reach it
+            theirs.set_inheritable(True)
+            command = [sys.executable, "-m", cls._module, str(theirs.fileno())]
+            environment = {**os.environ, **environment_of_python()}
+            streams = [(os.POSIX_SPAWN_OPEN, n, os.devnull, os.O_RDWR, 0) for n in range(3)]
+            return cls(
+                os.posix_spawn(
+                    sys.executable, command, environment, file_actions=streams, setpgroup=0
+                ),
+                control,
             )
-        return cls(process, control)
-
-    def __init__(self, process: subprocess.Popen[bytes] | Fork, control: socket.socket) -> None:
-        """`control`: the owner's side."""
-        self._process, self._control = process, control
-
-    def run_beside(self, module: str, argument: bytes) -> None:
-        """Call main(argument) of a module, in a fork that ends with the server; before `listen`.
-
-        Errors:  OSError
-        """
-        self._control.send(module.encode() + b"\n" + argument)
 
     def listen(self, address: Path) -> None:
-        """Fork a worker for each connection to this path. Errors: OSError, also for a later Ray."""
+        """Fork for each request at this path. Errors: OSError, also for a later Ray."""
         if not _is_known_ray():
             raise OSError(f"forking is not tested with a Ray later than {_NEWEST_RAY}")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -125,140 +103,79 @@ class ForkServer:
 
     def end(self) -> None:
         """Kill the server and all workers that it forked; idempotent."""
-        self._process.kill()
-        self._process.wait()
-        self._control.close()
+        process_id, self._process_id = self._process_id, 0
+        if process_id:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(process_id, signal.SIGKILL)
+                os.waitpid(process_id, 0)
+            self._control.close()
 
 
-class Fork:
-    """A child of this process that runs no program of its own; see subprocess.Popen."""
-
-    def __init__(self, process_id: int) -> None:
-        self._process_id = process_id
-        self._has_ended = False
-
-    def kill(self) -> None:
-        """End it; idempotent."""
-        if not self._has_ended:
-            with suppress(ProcessLookupError):
-                os.kill(self._process_id, signal.SIGKILL)
-
-    def wait(self) -> None:
-        """Wait for its end; idempotent."""
-        with suppress(ChildProcessError):
-            if not self._has_ended:
-                os.waitpid(self._process_id, 0)
-        self._has_ended = True
+def run_beside(address: Path, module: str, stdin: bytes) -> None:
+    """Run a module as a program, in a fork of the server that listens there. Errors: OSError."""
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server,
+        open(os.memfd_create("stdin"), "w+b") as given,
+        open(os.devnull, "wb") as nowhere,
+    ):
+        given.write(stdin)
+        given.seek(0)
+        server.connect(str(address))
+        request = json.dumps((module, [], dict(os.environ), os.sep)).encode()
+        socket.send_fds(server, [request], [given.fileno(), nowhere.fileno(), nowhere.fileno()])
 
 
-def begin_workers() -> None:
-    """Start a server early for a command that will start a private Ray; idempotent.
+def share_imports(*modules: str) -> None:
+    """Import modules, and what workers need, and fork: this process shares them with its workers.
 
-    Does nothing where RAY_ADDRESS names a cluster.
+    For a command that will start a private Ray, and that has not begun anything: with other
+    threads, with Ray imported before, or where RAY_ADDRESS names a cluster, it does nothing.
     """
-    if "RAY_ADDRESS" not in os.environ:
-        with suppress(OSError):  # `ForkServer.take` will report it
-            ForkServer.begin()
-
-
-def socketpair() -> tuple[socket.socket, socket.socket]:
-    """The owner's side and the server's."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if "RAY_ADDRESS" in os.environ or "ray" in sys.modules or threading.active_count() > 1:
+        return
+    added = _preload(modules)
+    if not _is_known_ray():
+        return
+    gc.freeze()  # a collection must not write to shared pages
+    owner = os.getpid()
+    with suppress(OSError):  # a server of its own is started later, or says why not
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if (server := os.fork()) == 0:
+            _run(theirs, owner, added)
+        theirs.close()
+        ForkServer._begun = ForkServer(server, control)
+        atexit.register(ForkServer._begun.end)
 
 
 def main() -> None:
     """Run the server; its argument is the descriptor of the owner's socket."""
+    owner = os.getppid()
     gc.set_threshold(_GC_THRESHOLD)
-    owner = socket.socket(fileno=int(sys.argv[1]))
-    with importing_for_workers() as added:
-        is_known = preload()
-    if is_known:
-        serve(owner, added)
+    added = _preload(())
+    if _is_known_ray():
+        _run(socket.socket(fileno=int(sys.argv[1])), owner, added)
 
 
-@contextmanager
-def importing_for_workers() -> Iterator[dict[str, str]]:
-    """Within it Ray is imported as workers need it.
-
-    Yields the environment variables that modules have set meanwhile, once it has ended: in a worker
-    they do not run again.
-    """
+def _preload(modules: Sequence[str]) -> dict[str, str]:
+    """Import; the variables that modules have set meanwhile: in a fork they do not run again."""
     # Ray reads these two once, when it is imported. A worker ends with the process of the second
     # one, and with the raylet's socket.
     of_ray = {"RAY_JOB_ID": _NO_JOB, "RAY_RAYLET_PID": str(os.getpid())}
-    before = {name: os.environ[name] for name in of_ray if name in os.environ}
+    before = dict(os.environ)
     os.environ |= of_ray
-    given, added = set(os.environ), dict[str, str]()
     try:
-        yield added
+        for name in (*modules, *_PRELOADED):
+            importlib.import_module(name)
     finally:
-        added |= {name: text for name, text in os.environ.items() if name not in given}
         for name in of_ray:
             del os.environ[name]
-        os.environ |= before
-
-
-def preload() -> bool:
-    """Import what workers need; False with a later Ray."""
-    if not _is_known_ray():
-        return False
-    for name in _PRELOADED:
-        importlib.import_module(name)
-    _register_types()
-    return True
-
-
-def serve(owner: socket.socket, added: dict[str, str]) -> None:
-    """Fork workers once `owner` says where they are requested, until it ends.
-
-    `added`: environment variables beside those of the requests
-    """
-    _send_plain_objects()
-    gc.freeze()  # a collection must not write to shared pages
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: exit statuses are not read
-    descriptors: list[int] = []
-    while not descriptors:
-        request, descriptors, _, _ = socket.recv_fds(owner, _REQUEST_BYTES, 1)
-        if not request:  # the owner has ended
-            return
-        if not descriptors:
-            _run_beside(request)
-    _serve(owner, socket.socket(fileno=descriptors[0]), added)
-
-
-def _run_beside(request: bytes) -> None:
-    """Fork, and call what `ForkServer.run_beside` has sent."""
-    module, argument = request.split(b"\n", 1)
-    server = os.getpid()
-    with suppress(OSError):  # out of processes or memory
-        if os.fork() == 0:
-            try:
-                end_with(server)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                importlib.import_module(module.decode()).main(argument)
-            finally:
-                os._exit(0)
-
-
-def _register_types() -> None:
-    """Do once what Numba does with its first kernel: register types and functions.
-
-    Each worker would copy 20 MB of the pages that it shares with this process, and add 8.
-    """
+        os.environ |= {name: before[name] for name in of_ray if name in before}
+    # What Numba does with its first kernel: each worker would copy 20 MB of what is shared.
     from numba.core.registry import cpu_target
 
     cpu_target.typing_context.refresh()
     cpu_target.target_context.refresh()
-
-
-def _send_plain_objects() -> None:
-    """Else each worker imports Pydantic and Starlette, which Ray can send: our messages are plain.
-
-    A hundred modules, 10 MB.
-    """
-    from ray.util import serialization_addons
-
-    serialization_addons.apply = lambda context: None
+    return {name: text for name, text in os.environ.items() if name not in before}
 
 
 def _is_known_ray() -> bool:
@@ -267,49 +184,93 @@ def _is_known_ray() -> bool:
     return tuple(map(int, ray.__version__.split(".")[:2])) <= _NEWEST_RAY
 
 
-def _serve(owner: socket.socket, listener: socket.socket, added: dict[str, str]) -> None:
-    """Fork a worker for each connection, until the owner ends. `added`: see `_become_worker`."""
+def _run(owner: socket.socket, process_id: int, added: dict[str, str]) -> None:
+    """Be the server of the process `process_id`, or one of its forks; never returns."""
+    status = 1
+    try:
+        _end_with(process_id)
+        _leave_owner(owner)
+        _serve(owner, added)
+        status = 0
+    except SystemExit as end:  # a worker's
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:  # not as the owner would end
+        with suppress(BaseException):
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _leave_owner(owner: socket.socket) -> None:
+    """Keep nothing of the owner's but its modules and `owner`."""
+    os.setpgid(0, 0)  # Ctrl-C must not reach it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies: exit statuses are not read
+    sys.unraisablehook = sys.__unraisablehook__
+    for link in Path("/proc/self/fd").iterdir():
+        if int(link.name) not in (0, 1, 2, owner.fileno()):
+            with suppress(OSError):  # that of the folder itself
+                os.close(int(link.name))
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nowhere, number)
+    os.close(nowhere)
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(number, mode, closefd=False)  # noqa: SIM115
+        for number, mode in enumerate(("r", "w", "w"))
+    )
+    os.chdir(os.sep)
+    os.environ |= environment_of_python()
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_ARENA_MAX, _NUM_ARENAS)
+    from ray._raylet import setproctitle
+    from ray.util import serialization_addons
+
+    setproctitle(
+        f"{__package__}.fork_server"
+    )  # where processes are listed; the owner's options are overwritten
+    # Else each worker imports Pydantic and Starlette, a hundred modules and 10 MB, which Ray can
+    # send: our messages are plain.
+    serialization_addons.apply = lambda context: None
+    gc.freeze()
+
+
+def _serve(owner: socket.socket, added: dict[str, str]) -> None:
+    """Once `owner` has said where, fork for each request, until it ends; forks return, too."""
     server = os.getpid()
+    _, descriptors, _, _ = socket.recv_fds(owner, _REQUEST_BYTES, 1)
+    if not descriptors:  # the owner has ended
+        return
+    listener = socket.socket(fileno=descriptors[0])
     while owner not in select.select([owner, listener], [], [])[0]:
         try:
-            connection = _fork(listener)
-        except OSError:  # out of processes, descriptors or memory
+            connection, _ = listener.accept()
+            with connection:
+                if os.fork() == 0:
+                    listener.close()
+                    owner.close()
+                    _be_program(connection, server, added)
+                    return
+        except OSError:  # out of processes, descriptors or memory: who has asked becomes a worker
+            if os.getpid() != server:
+                raise
             time.sleep(_PAUSE_S)
-            continue
-        if connection is not None:
-            listener.close()
-            owner.close()
-            _become_worker(connection, server, added)
 
 
-def _fork(listener: socket.socket) -> socket.socket | None:
-    """Accept a connection and fork; returns the connection in the worker, None in this process.
+def _be_program(connection: socket.socket, server: int, added: dict[str, str]) -> None:
+    """Run the requested module as a program, until it or the server ends.
 
-    Errors:  OSError; the peer then becomes a plain worker
-    """
-    connection, _ = listener.accept()
-    try:
-        is_worker = os.fork() == 0
-    except OSError:
-        connection.close()
-        raise
-    if is_worker:
-        return connection
-    connection.close()
-    return None
-
-
-def _become_worker(connection: socket.socket, server: int, added: dict[str, str]) -> None:
-    """Run as the requested worker until the process `server` ends; never returns.
-
-    `added`: environment variables beside those of the request
     Errors:  OSError where the peer no longer waits
     """
-    end_with(server)
+    _end_with(server)
     os.setpgid(0, 0)  # the raylet kills the process group of a worker that has ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, streams, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 3)
-    arguments, environment, folder = json.loads(request)
+    module, arguments, environment, folder = json.loads(request)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -319,20 +280,19 @@ def _become_worker(connection: socket.socket, server: int, added: dict[str, str]
     from hotcold.actors.private_ray.closed_ray import read_anew
 
     read_anew()
-    worker = sys.modules[_WORKER].__file__ or ""
-    sys.argv = [worker, *arguments]
-    connection.send(b"forked")
+    path = importlib.import_module(module).__file__ or ""
+    sys.argv = [path, *arguments]
+    if module == _WORKER:
+        connection.send(b"forked")
     connection.close()
-    stop_signal_timer()
-    runpy.run_path(worker, run_name="__main__")
-    sys.exit()
+    runpy.run_path(path, run_name="__main__")
 
 
-def end_with(parent: int) -> None:
+def _end_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before prctl was called
-        sys.exit()
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ import socket
 import sys
 from contextlib import suppress
 
+_WORKER = "ray._private.workers.default_worker"
 _TIMEOUT_S = 30.0  # for a server that still imports
 
 
 def main() -> None:
     """Pass on arguments, environment, folder and streams; on failure become a plain worker."""
-    request = json.dumps((sys.argv[1:], dict(os.environ), os.getcwd())).encode()
+    request = json.dumps((_WORKER, sys.argv[1:], dict(os.environ), os.getcwd())).encode()
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.settimeout(_TIMEOUT_S)
         server.connect(os.environ["HOTCOLD_FORK_SERVER"])
@@ -26,8 +27,7 @@ def main() -> None:
             reply = server.recv(16)
         if reply:
             return
-    command = [sys.executable, "-P", "-m", "ray._private.workers.default_worker", *sys.argv[1:]]
-    os.execv(sys.executable, command)
+    os.execv(sys.executable, [sys.executable, "-P", "-m", _WORKER, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

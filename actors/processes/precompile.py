@@ -43,8 +43,8 @@ from hotcold.model.config.model_config import ModelConfig, RopeConfig
 from hotcold.model.files.artifact import ModelIdentity, sampled_digest
 from hotcold.model.files.atomic_write import write_atomic
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.numba_kernels.compiling_process import only_compile
 from hotcold.numba_kernels.kernel_cache import sources_digest
+from hotcold.numba_kernels.one_compiler import never_collect
 from hotcold.numba_kernels.own_cache import host_cpu, own_folder
 from hotcold.numba_kernels.serve.mailbox import SharedBuffers
 from hotcold.placement.machine.core_affinity import CoreAffinity
@@ -72,19 +72,6 @@ def precompile_once(system: SystemConfig) -> None:
             write_atomic(marker, b"")
 
 
-def main(system: bytes) -> None:
-    """Compile what a first token needs, then a first long prompt, of the system of this JSON.
-
-    For a fork of a process that has imported services. All weights of the system are in memory, and
-    its attention is on the CPU. What fails is left to the system's own processes.
-    """
-    asked = SystemConfig.from_json(system)
-    with suppress(Exception):
-        marker = _missing_marker(asked)
-        if marker is not None:
-            _compile_parts(asked, marker)
-
-
 def _compile_parts(system: SystemConfig, marker: Path) -> None:
     """Compile in a child for each kind of process; `marker` is written once tokens need no more."""
     # A CPU service takes the longest: it has a core for itself where there are two.
@@ -97,7 +84,7 @@ def _compile_parts(system: SystemConfig, marker: Path) -> None:
 
     def run(niceness: int, part: Callable[[SystemConfig], Callable[[], object]]) -> None:
         os.nice(niceness)
-        only_compile()
+        never_collect()
         rest = part(system)
         os.write(tell, b"x")
         os.nice(_LATER_NICENESS)
@@ -331,9 +318,18 @@ def _begin_child(function: Callable[[], object]) -> int:
 
 
 def _main() -> None:
-    """Compile for each kind of service first: that leaves less to the process that has all."""
+    """Compile for the system on standard input; what fails is left to the system's own processes.
+
+    With a memory budget for each kind of service first: that leaves less to the process that has
+    all. Else in a child for each, what a first token needs and then a first long prompt.
+    """
     end_with_parent()
     system = SystemConfig.from_json(sys.stdin.buffer.read())
+    if system.storage is None:
+        marker = _missing_marker(system)
+        if marker is not None:
+            _compile_parts(system, marker)
+        return
     parts = (
         (lambda: _compile_attention(system)),
         (lambda: _compile_cpu_service(system)),

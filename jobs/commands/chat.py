@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -29,6 +28,7 @@ from hotcold.jobs.support.options import (
     system_options,
 )
 from hotcold.jobs.support.settings import GroupedCommand
+from hotcold.jobs.support.shared_imports import share_imports
 from hotcold.model.errors import PromptError
 from hotcold.model.files.locate import locate_model, model_name
 from hotcold.model.sampling import SamplingParams
@@ -82,8 +82,6 @@ def talk(
 ) -> None:
     """Hold a conversation. `values` are of system and sampling options. Errors: HotcoldError."""
     is_rich = not plain and _has_cursor()
-    if is_rich:  # what a prompt needs is imported while a system is found or starts
-        threading.Thread(target=import_module, args=(_TERMINAL,), daemon=True).start()
     options = split_system_options(values)
     kept = find_system(model, options, keep_s, is_own)
     path = locate_model(model) if kept is None else kept.model_path
@@ -140,6 +138,7 @@ def _attended(path: Path, kept: KeptSystem, name: str) -> Iterator[tuple[KeptSys
 @contextmanager
 def _started(path: Path, options: SystemOptions, name: str) -> Iterator[tuple[System, Facts]]:
     """A system of this command's own."""
+    share_imports()
     from hotcold.actors.driver.prompts import Prompts
     from hotcold.actors.setup.preflight import prepare_system
     from hotcold.jobs.support.loading import running_system
@@ -149,7 +148,8 @@ def _started(path: Path, options: SystemOptions, name: str) -> Iterator[tuple[Sy
     _require_chat(path, tokenizer is not None and tokenizer.has_chat_template)
     assert tokenizer is not None
     tokenizer.check_template()
-    with running_system(system) as running:
+    # What a prompt needs is imported while the system loads.
+    with running_system(system, lambda progress: import_module(_TERMINAL)) as running:
         system = running.call("describe")  # with --mode auto, the mode that was chosen
         positions = system.context_length, config.max_positions
         yield running, Facts(name, system.mode, system.device, *positions)

@@ -12,7 +12,9 @@ from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.support.console import json_option, print_json, transient_progress
 from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand
+from hotcold.jobs.support.shared_imports import share_imports
 from hotcold.model.errors import ServiceError
+from hotcold.model.files.locate import locate_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,9 +35,10 @@ def compile_kernels(model: str | None, as_json: bool, **values: Any) -> None:
     kernels. They are kept on disk, for this CPU: the first start of the model then takes as long
     as any other.
     """
+    path = locate_model(model)
+    share_imports()
     from hotcold.actors.setup.preflight import prepare_system
     from hotcold.jobs.support.loading import running_system
-    from hotcold.model.files.locate import locate_model
     from hotcold.numba_kernels.own_cache import own_folder
 
     options: SystemOptions = split_system_options(values)
@@ -44,7 +47,7 @@ def compile_kernels(model: str | None, as_json: bool, **values: Any) -> None:
     except OSError:  # a line on standard error has said why
         raise ServiceError("compiled kernels cannot be kept, so there is no use in them") from None
     before, began = _kept(folder), time.monotonic()
-    system, config = prepare_system(locate_model(model), options)
+    system, config = prepare_system(path, options)
     with running_system(system) as running, transient_progress() as progress:
         requests = list(_requests(system, config.vocab_size))
         task = progress.add_task("compiling kernels of requests", total=len(requests))

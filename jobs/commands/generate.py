@@ -27,6 +27,7 @@ from hotcold.jobs.support.options import (
     system_options,
 )
 from hotcold.jobs.support.settings import GroupedCommand
+from hotcold.jobs.support.shared_imports import share_imports
 from hotcold.llm import LLM
 from hotcold.model.errors import PromptError, ServiceError, require_nonempty
 from hotcold.model.files.locate import locate_model
@@ -95,6 +96,7 @@ def _answer_here(
     path: Path, options: SystemOptions, asked: GenerateRequest
 ) -> tuple[Generation, dict[str, Any]]:
     """Answer with a system of this command's own; also what is said of that system."""
+    share_imports()
     from hotcold.actors.driver.prompts import Prompts
     from hotcold.actors.setup.preflight import prepare_system
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotcold.actors.private_ray.shared_imports import share_imports
 from hotcold.jobs.support.extras import require_extra, require_known_gradio
 from hotcold.jobs.support.listening import listen, url_of
 from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand, ModelsArgument
-from hotcold.jobs.support.signals import Signals, interrupts_after
+from hotcold.jobs.support.shared_imports import share_imports
+from hotcold.jobs.support.signals import Signals
 from hotcold.model.errors import ServiceError, UsageError
-from hotcold.model.secret_variable import API_KEY, forget_api_key
+from hotcold.model.secret_variable import API_KEY
 
 if TYPE_CHECKING:
     from hotcold.jobs.kept.served_systems import SystemStarter
@@ -119,7 +119,6 @@ def serve(
     The first is loaded at the start, others with their first request. Where memory is short, the
     least recently used one is unloaded.
     """
-    forget_api_key()  # forks of this process, and what they start, do not need it
     require_extra("ui", "serve")
     if not no_page and importlib.util.find_spec("gradio") is not None:
         require_known_gradio()
@@ -127,8 +126,7 @@ def serve(
 
     _check_keys(host, keys, is_loopback(host))
     allowed_origins = [origin_of(one) for one in origins]
-    with interrupts_after():
-        share_imports(*_MODULES)
+    share_imports(*_MODULES)
     from hotcold.actors.protocol.ray_memory import free_bytes
     from hotcold.jobs.kept.served_systems import SystemStarter, model_plans
     from hotcold.ui.access_log import event_line

@@ -29,8 +29,6 @@ class LazyCommand(NamedTuple):
 
     target: str  # "module:attribute"
     short_help: str
-    starts_system: bool = False
-    uses_running: bool = False  # where there is one that suits
 
 
 class LazyGroup(click.Group):

@@ -107,7 +107,7 @@ def huge_bytes_around(address: int, num_bytes: int, smaps: Path) -> int | None:
 
 _SERVICE_TITLE = b"ray::ServiceActor"
 # In the command lines of processes between a service and the one that started its Ray.
-_BETWEEN = (b"ray::", b"private_ray.fork_server", b"private_ray.shared_imports", b"/raylet/raylet")
+_BETWEEN = (b"ray::", b"private_ray.fork_server", b"/raylet/raylet")
 _PAGES = re.compile(r"\bN(\d+)=(\d+)")
 _PAGE_KIB = re.compile(r"\bkernelpagesize_kB=(\d+)")
 

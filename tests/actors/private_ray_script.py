@@ -1,6 +1,8 @@
 """A user's process that starts a private Ray and an actor, tells what runs, and waits to be ended.
 
-python -m tests.actors.private_ray_script [WORKERS]   so many at first, else the usual number
+python -m tests.actors.private_ray_script [WORKERS | shared]
+
+So many workers at first, else the usual number; shared: it shares its imports with them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,12 @@ from contextlib import suppress
 from typing import Any
 
 import psutil
+
+if sys.argv[1:] == ["shared"]:
+    from hotcold.jobs.support.shared_imports import share_imports
+
+    with open(__file__):  # a file that the fork server must not keep open
+        share_imports()
 import ray
 
 from hotcold.actors import launch
@@ -49,7 +57,7 @@ def facts_of(processes: Iterable[psutil.Process]) -> dict[str, Any]:
 
 
 def main() -> None:
-    if sys.argv[1:]:
+    if sys.argv[1:] not in ([], ["shared"]):
         launch._FIRST_WORKERS = int(sys.argv[1])
     folders = set(TempFolder.all())
     launch.start_local_ray(3, 0)
@@ -62,16 +70,13 @@ def main() -> None:
         "has_memory": is_reserved(raylet.pid),
         "monitor_every_ms": raylet.environ()[MONITOR_EVERY_MS],
         "owner": os.getpid(),
-        "entry_points": [job["Entrypoint"] for job in ray._private.state.jobs()],
         "drawn": ray.get([echo.draw.remote() for echo in echoes]),
         "imports": ray.get(echoes[0].imports.remote()),
         "folders": [str(path) for path in sorted(set(TempFolder.all()) - folders)],
         **facts_of(processes),
     }
     print(json.dumps(told), flush=True)
-    while (told_to := sys.stdin.readline().strip()) == "say":
-        print(ray.get(echoes[0].say.remote("again")), flush=True)
-    if told_to == "shutdown":
+    if sys.stdin.readline().strip() == "shutdown":
         ray.shutdown()
 
 

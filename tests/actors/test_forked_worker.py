@@ -49,14 +49,14 @@ def test_it_hands_on_all_that_a_worker_needs(tmp_path: Path, server: socket.sock
     with run_worker(tmp_path, "--one", "two three") as process:
         asked, _ = server.accept()
         request, streams, _, _ = socket.recv_fds(asked, 1 << 20, 3)
-        arguments, environment, folder = json.loads(request)
+        module, arguments, environment, folder = json.loads(request)
         os.write(streams[1], b"said by the worker")
         for stream in streams:
             os.close(stream)
         asked.send(b"forked")
         assert process.communicate(timeout=60)[0] == "said by the worker"
     assert process.returncode == 0
-    assert arguments == ["--one", "two three"]
+    assert (module, arguments) == (forked_worker._WORKER, ["--one", "two three"])
     assert environment[fork_server.ADDRESS] == "workers"
     assert Path(folder) == tmp_path
 
@@ -82,7 +82,7 @@ def test_unanswered_it_becomes_a_worker(tmp_path: Path, server: socket.socket, h
     assert said == "['--one', 'two three']\n"
 
 
-# Workers say that they are, and end.
+# Forks run what they are asked for, which says where it runs.
 ON_A_FULL_MACHINE = """
 import errno, os, socket, sys
 from hotcold.actors.private_ray import fork_server
@@ -100,13 +100,13 @@ def fork(usual=os.fork):
         raise OSError(forks.pop(), "full")
     return usual()
 
-def become_worker(asked, server, added):
+def be_program(asked, server, added):
     asked.send(b"forked")
     os._exit(0)
 
-os.fork, fork_server._become_worker = fork, become_worker
-owner, listener = map(int, sys.argv[1:])
-fork_server._serve(socket.socket(fileno=owner), Listener(fileno=listener), {})
+os.fork, fork_server._be_program = fork, be_program
+fork_server.socket.socket = Listener
+fork_server._serve(socket.socket(fileno=int(sys.argv[1])), {})
 """
 
 
@@ -117,12 +117,12 @@ def test_a_server_outlives_what_the_machine_has_no_more_of(server: socket.socket
             client.connect("workers")
             return client.recv(16)
 
-    owner, theirs = socket.socketpair()
-    numbers = theirs.fileno(), server.fileno()
-    command = [sys.executable, "-c", ON_A_FULL_MACHINE, *map(str, numbers)]
+    owner, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-c", ON_A_FULL_MACHINE, str(theirs.fileno())]
     environment = os.environ | environment_of_python()
-    with owner, subprocess.Popen(command, env=environment, pass_fds=numbers) as process:
+    with owner, subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]) as process:
         theirs.close()
+        socket.send_fds(owner, [b"listen"], [server.fileno()])
         # Whom it cannot fork a worker for becomes one, as whoever is not answered.
         assert [answer() for _ in range(4)] == [b"", b"", b"forked", b"forked"]
         owner.close()

@@ -123,7 +123,6 @@ with System.start(SystemConfig.from_json(sys.stdin.buffer.read())) as running:
     sampling = SamplingParams(max_tokens=2, temperature=0.8, ignore_eos=True)
     running.complete(GenerateRequest(sampling, prompt_ids=[1, 2, 3]))
 """
-_COMPILE = "import sys; from hotcold.actors.processes.precompile import main"
 
 
 @pytest.mark.thorough
@@ -134,16 +133,16 @@ def test_compilers_beside_ray_leave_a_first_token_nothing(
     path = tiny("llama-relu").path
     system, _ = prepare_system(path, SystemOptions(num_threads=2, context_length=128))
 
-    def run(code: str) -> set[str]:
+    def run(*program: str) -> set[str]:
         environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-        command = [sys.executable, "-c", code]
+        command = [sys.executable, *program]
         subprocess.run(command, cwd=ROOT, env=environment, input=system.as_json(), check=True)
         return {file.name for file in tmp_path.glob("hotcold/numba/*/*.nbc")}
 
-    ahead = run(f"{_COMPILE}; main(sys.stdin.buffer.read())")
+    ahead = run("-m", precompile.__name__)
     assert len(list(tmp_path.glob("hotcold/numba/precompiled-*/*"))) == 1
     loops = ("serve_attention.serve_attention-", "serve_ffn.serve_ffn-", "layer_loop.run_layers-")
     assert all(any(name.startswith(loop) for name in ahead) for loop in loops)
-    later = {name.split("-")[0] for name in run(_TOKEN) - ahead}
+    later = {name.split("-")[0] for name in run("-c", _TOKEN) - ahead}
     assert not {name for name in later if name.split(".")[0] in {"rows", "batch_ffn", "layer_ffn"}}
     assert not {loop[:-1] for loop in loops} & later

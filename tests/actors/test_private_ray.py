@@ -13,7 +13,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -28,15 +27,14 @@ import pytest
 import ray
 
 from hotcold.actors import launch
-from hotcold.actors.private_ray import closed_ray, fork_server, start
-from hotcold.actors.private_ray.closed_ray import closed_to_others
+from hotcold.actors.private_ray import closed_ray, start
 from hotcold.actors.private_ray.temp_folder import PREFIX, TempFolder
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.ray_parts import replaced
 from hotcold.actors.system import _start_ray
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.locate import DEMO_DIRECTORY
-from tests.actors.private_ray_script import Echo, facts_of
+from tests.actors.private_ray_script import Echo
 from tests.ray_doors import answers, listening, ray_methods
 
 
@@ -50,11 +48,11 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @contextmanager
 def owner(
-    *num_workers: str, script: str = "private_ray_script", **environment: str
+    *how: str, **environment: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
     """A process with a private Ray, and what it told of it."""
     with subprocess.Popen(
-        [sys.executable, "-m", f"tests.actors.{script}", *num_workers],
+        [sys.executable, "-m", "tests.actors.private_ray_script", *how],
         env=os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as process:  # fmt: skip
         assert process.stdout is not None
@@ -106,16 +104,11 @@ def told() -> Iterator[dict[str, Any]]:
         process.communicate(b"exit\n", timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("script", "server"),
-    [("private_ray_script", "fork_server"), ("shared_imports_script", "shared_imports")],
-)
-def test_it_starts_only_what_is_needed_and_leaves_nothing(
-    base: Path, script: str, server: str
-) -> None:
-    with owner(script=script) as (process, told):
+@pytest.mark.parametrize("how", [[], ["shared"]], ids=["server of its own", "shared imports"])
+def test_it_starts_only_what_is_needed_and_leaves_nothing(base: Path, how: list[str]) -> None:
+    with owner(*how) as (process, told):
         assert told["said"] == "here"
-        servers = of_kind(told, server)
+        servers = of_kind(told, "fork_server")
         assert open_files(servers[0]) == {os.devnull}
         assert list(base.glob(f"{PREFIX}*")) == [Path(told["folders"][0])]
         process.communicate(b"shutdown\n", timeout=60)
@@ -133,37 +126,6 @@ def test_it_starts_only_what_is_needed_and_leaves_nothing(
     assert len(set(told["drawn"])) == 2  # forked workers draw ids of their own
     assert told["has_memory"]  # of /dev/shm, all that its object store may fill
     assert told["monitor_every_ms"] == "0"
-
-
-def looks_for_signals(process_id: int) -> int:
-    """How often the process's main thread has slept in the next second."""
-    status = Path(f"/proc/{process_id}/task/{process_id}/status")
-
-    def slept() -> int:
-        return int(status.read_text().split("\nvoluntary_ctxt_switches:")[1].split()[0])
-
-    before = slept()
-    time.sleep(1.0)
-    return slept() - before
-
-
-def test_idle_workers_sleep_until_they_are_called_or_ended() -> None:
-    """By themselves they look for signals a hundred times a second, on a busy machine too."""
-    with owner() as (process, told):
-        assert process.stdin is not None and process.stdout is not None
-        servers = of_kind(told, "fork_server")
-        forked = [int(pid) for pid, parent in told["parents"].items() if parent in servers]
-        deadline = time.monotonic() + 120
-        while any(looks_for_signals(pid) > 9 for pid in forked):
-            assert time.monotonic() < deadline
-        process.stdin.write(b"say\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == b"again\n"
-        while any(looks_for_signals(pid) > 9 for pid in forked):
-            assert time.monotonic() < deadline
-        for pid in forked:
-            os.kill(pid, signal.SIGTERM)
-        assert ended(forked)
 
 
 def test_all_end_with_their_owner_and_a_killed_ones_folder_with_the_next_start(
@@ -196,15 +158,6 @@ def test_all_end_with_their_owner_and_a_killed_ones_folder_with_the_next_start(
     TempFolder.remove_dead()
     assert sorted(path.name for path in base.iterdir()) == left_over
     assert foreign.exists() and (elsewhere / "kept").exists()
-
-
-def test_stand_ins_of_agents_end_with_their_raylet() -> None:
-    with owner("1") as (_, told):
-        stand_ins = of_kind(told, STAND_IN)
-        assert len(stand_ins) == 2
-        (raylet,) = of_kind(told, "raylet")
-        os.kill(raylet, signal.SIGKILL)
-        assert ended(stand_ins)
 
 
 def in_its_own_process(check: Callable[[Path], None], folder: Path) -> None:
@@ -259,33 +212,6 @@ def start_another_version(base: Path) -> None:
     ray.shutdown()
 
 
-def start_with_renamed_parts(base: Path) -> None:
-    """A Ray in which nothing is found that this one's saves time with, and no worker is forked."""
-    said = Said(launch, start)
-    for module in (start, closed_ray):
-        setattr(module, "replaced", without_parts)  # noqa: B010
-    setattr(fork_server, "_NEWEST_RAY", (2, 0))  # noqa: B010
-    launch.start_local_ray(1, 0)
-    (line,) = said.lines
-    assert line.startswith("Ray's workers start in its own way, which takes longer: ")
-    assert ray.get(Echo.remote().say.remote("here")) == "here"  # type: ignore[attr-defined]
-    told = facts_of(psutil.Process().children(recursive=True))
-    assert len(of_kind(told, STAND_IN)) == 2  # it is a private one still
-    kinds = ("fork_server", "log_monitor", "dashboard", "monitor")
-    assert not any(of_kind(told, kind) for kind in kinds)
-    ray.shutdown()
-    assert not list(base.glob(f"{PREFIX}*"))
-
-
-@contextmanager
-def without_parts(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`replaced` as it is where Ray has none of the parts that are not needed."""
-    needed = name in ("Node", "start_ray_process")
-    renamed = name if needed else f"{name}_of_another_version"
-    with replaced(owner, renamed, value):
-        yield
-
-
 def start_an_open_ray(base: Path) -> None:
     """One that asks for no token, whatever it is told."""
     asks_for_none = replaced(closed_ray, "_MODE", "A_VARIABLE_OF_ANOTHER_VERSION")
@@ -304,7 +230,6 @@ def start_an_open_ray(base: Path) -> None:
     [
         start_a_raylet_that_ends,
         start_another_version,
-        start_with_renamed_parts,
         start_an_open_ray,
     ],
 )
@@ -347,28 +272,6 @@ def test_its_files_are_for_this_user_alone(told: dict[str, Any]) -> None:
     assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
     (sockets,) = folder.glob("**/sockets")
     assert {path.name for path in sockets.iterdir()} == {"raylet", "plasma_store"}
-
-
-def test_no_command_line_is_kept(told: dict[str, Any]) -> None:
-    assert told["entry_points"] == ["hotcold"]
-
-
-def test_every_private_ray_has_a_token_of_its_own_and_leaves_none_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "that of a cluster")
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    tokens = []
-    for _ in range(2):
-        folder = TempFolder()
-        with closed_to_others(folder.path):
-            assert "RAY_AUTH_TOKEN" not in os.environ
-            assert os.environ["RAY_AUTH_MODE"] == "token"
-            tokens.append(Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text())
-        folder.remove()
-    assert len(set(tokens)) == 2 and min(map(len, tokens)) >= 64
-    assert os.environ["RAY_AUTH_TOKEN"] == "that of a cluster"
-    assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"} & set(os.environ)
 
 
 @pytest.mark.parametrize(("has_own", "status"), [(True, 143), (False, -signal.SIGTERM)])
