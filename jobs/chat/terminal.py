@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import termios
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
-from prompt_toolkit.history import FileHistory, History
+from prompt_toolkit.history import FileHistory
 from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
@@ -22,11 +23,9 @@ from rich.console import Console
 from hotcold.actors.protocol.messages import TokenEvent
 from hotcold.jobs.chat.commands import COMMANDS, SHOWN, SWITCHES, Settings
 from hotcold.jobs.chat.conversation import Conversation
-from hotcold.jobs.chat.history import history_path, open_history
-from hotcold.jobs.chat.live_answer import LiveAnswer
+from hotcold.jobs.chat.markdown import LiveAnswer
 from hotcold.jobs.chat.screen import is_open, unquoted
 from hotcold.jobs.support.console import plain
-from hotcold.model.errors import UsageError
 from hotcold.model.sampling import PARAMETERS
 
 _STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "prompt": "bold"})
@@ -46,14 +45,14 @@ class TerminalScreen:
         self._console = Console(highlight=False)
         if settings.history:
             try:
-                told = str(open_history()).replace(str(Path.home()), "~", 1)
+                told = str(_history_file()).replace(str(Path.home()), "~", 1)
                 self.say(f"what you type is kept in {told} (/set nohistory: not any more)")
-            except UsageError as error:
+            except OSError as error:
                 settings.history = False
-                self.say(f"what you type is not kept: {error}")
+                self.say(f"what you type is not kept: {error.filename}: {error.strerror}")
         self._prompt: PromptSession[str] = PromptSession(
             [("class:prompt", "> ")],
-            history=_TypedHistory(settings),
+            history=_TypedHistory(settings) if settings.history else None,
             completer=_Completer(),
             complete_while_typing=False,
             reserve_space_for_menu=4,
@@ -103,24 +102,29 @@ class TerminalScreen:
             self._console.print()
 
 
-class _TypedHistory(History):
-    """What was typed in this session and, if that is wanted, before."""
+class _TypedHistory(FileHistory):
+    """What was typed in this session and before, kept as long as that is wanted."""
 
     def __init__(self, settings: Settings) -> None:
-        super().__init__()
+        super().__init__(_history_file())
         self._settings = settings
-
-    def load_history_strings(self) -> Iterable[str]:
-        """See prompt_toolkit: the last first."""
-        if self._settings.history:
-            with contextlib.suppress(OSError):
-                yield from FileHistory(history_path()).load_history_strings()
 
     def store_string(self, string: str) -> None:
         """See prompt_toolkit; what cannot be kept is not."""
         if self._settings.history:
-            with contextlib.suppress(OSError, UsageError, UnicodeError):
-                FileHistory(open_history()).store_string(string)
+            with contextlib.suppress(OSError, UnicodeError):
+                super().store_string(string)
+
+
+def _history_file() -> Path:
+    """The file, for its user alone, in the folder for what programs remember. Errors: OSError."""
+    given = os.environ.get("XDG_STATE_HOME", "")
+    state = Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state"
+    path = state / "hotcold" / "chat-history"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)) as file:
+        os.fchmod(file.fileno(), 0o600)  # fails for another user's
+    return path
 
 
 class _Completer(Completer):

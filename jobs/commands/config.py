@@ -6,18 +6,20 @@ import json
 import os
 import textwrap
 from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import Any
 
 import click
 
 from hotcold.jobs.support.settings import (
+    OTHER_VARIABLES,
+    PREFIX,
     Setting,
     SharedOption,
     let_settings_decide,
     read_settings,
     settings_of,
     settings_path,
-    unknown_variables,
 )
 from hotcold.model.files.artifact_places import ARTIFACTS
 
@@ -61,8 +63,12 @@ def config(ctx: click.Context, example: bool) -> None:
 def _unknown_variables(commands: dict[tuple[str, ...], click.Command]) -> Iterator[str]:
     """A line for each variable HOTCOLD_... that nothing reads, with the nearest that is read."""
     settings = (one for names, command in commands.items() for one in settings_of(command, names))
-    known = (name for one in settings for name in one.variables)
-    return (line for _, line, _ in unknown_variables(known))
+    known = {name for one in settings for name in one.variables} | OTHER_VARIABLES
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and name not in known:
+            nearest = get_close_matches(name, known, 1, cutoff=0.8)
+            maybe = f"; did you mean {nearest[0]}?" if nearest else ""
+            yield f"{name} is set, but no setting is called that{maybe}"
 
 
 def _commands(

@@ -11,7 +11,6 @@ import click
 from hotcold.jobs.support.settings import (
     check_top,
     let_settings_decide,
-    misspelt_variables,
     read_settings,
 )
 from hotcold.jobs.support.signals import interrupts_after
@@ -82,22 +81,15 @@ class LazyGroup(click.Group):
 
 
 def _let_settings_decide(ctx: click.Context, name: str, command: click.Command) -> None:
-    """Take the options of `command` from the environment and the settings' file, too.
-
-    A variable that is misspelt is told, since nothing else would show that it does not hold.
-    """
+    """Take the options of `command` from the environment and the settings' file, too."""
     path = [name]
     group = ctx
     while group.parent is not None:
         path.insert(0, str(group.info_name))
         group = group.parent
     content = read_settings()
-    commands = group.command.list_commands(group)  # type: ignore[attr-defined]
-    check_top(content, commands)
+    check_top(content, group.command.list_commands(group))  # type: ignore[attr-defined]
     ctx.default_map = {name: let_settings_decide(command, tuple(path), content)}
-    if path != ["config"] and not isinstance(command, click.Group):  # it tells all of them
-        for line in misspelt_variables(command, tuple(path), commands):
-            click.echo(f"hotcold: {line}", err=True)
 
 
 def add_debug_option(command: click.Command) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,12 +36,10 @@ from hotcold.model.files.artifact_places import ARTIFACTS
 from hotcold.model.sampling import PARAMETERS
 from hotcold.model.secret_variable import API_KEY
 
-_PREFIX = "HOTCOLD_"
+PREFIX = "HOTCOLD_"
 _FILE_VARIABLE = "HOTCOLD_CONFIG"
 # Variables that are not called after an option.
-OTHER_VARIABLES = {
-    API_KEY, ARTIFACTS, _FILE_VARIABLE, "HOTCOLD_FORK_SERVER", "HOTCOLD_NUMA_ROOT",
-}  # fmt: skip
+OTHER_VARIABLES = {API_KEY, ARTIFACTS, _FILE_VARIABLE, "HOTCOLD_FORK_SERVER", "HOTCOLD_NUMA_ROOT"}
 _MAX_BYTES = 1 << 20
 
 
@@ -221,36 +219,7 @@ def settings_of(command: click.Command, names: tuple[str, ...]) -> Iterator[Sett
 
 def variable_of(name: str) -> str:
     """The variable of an option or a command of that name."""
-    return _PREFIX + name.replace("-", "_").upper()
-
-
-def unknown_variables(known: Iterable[str]) -> Iterator[tuple[str, str, bool]]:
-    """Variables HOTCOLD_... that are set and not `known`: each, its line, whether one is near."""
-    ends = {name.removeprefix(_PREFIX): name for name in [*known, *OTHER_VARIABLES]}
-    for name in sorted(os.environ):
-        end = name.removeprefix(_PREFIX)
-        if end != name and end not in ends:
-            nearest = get_close_matches(end, ends, 1, cutoff=0.8)
-            maybe = f"; did you mean {ends[nearest[0]]}?" if nearest else ""
-            yield name, f"{name} is set, but no setting is called that{maybe}", bool(nearest)
-
-
-def misspelt_variables(
-    command: click.Command, names: tuple[str, ...], commands: Sequence[str]
-) -> Iterator[str]:
-    """A line for each variable that is nearly one of the command called by `names`.
-
-    Those that begin with another of `commands` are for that one, and others may be anybody's: for a
-    service called hotcold Kubernetes sets HOTCOLD_SERVICE_HOST.
-    """
-    known = {variable_of(key) for keys in SHARED_OPTIONS.values() for key in keys}
-    known.update(name for one in settings_of(command, names) for name in one.variables)
-    own = variable_of("-".join(names))
-    others = tuple(f"{variable_of(name)}_" for name in commands)
-    for name, line, is_near in unknown_variables(known):
-        is_others = name.startswith((*others, variable_of("service-")))
-        if is_near and (name.startswith(f"{own}_") or not is_others):
-            yield line
+    return PREFIX + name.replace("-", "_").upper()
 
 
 def _setting_name(param: click.Parameter) -> str | None:

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
-from hotcold.jobs.chat import history
 from hotcold.jobs.chat.commands import COMMANDS, Commands, Settings
 from hotcold.jobs.chat.conversation import Conversation
 from hotcold.jobs.chat.files import (
@@ -465,33 +464,6 @@ def test_several_lines_between_quotation_marks() -> None:
         assert not is_open(text)
     assert unquoted(' """\n a\nb """') == "a\nb"
     assert unquoted(" a ") == "a"
-
-
-def test_what_was_typed_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    path = history.open_history()
-    assert path == tmp_path / "state" / "hotcold" / "chat-history"
-    assert path.stat().st_mode & 0o777 == 0o600
-    path.chmod(0o644)
-    path.write_text("".join(f"\n# 2026-01-01\n+line {n}\n" for n in range(60_000)))
-    assert history.open_history().stat().st_mode & 0o777 == 0o600
-    kept = path.read_text()
-    assert len(kept) <= 1 << 19 and kept.endswith("+line 59999\n")
-    assert kept.startswith("\n# 2026-01-01\n+line ")
-    path.unlink()
-    path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UsageError, match="cannot be used"):
-        history.open_history()
-    assert not (tmp_path / "elsewhere").exists()
-    path.unlink()
-    path.touch()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
-        with pytest.raises(UsageError, match="is no file of yours"):
-            history.open_history()
-    monkeypatch.setenv("XDG_STATE_HOME", "relative")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert history.history_path() == tmp_path / ".local/state/hotcold/chat-history"
 
 
 def test_what_a_prompt_needs_is_imported_while_the_system_starts() -> None:
