@@ -34,6 +34,7 @@ from hotcold.model.files.locate import locate_model, model_name
 from hotcold.model.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from hotcold.actors.protocol.messages import LoadProgress
     from hotcold.actors.system import System
 
 _TERMINAL = "hotcold.jobs.chat.terminal"
@@ -148,8 +149,13 @@ def _started(path: Path, options: SystemOptions, name: str) -> Iterator[tuple[Sy
     _require_chat(path, tokenizer is not None and tokenizer.has_chat_template)
     assert tokenizer is not None
     tokenizer.check_template()
-    # What a prompt needs is imported while the system loads.
-    with running_system(system, lambda progress: import_module(_TERMINAL)) as running:
+
+    def import_terminal(progress: LoadProgress) -> None:
+        """While the system loads."""
+        if _has_cursor():
+            import_module(_TERMINAL)
+
+    with running_system(system, import_terminal) as running:
         system = running.call("describe")  # with --mode auto, the mode that was chosen
         positions = system.context_length, config.max_positions
         yield running, Facts(name, system.mode, system.device, *positions)
