@@ -7,9 +7,8 @@ Importing Numba takes half a second. What only reads headers, counts bytes or ch
 from numba import njit as njit
 
 from hotcold.numba_kernels.numba_parts import (
-    has_cache_parts,
-    has_compiling_parts,
     has_naming_parts,
+    is_known_numba,
     use_numbas_cache,
 )
 
@@ -17,13 +16,11 @@ if has_naming_parts():
     from hotcold.numba_kernels.content_names import name_by_content
 
     name_by_content()
-if has_compiling_parts():
+if is_known_numba():
     from hotcold.numba_kernels.called_kernels import compile_called_kernels
-
-    compile_called_kernels()
-if has_cache_parts():
     from hotcold.numba_kernels.one_compiler import share_compilers
 
+    compile_called_kernels()
     share_compilers()
 else:
     use_numbas_cache()

@@ -7,16 +7,12 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import llvmlite.binding as llvm
-import numpy as np
 import pytest
 from numba import types
 from numba.core.types import Literal
 
 from hotcold.numba_kernels import kernel_cache
-from hotcold.numba_kernels.called_kernels import KernelLibrary
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.own_cache import read_checked
 
@@ -36,11 +32,6 @@ def quarter(x):
     return half(half(x))
 
 
-@njit
-def eighth(x):
-    return quarter(x) / 2
-
-
 def test_python_may_call_what_kernels_called_before() -> None:
     assert quarter(8.0) == 2.0
     assert half(8.0) == 4.0
@@ -57,66 +48,6 @@ def test_kernels_may_call_what_python_called_before() -> None:
 def test_errors_of_called_kernels_are_raised(function) -> None:
     with pytest.raises(ValueError, match="less than nothing"):
         function(-1.0)
-
-
-def test_called_kernels_have_no_machine_code() -> None:
-    assert quarter(np.float32(8)) == 2.0
-    (called,) = {library for library, is_called in variants(half) if is_called}
-    (whole,) = {library for library, is_called in variants(quarter) if not is_called}
-    assert isinstance(called, KernelLibrary) and isinstance(whole, KernelLibrary)
-    assert called.serialize_using_object_code()[1] == "called functions"
-    assert whole.serialize_using_object_code()[1] == "whole program"
-
-
-def variants(function) -> list[tuple[Any, bool]]:
-    """Libraries of what was compiled from float32, and whether it was for a caller."""
-    found = function.variants.items()
-    return [(each.library, key[1]) for key, each in found if str(key[0]) == "(float32,)"]
-
-
-def test_an_address_makes_machine_code() -> None:
-    """Numba asks for some functions by their address, such as what it counts references with."""
-    half(np.int8(8))
-    quarter(np.int8(8))
-    found = {key: each for key, each in half.variants.items() if key[1]}
-    compiled = next(each for key, each in found.items() if str(key[0]) == "(int8,)")
-    name, library = compiled.fndesc.mangled_name, compiled.library
-    assert library.get_pointer_to_function("no such function") == 0
-    address = library.get_pointer_to_function(name)
-    assert address == library.get_pointer_to_function(name) != 0
-    assert library.serialize_using_object_code()[1] == "called functions"
-    assert quarter(np.int8(8)) == 2.0
-
-
-def test_a_called_kernel_is_kept_with_what_it_calls() -> None:
-    """Each function once, as it was compiled: what calls it links them all."""
-    assert eighth(np.float32(8)) == 1.0
-    (code,) = [library._code for library, is_called in variants(quarter) if is_called]
-    (inner,) = [library._code for library, is_called in variants(half) if is_called]
-    assert inner.items() < code.items()
-    (made,) = {library for library, is_called in variants(quarter) if is_called}
-    kept = pickle.loads(pickle.dumps(made.serialize_using_object_code()))
-    assert made.codegen.unserialize_library(kept)._code == code
-
-
-@njit
-def three_quarters(x):
-    return half(x) + quarter(x)
-
-
-def test_of_two_bodies_with_one_name_none_is_linked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All is compiled anew then, and nothing that others have kept is used any more."""
-    monkeypatch.setattr(kernel_cache, "_reads_kept", True)
-    assert eighth(np.uint8(8)) == 1.0
-    found = {str(key[0]): each for key, each in half.variants.items() if key[1]}
-    library = found["(uint8,)"].library
-    name, code = next(iter(library._code.items()))
-    text = str(llvm.parse_bitcode(code))
-    other = llvm.parse_assembly(text.replace("fmul", "fadd").replace("fdiv", "fadd"))
-    monkeypatch.setitem(library._code, name, other.as_bitcode())
-    assert str(other) != text
-    assert three_quarters(np.uint8(8)) == 6.0
-    assert not kernel_cache.reads_kept()
 
 
 # Prints what two kernels answer, one of which the other calls, asked in the order that is given.
@@ -189,36 +120,6 @@ def test_no_kernel_is_compiled_again_for_another_kind_of_number(
             assert not written, name
             kinds = {tuple(map(without_width, types)) for types in found}
             assert len(kinds) == len(found) or name.startswith(DOORBELLS), (name, found)
-
-
-PLAIN_NUMBA = """
-import sys
-from hotcold.numba_kernels import numba_parts
-numba_parts.has_compiling_parts = numba_parts.has_cache_parts = lambda: False
-import numpy as np
-from numba import njit
-from hotcold.numba_kernels.decode.rows import block_products
-
-@njit
-def products(weights, x, num_tokens):
-    for _ in range(100):
-        out = np.zeros((num_tokens, weights.shape[0]), np.float32)
-        block_products(weights, x, out, 0, weights.shape[0], 0)
-    return out
-
-rng = np.random.default_rng(0)
-weights, x = (rng.standard_normal((n, 64)).astype(np.float32) for n in (12, 3))
-assert "hotcold.numba_kernels.called_kernels" not in sys.modules
-np.testing.assert_allclose(products(weights, x, 3), x @ weights.T, rtol=1e-4, atol=1e-4)
-"""
-
-
-def test_numba_alone_computes_the_same(tmp_path: Path) -> None:
-    """As with a version of Numba whose inner parts are not known: references are counted."""
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", PLAIN_NUMBA]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 OF_OTHERS = """

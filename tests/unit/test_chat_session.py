@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
-from hotcold.jobs.chat.commands import COMMANDS, Commands, Settings
+from hotcold.jobs.chat.commands import Commands, Settings
 from hotcold.jobs.chat.conversation import Conversation
 from hotcold.jobs.chat.files import (
     load_conversation,
@@ -23,7 +23,6 @@ from hotcold.jobs.chat.files import (
     read_attachment,
     save_conversation,
 )
-from hotcold.jobs.chat.screen import is_open, unquoted
 from hotcold.jobs.chat.session import HELP, Session
 from hotcold.jobs.support.console import cut_short
 from hotcold.model.errors import PromptError, UsageError
@@ -154,16 +153,6 @@ def test_what_is_told(line: str, told: str) -> None:
     assert talk.messages == []
 
 
-def test_set_alone_says_how_and_what_is_set() -> None:
-    screen, _, _ = typed("/set top_k 7", "/set", "/show parameters")
-    values, _, usage = screen.told[1].rpartition("\n")
-    assert "\ntop_k 7\n" in values and values == screen.told[2]
-    assert usage == (
-        "write it like /set temperature 0.2 (none: the model's default); it also takes "
-        "system TEXT, history, nohistory, markdown, nomarkdown, verbose, quiet"
-    )
-
-
 def test_parameters_are_those_of_the_next_request() -> None:
     _, _, running = typed("/set num_predict 9", "/set stop 'a b'", "a", "/set temperature 0", "b")
     first, second = (request.sampling for request in running.requests)
@@ -232,12 +221,6 @@ def test_an_answer_that_cannot_go_on_stays_as_it_is() -> None:
     assert talk.messages[-1]["content"] == "echo of a"
 
 
-def test_no_answer_is_cut_by_what_nobody_asked_for() -> None:
-    """One default for the terminal, the API and the page: up to the end of the context."""
-    _, _, running = typed("a")
-    assert running.requests[0].sampling.max_tokens is None
-
-
 def test_what_has_outgrown_the_context_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("text")
     screen, _, running = typed("a", f"/file {tmp_path / 'x'}", "too much", "b")
@@ -299,14 +282,6 @@ def test_the_context_that_is_taken_counts_the_prompt_from_the_first_token(tmp_pa
     assert used() == "? of 1,000 tokens"  # more than before: it holds that question, too
     talk.clear()
     assert used() == "0 of 1,000 tokens (0%)"
-
-
-def test_help_names_all_of_them() -> None:
-    screen, _, _ = typed("/help")
-    assert all(name in screen.told[0] for one in COMMANDS for name in one.names)
-    names = [name for one in COMMANDS for name in one.names]
-    assert len(names) == len(set(names))
-    assert max(map(len, screen.told[0].split("\n"))) <= 79
 
 
 def test_files_that_a_question_names_go_with_it(tmp_path: Path) -> None:
@@ -455,15 +430,6 @@ def test_what_is_no_conversation_is_not_loaded(tmp_path: Path, content: object, 
     path.write_text(str(content))
     with pytest.raises(UsageError, match=told):
         load_conversation(path)
-
-
-def test_several_lines_between_quotation_marks() -> None:
-    for text in ('"""', '"""a', '"""a\n"b""', ' """ '):
-        assert is_open(text)
-    for text in ('a"""', '"""a"""', '"""a\nb\n"""', '""""""', ""):
-        assert not is_open(text)
-    assert unquoted(' """\n a\nb """') == "a\nb"
-    assert unquoted(" a ") == "a"
 
 
 def test_what_a_prompt_needs_is_imported_while_the_system_starts() -> None:

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import ast
-import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from numba.core.dispatcher import Dispatcher
 
 from hotcold.numba_kernels import kernel_cache
-from hotcold.numba_kernels.decode import ffn
-from hotcold.numba_kernels.ffn import serve_ffn
-from hotcold.numba_kernels.load import convert
-from hotcold.numba_kernels.one_compiler import _MANY_OBJECTS, _few_collections
-from hotcold.numba_kernels.prompt import prompt_ffn
 
 PACKAGE = Path(kernel_cache.__file__).resolve().parent
 SOURCES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
@@ -95,12 +87,6 @@ def test_a_changed_source_changes_the_folders_of_what_imports_it(copy: Path, sou
     assert {name for name in after if before[name] != after[name]} == importers_of(source)
 
 
-def test_what_imports_little_is_reached_by_little() -> None:
-    """Whether the test above could tell one folder for all sources from these."""
-    assert len(importers_of("decode/finite.py")) < 10
-    assert len(importers_of("ir/target.py")) > 20
-
-
 def test_a_changed_source_compiles_what_imports_it_alone(copy: Path, tmp_path: Path) -> None:
     """`convert` does not import `finite`; nothing is compiled anew but a kernel of the latter."""
     code = """
@@ -137,21 +123,6 @@ def test_what_nobody_used_for_a_month_is_removed(
     kernel_cache.own_kernel_folder(PACKAGE / "formats.py")
     assert {folder.name for folder in used.parent.iterdir()} == {used.name, "rows-89ab"}
     assert now - used.stat().st_mtime < day
-
-
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        ffn.add_one,
-        convert.widen_kernel,
-        prompt_ffn.list_fired,
-        serve_ffn.ffn_request,
-    ],
-    ids=lambda kernel: kernel.__qualname__,
-)
-def test_kernels_of_all_folders_are_kept_there(kernel: Dispatcher) -> None:
-    source = Path(kernel.py_func.__code__.co_filename)
-    assert Path(kernel.stats.cache_path) == kernel_cache.kernel_folder(source)
 
 
 # Waits for the other one, compiles for two formats and prints who found what on disk.
@@ -296,21 +267,3 @@ def test_what_is_damaged_is_compiled_again(
     done = compiled(tmp_path)
     assert json.loads(done.stdout.splitlines()[-1]) == [0, 2] and done.stderr == ""
     assert json.loads(compiled(tmp_path).stdout.splitlines()[-1]) == [2, 0]
-
-
-class Knot:
-    """Refers to itself, as what a compiler makes does."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-def test_what_a_compiled_function_leaves_behind_is_gone_before_its_caller_is() -> None:
-    """And nothing is looked for meanwhile; afterwards as before."""
-    assert gc.isenabled()
-    with _few_collections():
-        with _few_collections():
-            left = [weakref.ref(Knot()) for _ in range(2 * _MANY_OBJECTS)]
-            assert not gc.isenabled() and all(one() is not None for one in left)
-        assert not gc.isenabled() and not any(one() is not None for one in left)
-    assert gc.isenabled()

@@ -11,14 +11,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from numba.core.caching import NullCache
 
 from hotcold.cuda_kernels import compiled
 from hotcold.cuda_kernels.source import Entry
-from hotcold.jobs.support import loading
-from hotcold.numba_kernels import one_compiler, own_cache
-from hotcold.numba_kernels.load import convert
-from hotcold.numba_kernels.one_compiler import KernelCache
+from hotcold.numba_kernels import own_cache
 from tests.full_disk import files_of_at_most
 
 
@@ -92,14 +88,6 @@ def test_in_a_folder_open_to_all_anybody_could_swap_it(
     assert own_cache.own_folder("room") == home / "hotcold" / "room"
 
 
-def test_kernels_are_compiled_in_memory_then(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = convert.widen_kernel.py_func
-    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-    assert isinstance(one_compiler._cache_of(kernel), KernelCache)
-    (home / "hotcold").chmod(0o777)
-    assert isinstance(one_compiler._cache_of(kernel), NullCache)
-
-
 def test_a_full_folder_is_said_once(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,26 +101,6 @@ def test_a_full_folder_is_said_once(
         f"hotcold: nothing more can be kept in {home}/hotcold (File too large), so kernels are "
         "compiled at every start; make room there, or set XDG_CACHE_HOME to another folder\n"
     )
-
-
-def test_a_full_folder_is_said_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-
-    class Started(Exception):
-        pass
-
-    def start(*arguments: Any, **options: Any) -> None:
-        said.append("started")
-        raise Started
-
-    monkeypatch.setattr(loading, "tell_if_full", lambda: said.append("full"))
-    monkeypatch.setattr(loading, "tell_draft", lambda system: None)
-    monkeypatch.setattr(loading, "require_bundles", lambda system: None)
-    monkeypatch.setattr("hotcold.actors.system.System.start", start)
-    system: Any = None
-    with pytest.raises(Started), loading.running_system(system):
-        pass
-    assert said == ["full", "started"]
 
 
 @pytest.mark.parametrize("damage", ["none", "another byte", "cut", "others may write", "full"])
