@@ -226,7 +226,7 @@ def _report(error: BaseException) -> tuple[str, int]:
         case click.Abort() | KeyboardInterrupt():
             return "", EXIT_INTERRUPTED
         case MemoryError():
-            return f"not enough memory: {error or 'an allocation was refused'}", EXIT_FAILURE
+            return f"not enough memory: {str(error) or 'an allocation was refused'}", EXIT_FAILURE
         case OSError(filename=str() | bytes()):
             return f"{error.strerror}: {click.format_filename(error.filename)}", EXIT_FAILURE
     kind = type(error).__name__
