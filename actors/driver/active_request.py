@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hotcold.actors.driver.dry import Breakers, Dry
 from hotcold.actors.driver.engine import Engine
-from hotcold.actors.driver.logits_processors import Constraint, Grammars, Penalties
+from hotcold.actors.driver.grammars import Constraint, Grammars
 from hotcold.actors.driver.outputs import (
     AnswerLogprobs,
     PromptLogprobs,
@@ -20,17 +19,17 @@ from hotcold.actors.driver.outputs import (
     token_logprob,
 )
 from hotcold.actors.driver.prompts import Prompts
+from hotcold.actors.driver.sampler import Breakers, TokenSampler
 from hotcold.actors.driver.streams import Stream
 from hotcold.actors.driver.thoughts import ThoughtReader, Thoughts
-from hotcold.actors.driver.token_sampler import TokenSampler
 from hotcold.actors.protocol.failures import NotFiniteError
+from hotcold.actors.protocol.kv_pool import page_keys
 from hotcold.actors.protocol.messages import (
     DraftCounts,
     GenerateRequest,
     Generation,
     TokenEvent,
 )
-from hotcold.actors.protocol.page_index import page_keys
 from hotcold.actors.protocol.step_sizes import chunk_sizes
 from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
 from hotcold.model.config.model_config import ModelConfig
@@ -128,15 +127,13 @@ class ActiveRequest:
         if request.wants_embedding:
             self._mean = StateMean(generator.config, generator.engine.embedding)
         self.chunk_sizes = self._chunk_sizes()
-        self._penalties = Penalties(request.sampling, self._num_prompt_tokens)
-        # Reads the prompt here rather than in the engine's thread.
-        self._penalties.applied(np.zeros(generator.config.vocab_size, np.float32), self.tokens)
         sampling = request.sampling
-        self._dry: Dry | None = None
+        breakers: Breakers | None = None
         if sampling.dry_multiplier > 0 and sampling.dry_penalty_last_n != 0:
             breakers = generator.breakers(tuple(sampling.dry_sequence_breakers))
-            self._dry = Dry(sampling, breakers, self.tokens)
-        self._sampler = TokenSampler(sampling)
+        self._sampler = TokenSampler(sampling, self.tokens, breakers)
+        # Reads the prompt here rather than in the engine's thread.
+        self._sampler.processed(np.zeros(generator.config.vocab_size, np.float32), self.tokens)
         self._stop = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         tokenizer = generator.prompts.tokenizer
         self._decoder = tokenizer.stream_decoder(self.tokens) if tokenizer else None
@@ -374,10 +371,7 @@ class ActiveRequest:
 
     def _processed(self, logits: np.ndarray) -> np.ndarray:
         """The logits that the next token is drawn from."""
-        processed = self._penalties.applied(logits, self.tokens)
-        if self._dry is not None:
-            processed = processed.copy() if processed is logits else processed
-            self._dry.lower(processed, self.tokens)
+        processed = self._sampler.processed(logits, self.tokens)
         if self._constraint is not None and not self._reader.is_thinking:
             processed = self._constraint.masked(processed)
         has_said = self._reader.has_answered or not self._was_forced

@@ -20,16 +20,14 @@ from hotcold.actors.driver.active_request import (
     compile_extras,
 )
 from hotcold.actors.driver.arithmetic import arithmetic_identity
+from hotcold.actors.driver.drafts import ModelDrafter, speculation
 from hotcold.actors.driver.engine import Engine
-from hotcold.actors.driver.mode_trial import ModeTrial, compare_modes, kept_trial
-from hotcold.actors.driver.model_drafter import ModelDrafter
-from hotcold.actors.driver.prefix_cache import PrefixCache
+from hotcold.actors.driver.modes import ModeTrial, StepMode, compare_modes, kept_trial, step_mode
+from hotcold.actors.driver.prefix_cache import PageStore, PrefixCache
 from hotcold.actors.driver.profiling import ProfilingEngine
 from hotcold.actors.driver.request_queue import RequestQueue
 from hotcold.actors.driver.scheduler import Scheduler
 from hotcold.actors.driver.scoring import ThresholdTrials, WindowScores, score_window
-from hotcold.actors.driver.speculation import speculation
-from hotcold.actors.driver.step_mode import StepMode, step_mode
 from hotcold.actors.driver.streams import (
     POLL_S,
     OpenStreams,
@@ -57,7 +55,6 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
     TokenEvent,
 )
-from hotcold.actors.protocol.page_store import PageStore
 from hotcold.actors.protocol.step_sizes import share_tokens
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.choose import default_mode

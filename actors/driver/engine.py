@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hotcold.actors.driver.step_mode import StepMode
+from hotcold.actors.driver.modes import StepMode
 from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.lanes import sums_of_services

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hotcold.actors.driver.engine import Engine
-from hotcold.actors.driver.step_mode import step_mode
+from hotcold.actors.driver.modes import step_mode
 from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.topology import Topology

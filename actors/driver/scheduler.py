@@ -21,9 +21,9 @@ import numpy as np
 
 from hotcold.actors.driver.active_request import ActiveRequest
 from hotcold.actors.driver.batches import Batch, PromptChunks, StepEnd
+from hotcold.actors.driver.drafts import Speculation
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.prefix_cache import PrefixCache
-from hotcold.actors.driver.speculation import Speculation
 from hotcold.actors.protocol.failures import CacheLost, NotFiniteError, RequestError, first_line
 from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
 from hotcold.model.errors import HotcoldError, ServiceError

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hotcold.actors.driver.engine import Engine
-from hotcold.actors.driver.step_mode import StepMode, step_mode
+from hotcold.actors.driver.modes import StepMode, step_mode
 from hotcold.actors.protocol.failures import RequestError
 from hotcold.actors.protocol.messages import THRESHOLD
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
     from hotcold.actors.attention.cuda.device import Device
     from hotcold.actors.attention.cuda.load import CudaLoading
-    from hotcold.actors.attention.kept_pages import KeptPages
-    from hotcold.actors.protocol.page_store import OpenedPages, Page, SavedPages
+    from hotcold.actors.attention.prefix_file import PrefixFile
+    from hotcold.actors.protocol.kv_pool import OpenedPages, Page, SavedPages
 
 
 # Reads the service's weights, and reports bytes as it reads them.
@@ -69,7 +69,7 @@ class ServiceActor:
         self._setup = HostSetup()
         self._service: Service | None = None
         self._loading: CudaLoading | None = None
-        self._pages: KeptPages | None = None
+        self._pages: PrefixFile | None = None
         self._arena_ref: Any = None
         self._is_seen = False  # its counters, by the driver
 
@@ -245,23 +245,23 @@ class ServiceActor:
         return ServiceVitals(os.getpid(), resident_bytes(), device, counts, steps)
 
     def open_pages(self, session: bytes, identity: bytes, anew: bool) -> OpenedPages:
-        """Open the file of KV cache pages; see `KeptPages.open`."""
-        from hotcold.actors.attention.kept_pages import KeptPages
+        """Open the file of KV cache pages; see `PrefixFile.open`."""
+        from hotcold.actors.attention.prefix_file import PrefixFile
 
         if self._pages is None:
             service: Any = self._require_service()
             config = read_config(self.spec.path)
-            self._pages = KeptPages.of(self.spec, service.cache_arrays, config)
+            self._pages = PrefixFile.of(self.spec, service.cache_arrays, config)
         return self._pages.open(session, identity, anew)
 
     def save_pages(
         self, session: bytes, used: Sequence[bytes], keys: Sequence[bytes], pages: Sequence[Page]
     ) -> SavedPages | None:
-        """Write pages to it; see `KeptPages.save`."""
+        """Write pages to it; see `PrefixFile.save`."""
         return None if self._pages is None else self._pages.save(session, used, keys, pages)
 
     def load_pages(self, session: bytes, keys: Sequence[bytes], pages: Sequence[Page]) -> int:
-        """Read pages from it; see `KeptPages.load`."""
+        """Read pages from it; see `PrefixFile.load`."""
         return 0 if self._pages is None else self._pages.load(session, keys, pages)
 
     def device_report(self, measure: bool) -> dict[str, float]:

@@ -37,7 +37,7 @@ from hotcold.placement.memory import require_memory
 
 if TYPE_CHECKING:
     from hotcold.actors.driver.driver import Driver
-    from hotcold.actors.driver.service_page_store import ServicePageStore
+    from hotcold.actors.driver.prefix_cache import PageStore
 
 # Stages of a start, in order, beside LOADING_WEIGHTS.
 STARTING = "starting services"
@@ -86,7 +86,7 @@ class SystemServices:
         self.changing = threading.Lock()  # held while services are loaded
         self.held_cpus: Any = None  # a placement group, once services have changed
         self._driver: Driver | None = None
-        self._store: ServicePageStore | None = None
+        self._store: PageStore | None = None
         self._failure: BaseException | None = None
         self._preparing: threading.Thread | None = None  # services, for long prompts
         self._stopping = threading.Event()
@@ -176,9 +176,9 @@ class SystemServices:
             self._kill()
             raise
 
-    def _page_store(self) -> ServicePageStore | None:
+    def _page_store(self) -> PageStore | None:
         """What keeps pages of the KV cache in files; None where none is wanted."""
-        from hotcold.actors.driver.service_page_store import ServicePageStore
+        from hotcold.actors.driver.prefix_cache import PageStore
 
         def call(method: str, *arguments: Any) -> list[Any]:
             connection = self.connection
@@ -186,7 +186,7 @@ class SystemServices:
             return connection.call_each(method, *arguments, services=caches)
 
         if self.system.prefix_cache_bytes:
-            self._store = ServicePageStore(call, lambda causes: self.exchange.renew(causes))
+            self._store = PageStore(call, lambda causes: self.exchange.renew(causes))
         return self._store
 
     def _prepare_hosts(self) -> None:

@@ -4,14 +4,17 @@ Layers without and with a window have pages of their own (groups FULL and WINDOW
 tables). A sequence keeps all pages of the first, and of the second those that its next tokens see.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from hotcold.actors.protocol.page_index import PageIndex
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.numba_kernels.serve.mailbox import FULL
+
+_KEY_BYTES = 16
+Page = tuple[int, ...]  # 64 positions: one of layers without a window, and one of those with it
 
 
 def num_pages_of(num_positions: int) -> int:
@@ -34,6 +37,82 @@ class Window:
     def num_pages(self) -> int:
         """Pages that a sequence has at most: they hold a window and a step, wherever it begins."""
         return num_pages_of(self.size + self.step - 2) + 1
+
+
+def namespace_key(identity: bytes, salt: str) -> bytes:
+    """The key before a prompt's first page: who computes, and for whom. 16 bytes."""
+    content = identity + salt.encode("utf-8", "surrogatepass")  # JSON may hold lone surrogates
+    return hashlib.blake2b(content, digest_size=_KEY_BYTES).digest()
+
+
+def page_keys(namespace: bytes, token_ids: Sequence[int]) -> list[bytes]:
+    """A key of 16 bytes for each whole page: of its 64 tokens, and the key before it."""
+    ids = np.asarray(token_ids, "<i4")
+    keys, key = list[bytes](), namespace
+    for first in range(0, ids.size - PAGE_POSITIONS + 1, PAGE_POSITIONS):
+        content = ids[first : first + PAGE_POSITIONS].tobytes()
+        key = hashlib.blake2b(key + content, digest_size=_KEY_BYTES).digest()
+        keys.append(key)
+    return keys
+
+
+class PageIndex:
+    """Pages by key. Those that no sequence has stay until they are given up, oldest use first."""
+
+    def __init__(self) -> None:
+        self._pages: dict[bytes, int] = {}
+        self._keys: dict[int, bytes] = {}
+        self._unused: dict[int, None] = {}  # pages, in the order of their last use
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._pages
+
+    def page(self, key: bytes) -> int | None:
+        """The page of a key."""
+        return self._pages.get(key)
+
+    def has_key(self, page: int) -> bool:
+        """Whether the page can be found."""
+        return page in self._keys
+
+    @property
+    def num_unused(self) -> int:
+        """Pages with a key that no sequence has."""
+        return len(self._unused)
+
+    def is_unused(self, page: int) -> bool:
+        """Whether no sequence has the page, which has a key."""
+        return page in self._unused
+
+    def add(self, key: bytes, page: int) -> bool:
+        """Let a page be found, unless another one holds the same; says whether it will be."""
+        if key in self._pages or page in self._keys:
+            return False
+        self._pages[key] = page
+        self._keys[page] = key
+        return True
+
+    def use(self, page: int) -> None:
+        """A sequence has the page again."""
+        del self._unused[page]
+
+    def leave(self, page: int) -> None:
+        """No sequence has the page any more."""
+        self._unused[page] = None
+
+    def give_up_oldest(self) -> int:
+        """The page that has been unused longest; it is found no more."""
+        page = next(iter(self._unused))
+        del self._unused[page]
+        del self._pages[self._keys.pop(page)]
+        return page
+
+    def clear(self) -> list[int]:
+        """Find nothing any more; returns the pages that no sequence has."""
+        unused = list(self._unused)
+        for found in (self._pages, self._keys, self._unused):
+            found.clear()
+        return unused
 
 
 @dataclass
@@ -289,9 +368,9 @@ class KvPool:
         """Positions that a slot has pages for, its first ones included."""
         return min(group.held[slot].end for group in self._groups) * PAGE_POSITIONS
 
-    def pages(self, slot: int, first: int, count: int) -> list[tuple[int, ...]]:
+    def pages(self, slot: int, first: int, count: int) -> list[Page]:
         """A slot's pages from `first` on, `count` at most: of each the page of each group."""
-        found: list[tuple[int, ...]] = []
+        found: list[Page] = []
         for index in range(first, first + count):
             pages = [group.held[slot].at(index) for group in self._groups]
             there = tuple(page for page in pages if page is not None)
@@ -314,7 +393,7 @@ class KvPool:
             named |= page is not None and group.index.add(key, page)
         return named
 
-    def hold(self, key: bytes) -> tuple[int, ...] | None:
+    def hold(self, key: bytes) -> Page | None:
         """Keep the page of `key` from being given up until it is `let_go`; None: there is none.
 
         Returns the page of each group.
@@ -327,7 +406,7 @@ class KvPool:
             group.use(page)
         return there
 
-    def let_go(self, page: tuple[int, ...]) -> None:
+    def let_go(self, page: Page) -> None:
         """What `hold` held is held no more."""
         for group, number in zip(self._groups, page, strict=True):
             group.release(number)
@@ -368,3 +447,22 @@ class KvPool:
         for number, group in enumerate(self._groups):
             held = group.held[slot]
             self._page_tables[number, slot, held.first : held.end] = held.pages
+
+
+@dataclass(frozen=True)
+class OpenedPages:
+    """A service's file of pages as it was opened."""
+
+    path: str = ""  # "": it cannot be used
+    keys: set[bytes] = field(default_factory=set)
+    num_bytes: int = 0
+    note: str = ""  # what is wrong, a line
+
+
+@dataclass(frozen=True)
+class SavedPages:
+    """What a service has written, and which pages it gave up for that."""
+
+    keys: list[bytes]
+    given_up: list[bytes]
+    note: str = ""  # what went wrong, a line

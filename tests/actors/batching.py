@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.driver.step_mode import StepMode, step_mode
+from hotcold.actors.driver.modes import StepMode, step_mode
 from hotcold.actors.protocol.messages import (
     PREDICTED_MODES,
     THRESHOLD,

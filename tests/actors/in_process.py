@@ -14,7 +14,7 @@ from hotcold.actors.attention.attention_service import load_attention_service
 from hotcold.actors.cpu.cpu_service import load_cpu_service
 from hotcold.actors.cpu.dense_service import load_dense_service
 from hotcold.actors.driver.engine import Engine
-from hotcold.actors.driver.step_mode import StepMode, step_mode
+from hotcold.actors.driver.modes import StepMode, step_mode
 from hotcold.actors.exchange.call_exchange import ServiceRequest
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
 from hotcold.actors.exchange.service import Service

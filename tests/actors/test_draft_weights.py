@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from hotcold.actors.driver.active_request import ActiveRequest
+from hotcold.actors.driver.drafts import ModelDrafter
 from hotcold.actors.driver.engine import Engine
-from hotcold.actors.driver.model_drafter import ModelDrafter
-from hotcold.actors.driver.step_mode import StepMode, step_mode
+from hotcold.actors.driver.modes import StepMode, step_mode
 from hotcold.actors.exchange.replacement import withdraw_request
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol import lanes

@@ -157,7 +157,7 @@ def test_what_goes_wrong_in_the_driver_ends_only_its_request(
     def fail(*arguments: object, **options: object) -> None:
         raise ValueError("the logits hold a NaN\nand more")
 
-    monkeypatch.setattr("hotcold.actors.driver.token_sampler.sample", fail)
+    monkeypatch.setattr("hotcold.actors.driver.sampler.sample", fail)
     error = Running(driver, request_).end()
     assert type(error) is RequestError
     assert str(error) == "the request failed: ValueError: the logits hold a NaN"

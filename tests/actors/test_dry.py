@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from hotcold.actors.driver.dry import Breakers, Dry
+from hotcold.actors.driver.sampler import Breakers, Dry
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY

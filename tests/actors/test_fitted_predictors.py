@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.driver.mode_trial import ModeTrial, compare_modes, kept_trial
+from hotcold.actors.driver.modes import ModeTrial, compare_modes, kept_trial
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.actors.setup.modes import trial_key
 from hotcold.model.config.build import read_config
@@ -95,7 +95,7 @@ def test_the_faster_mode_is_taken(
     tiny: Tiny, fitted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = tiny("llama-relu")
-    monkeypatch.setattr("hotcold.actors.driver.mode_trial._SECONDS", 0.0)
+    monkeypatch.setattr("hotcold.actors.driver.modes._SECONDS", 0.0)
     monkeypatch.setattr(
         "hotcold.actors.driver.driver.kept_trial", lambda modes, key, found: found()
     )

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.attention import kept_pages as kept_pages_module
-from hotcold.actors.attention.kept_pages import FOLDER, KeptPages
-from hotcold.actors.driver import service_page_store
-from hotcold.actors.driver.service_page_store import ServicePageStore
+from hotcold.actors.attention import prefix_file as kept_pages_module
+from hotcold.actors.attention.prefix_file import FOLDER, PrefixFile
+from hotcold.actors.driver import prefix_cache
+from hotcold.actors.driver.prefix_cache import PageStore
 from hotcold.actors.protocol.failures import CacheLost, ServiceLost
-from hotcold.actors.protocol.page_store import OpenedPages, Page
+from hotcold.actors.protocol.kv_pool import OpenedPages, Page
 from tests.actors.kept_system import wait_until
 
 LAYERS, PAGES, LIMIT = 3, 16, 1 << 20
@@ -48,7 +48,7 @@ def key(number: int) -> bytes:
 class Services:
     """The calls of a system's services with attention, without processes."""
 
-    def __init__(self, *kept: KeptPages) -> None:
+    def __init__(self, *kept: PrefixFile) -> None:
         self.kept = list(kept)
         self.fails = False
         self.renewed: list[int] = []
@@ -72,7 +72,7 @@ def at(*pages: int) -> list[Page]:
     return [(page,) for page in pages]
 
 
-def save_all(store: ServicePageStore, pages: dict[int, int]) -> None:
+def save_all(store: PageStore, pages: dict[int, int]) -> None:
     """Save pages by the numbers of their keys, and wait until that has ended."""
     for number, page in pages.items():
         store.save(key(number), (page,))
@@ -87,12 +87,12 @@ def save_all(store: ServicePageStore, pages: dict[int, int]) -> None:
 
 
 @pytest.fixture
-def stores() -> Iterator[Callable[..., ServicePageStore]]:
+def stores() -> Iterator[Callable[..., PageStore]]:
     """Makes stores, and closes them in the end."""
-    made: list[tuple[ServicePageStore, Services]] = []
+    made: list[tuple[PageStore, Services]] = []
 
-    def make(services: Services) -> ServicePageStore:
-        made.append((ServicePageStore(services, services.renew), services))
+    def make(services: Services) -> PageStore:
+        made.append((PageStore(services, services.renew), services))
         return made[-1][0]
 
     yield make
@@ -113,11 +113,11 @@ class Pause:
         assert self.may_end.wait(60)
 
 
-Make = Callable[..., ServicePageStore]
+Make = Callable[..., PageStore]
 
 
-def kept_pages(model: Path, arrays: list[np.ndarray], limit: int = LIMIT) -> KeptPages:
-    return KeptPages(model, arrays, limit, "")
+def kept_pages(model: Path, arrays: list[np.ndarray], limit: int = LIMIT) -> PrefixFile:
+    return PrefixFile(model, arrays, limit, "")
 
 
 def test_pages_of_an_earlier_process_are_loaded(model: Path, stores: Make) -> None:
@@ -293,7 +293,7 @@ def test_a_call_that_is_given_up_while_it_goes_on(
     model: Path, stores: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A service that was only stopped writes later: what its page holds by then is not found."""
-    monkeypatch.setattr(service_page_store, "_RETRY_S", 0.0)
+    monkeypatch.setattr(prefix_cache, "_RETRY_S", 0.0)
     arrays = cache(16)
     services, goes_on = Services(kept_pages(model, arrays)), threading.Event()
     late: list[threading.Thread] = []
@@ -332,8 +332,8 @@ def test_a_call_that_is_given_up_while_it_goes_on(
 def test_a_disk_that_does_not_answer(
     model: Path, stores: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_page_store, "_LONGEST_WRITE_S", 0.1)
-    monkeypatch.setattr(service_page_store, "_RETRY_S", 0.0)
+    monkeypatch.setattr(prefix_cache, "_LONGEST_WRITE_S", 0.1)
+    monkeypatch.setattr(prefix_cache, "_RETRY_S", 0.0)
     services = Services(kept_pages(model, cache(17)))
     services.before_saving = pause = Pause()
     store = stores(services)
@@ -519,7 +519,7 @@ def test_a_page_is_there_where_all_services_have_it(model: Path, stores: Make) -
     """Two services share the layers, each with a file of its own; one lacks a page."""
     arrays = [cache(13, 2), cache(14, 1)]
     parts = [
-        KeptPages(model, own, LIMIT, part)
+        PrefixFile(model, own, LIMIT, part)
         for own, part in zip(arrays, ("-0-2", "-2-3"), strict=True)
     ]
     services = Services(*parts)
@@ -535,7 +535,7 @@ def test_a_page_is_there_where_all_services_have_it(model: Path, stores: Make) -
     content = bytearray(second.read_bytes())
     content[4096 + 64] ^= 1  # its second entry
     second.write_bytes(content)
-    services.kept[1] = KeptPages(model, arrays[1], LIMIT, "-2-3")
+    services.kept[1] = PrefixFile(model, arrays[1], LIMIT, "-2-3")
     store.reopen(ONE)
     assert store.keys() == {key(0), key(2)}
     assert "are damaged" in store.note
@@ -544,7 +544,7 @@ def test_a_page_is_there_where_all_services_have_it(model: Path, stores: Make) -
 def test_layers_with_a_window_have_pages_of_their_own(model: Path, stores: Make) -> None:
     arrays = cache(16, 3)
     windowed = [False, True, False]
-    services = Services(KeptPages(model, arrays, LIMIT, "", windowed=windowed))
+    services = Services(PrefixFile(model, arrays, LIMIT, "", windowed=windowed))
     store = stores(services)
     store.reopen(ONE)
     store.save(key(1), (4, 2))

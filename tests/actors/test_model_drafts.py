@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from hotcold.actors.driver.draft_policy import FixedPolicy
+from hotcold.actors.driver.drafts import ModelDrafter
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.driver.model_drafter import ModelDrafter
 from hotcold.actors.protocol.failures import ServiceLost
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.model.sampling import SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.driver.logits_processors import Penalties
+from hotcold.actors.driver.sampler import Penalties
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import batching, complete, random_request, start

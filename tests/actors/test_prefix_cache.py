@@ -22,8 +22,8 @@ from hotcold.actors.protocol.failures import (
     NotFiniteError,
     RequestError,
 )
+from hotcold.actors.protocol.kv_pool import Page
 from hotcold.actors.protocol.messages import GenerateRequest, TokenLogprob
-from hotcold.actors.protocol.page_store import Page
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS as PAGE
 from tests.actors.batching import CONTEXT, Background, batching

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from hotcold.actors.attention.kept_pages import FOLDER
+from hotcold.actors.attention.prefix_file import FOLDER
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.choose import choose_system

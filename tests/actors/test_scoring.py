@@ -15,8 +15,8 @@ from scipy.special import log_softmax
 
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.engine import Engine
+from hotcold.actors.driver.modes import step_mode
 from hotcold.actors.driver.scoring import AuditedEngine, NeuronCounts, WindowScores, score_window
-from hotcold.actors.driver.step_mode import step_mode
 from hotcold.actors.protocol.failures import RequestError
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.jobs.commands.perplexity import summary

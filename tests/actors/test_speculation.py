@@ -15,8 +15,8 @@ import pytest
 
 from hotcold.actors.driver.active_request import ActiveRequest
 from hotcold.actors.driver.draft_policy import AutoPolicy, DraftPolicy, FixedPolicy
+from hotcold.actors.driver.drafts import Speculation
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.driver.speculation import Speculation
 from hotcold.actors.protocol.failures import AnswerFailed, CacheLost, NotFiniteError
 from hotcold.actors.protocol.messages import (
     GenerateRequest,

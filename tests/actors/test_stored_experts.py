@@ -18,7 +18,7 @@ from hotcold.actors.cpu import bundle_reads
 from hotcold.actors.cpu.bundle_reads import BundleReads
 from hotcold.actors.cpu.offloaded_service import OffloadedExpertService, load_offloaded_service
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.driver.step_mode import step_mode
+from hotcold.actors.driver.modes import step_mode
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import AnswerFailed
 from hotcold.actors.protocol.messages import SystemConfig

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.driver.token_sampler import TokenSampler
+from hotcold.actors.driver.sampler import TokenSampler
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams

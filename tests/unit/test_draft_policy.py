@@ -1,18 +1,16 @@
-"""The choice of drafts, with simulated steps: it finds what pays, and loses little otherwise."""
+"""The choice of drafts, with simulated steps: it finds what pays, and loses less than 1%."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from hotcold.actors.driver.draft_policy import (
     MODEL,
-    Acceptance,
     AutoPolicy,
     Choice,
-    Costs,
     DraftPolicy,
     FixedPolicy,
     Offer,
@@ -21,7 +19,7 @@ from hotcold.actors.driver.draft_policy import (
 )
 from hotcold.actors.protocol.messages import MOST_DRAFTED
 
-ACCEPT_NS = 100_000
+ACCEPT_NS, LOOK_NS = 100_000, 100_000
 
 
 class Request:
@@ -37,19 +35,15 @@ class Simulation:
         step_ns: Callable[[int], float],
         num_requests: int = 1,
         round_ns: float = 0.0,
-        most: int = 31,
-        seed: int = 0,
         noise: float = 0.1,
         slow_share: float = 0.02,
     ) -> None:
         """step_ns: of a step's tokens; round_ns: a model's draft of one token; 0: no model."""
-        self.policy, self.step_ns, self.round_ns, self.most = policy, step_ns, round_ns, most
+        self.policy, self.step_ns, self.round_ns = policy, step_ns, round_ns
         self.requests = [Request() for _ in range(num_requests)]
-        self.random = np.random.default_rng(seed)
+        self.random = np.random.default_rng(0)
         self.noise, self.slow_share = noise, slow_share
-        self.took_ns = 0.0
-        self.num_new = 0
-        self.num_drafted = 0
+        self.took_ns, self.num_new, self.num_drafted, self.num_looks = 0.0, 0, 0, 0
 
     def run(
         self, num_steps: int, chance: float, ngram_chance: float = 0.0, ngram_length: int = 0
@@ -61,11 +55,16 @@ class Simulation:
         return 1e6 * (self.num_new - num_new) / (self.took_ns - took)
 
     def _step(self, chance: float, ngram_chance: float, ngram_length: int) -> None:
+        num, has_model = len(self.requests), self.round_ns > 0
+        if not self.policy.looks(num, 31, has_model):
+            took, accept = round(self.step_ns(num) * self._noise()), ACCEPT_NS * num
+            self.policy.learn_plain(num, took, accept)
+            self.took_ns, self.num_new = self.took_ns + took + accept, self.num_new + num
+            return
+        self.num_looks += 1
         count = MOST_DRAFTED if ngram_length else 0
         offers = [Offer(one, MOST_DRAFTED, count, ngram_length) for one in self.requests]
-        choices = self.policy.choose(offers, self.round_ns > 0, self.most)
-        assert len(choices) == len(offers)
-        assert sum(one.size for one in choices) <= self.most
+        choices = self.policy.choose(offers, has_model, 31)
         fates = []
         for choice in choices:
             of_token = ngram_chance if choice.source else chance
@@ -73,21 +72,20 @@ class Simulation:
             while accepted < choice.size and self.random.random() < of_token:
                 accepted += 1
             fates.append((accepted + 1, accepted))
-        num_drafted = sum(choice.size for choice in choices)
+        drafted = [choice.size for choice in choices]
         rounds = max((one.size for one in choices if one.source == MODEL), default=0)
-        size, noise = len(offers) + num_drafted, self._noise()
-        num_new = sum(fate[0] for fate in fates)
+        num_new = sum(got for got, _ in fates)
         cost = StepCost(
-            round(rounds * self.round_ns + 1000),
-            round(self.step_ns(size) * noise),
+            round(rounds * self.round_ns + LOOK_NS),
+            round(self.step_ns(num + sum(drafted)) * self._noise()),
             ACCEPT_NS * num_new,
-            [choice.size for choice in choices],
+            drafted,
             fates,
         )
         self.policy.learn(offers, choices, cost)
         self.took_ns += cost.draft_ns + cost.step_ns + cost.accept_ns
         self.num_new += num_new
-        self.num_drafted += num_drafted
+        self.num_drafted += sum(drafted)
 
     def _noise(self) -> float:
         """Mostly a little; now and then a step waits for another program."""
@@ -100,19 +98,19 @@ def by_memory(size: int) -> float:
     return 50e6 * (1 + 0.03 * (size - 1))
 
 
-def by_memory_of_20_ms(size: int) -> float:
-    """A faster one."""
-    return 20e6 * (1 + 0.03 * (size - 1))
-
-
 def by_arithmetic(size: int) -> float:
     """A step bound by products: each token costs as much."""
     return 20e6 * (0.1 + 0.9 * size)
 
 
-def without(step_ns: Callable[[int], float], num: int, steps: int, seed: int = 0) -> float:
+def short(size: int) -> float:
+    """A step that takes as long as five looks for drafts."""
+    return 0.5e6 * (1 + 0.2 * (size - 1))
+
+
+def without(step_ns: Callable[[int], float], num: int, steps: int) -> float:
     """Tokens a millisecond without drafts, in the same noise."""
-    return Simulation(FixedPolicy(0), step_ns, num, seed=seed).run(steps, 0.0)
+    return Simulation(FixedPolicy(0), step_ns, num).run(steps, 0.0)
 
 
 @pytest.mark.parametrize("num", [1, 3])
@@ -120,7 +118,7 @@ def without(step_ns: Callable[[int], float], num: int, steps: int, seed: int = 0
 def test_it_is_nearly_as_fast_as_the_best_number(num: int, chance: float) -> None:
     def rate(policy: DraftPolicy) -> float:
         simulation = Simulation(policy, by_memory, num, round_ns=8e6)
-        simulation.run(100, chance)
+        simulation.run(200, chance)
         return simulation.run(1500, chance)
 
     best = max(rate(FixedPolicy(count)) for count in range(9))
@@ -136,9 +134,11 @@ def test_it_is_nearly_as_fast_as_the_best_number(num: int, chance: float) -> Non
         (by_memory, 0.0, 0.0, 0.0),  # n-grams that are wrong
         (by_memory, 45e6, 0.8, 0.0),  # a model's draft that is right, and takes as long
         (by_memory, 10e6, 0.05, 0.05),
+        (short, 0.0, 0.0, 0.1),  # looking costs as much as drafts
+        (short, 0.4e6, 0.3, 0.1),
     ],
 )
-def test_it_loses_little_where_nothing_pays(
+def test_it_loses_less_than_a_percent_where_nothing_pays(
     step_ns: Callable[[int], float],
     round_ns: float,
     chance: float,
@@ -146,13 +146,12 @@ def test_it_loses_little_where_nothing_pays(
     num: int,
     steps: int,
 ) -> None:
-    """About a percent in the long run, and some steps' time at first."""
-    simulation = Simulation(AutoPolicy(), step_ns, num, round_ns, slow_share=0.0)
+    """And at first what one draft took at most."""
+    simulation = Simulation(AutoPolicy(), step_ns, num, round_ns, noise=0.02, slow_share=0.0)
     rate = simulation.run(steps, chance, ngram_chance, ngram_length=3)
-    plain = Simulation(FixedPolicy(0), step_ns, num, slow_share=0.0)
-    lost = plain.run(steps, 0.0) / rate - 1
-    assert lost < 0.03 + 8 / steps
-    assert simulation.num_drafted > 0  # it was tried
+    plain = 1e6 * num / (step_ns(num) + num * ACCEPT_NS)
+    assert plain / rate - 1 < 0.01 + 2 / steps
+    assert simulation.num_drafted > 0 or steps < 1000  # it was tried
 
 
 def test_it_comes_back() -> None:
@@ -176,7 +175,7 @@ def test_costs_that_change_are_noticed() -> None:
     slow = simulation.run(2000, 0.0, ngram_chance=0.8, ngram_length=8)
     assert slow > 0.97 * without(by_arithmetic, 1, 2000)
     costs["of"] = by_memory
-    simulation.run(3000, 0.0, ngram_chance=0.8, ngram_length=8)
+    simulation.run(4000, 0.0, ngram_chance=0.8, ngram_length=8)
     fast = simulation.run(500, 0.0, ngram_chance=0.8, ngram_length=8)
     assert fast > 1.5 * without(by_memory, 1, 2000)
 
@@ -195,80 +194,49 @@ def test_many_requests_are_measured_without_drafts(num: int, jump: float, chance
     assert rate > 0.98 * plain.run(1500, 0.0)
 
 
-@pytest.mark.parametrize("first_ns", [30e6, 60e6, 400e6])
-def test_a_slow_first_draft_is_forgiven(first_ns: float) -> None:
-    """A model's drafts pay well; the first one waited for something."""
-    simulation = Simulation(AutoPolicy(), by_memory_of_20_ms, round_ns=first_ns)
-    while not simulation.num_drafted:
-        simulation.run(1, 0.85)
-    simulation.round_ns = 6e6
-    simulation.run(4000, 0.85)
-    assert simulation.run(500, 0.85) > 1.3 * without(by_memory_of_20_ms, 1, 500)
-
-
+@pytest.mark.parametrize("pause_ns", [30e6, 400e6, 20e9])
 @pytest.mark.parametrize("has_model", [False, True])
-def test_one_pause_is_forgiven(has_model: bool) -> None:
-    """Twenty seconds in which a draft waited for something else."""
-    policy = AutoPolicy()
-    simulation = Simulation(policy, by_memory_of_20_ms, round_ns=6e6 if has_model else 0.0)
+def test_one_pause_is_forgiven(pause_ns: float, has_model: bool) -> None:
+    """The first drafts pay well, but waited for something else."""
+    paused = {"left": 2}
+
+    def step_ns(size: int) -> float:
+        waits = size > 1 and paused["left"] > 0
+        paused["left"] -= waits
+        return 0.4 * by_memory(size) + waits * pause_ns
+
+    simulation = Simulation(AutoPolicy(), step_ns, round_ns=pause_ns if has_model else 0.0)
     args = (0.85,) if has_model else (0.0, 0.85, 8)
-    before = simulation.run(1000, *args)
-    request = simulation.requests[0]
-    offers = [Offer(request, MOST_DRAFTED, 0 if has_model else MOST_DRAFTED, 0 if has_model else 8)]
-    for _ in range(200):
-        choices = policy.choose(offers, has_model, 31)
-        if size := choices[0].size:
-            break
-    assert size > 0
-    pause = round(20e9)
-    policy.learn(offers, choices, StepCost(pause, pause, pause, [size], [(1, 0)]))
-    simulation.run(700, *args)
-    assert simulation.run(300, *args) > 0.9 * before
+    while not simulation.num_drafted:
+        simulation.run(1, *args)
+    simulation.round_ns = 6e6 if has_model else 0.0
+    simulation.run(4000, *args)
+    assert simulation.run(500, *args) > 1.3 * without(step_ns, 1, 500)
 
 
 def test_looking_for_drafts_costs_little() -> None:
-    """Of short steps few are looked at, of long ones all, and none while drafts have lost."""
-
-    def share(step_ns: int, num_steps: int = 4000) -> float:
-        policy, request, num_looks = AutoPolicy(), Request(), 0
-        for _ in range(num_steps):
-            looks = policy.looks(1, 31)
-            num_looks += looks
-            none = [Choice(MODEL, 0)]
-            cost = StepCost(100_000 if looks else 1000, step_ns, 1000, [0], [(1, 0)])
-            policy.learn([Offer(request, 0)], none, cost)
-        assert not policy.looks(1, 0)
-        return num_looks / num_steps
-
-    assert 0.02 < share(1_000_000) < 0.1
-    assert share(50_000_000) > 0.9
-    policy, offers = AutoPolicy(), [Offer(Request(), MOST_DRAFTED, MOST_DRAFTED, 4)]
-    plain = StepCost(1000, 10**7, 1000, [0], [(1, 0)])
-    policy.learn(offers, [Choice(MODEL, 0)], plain)
-    assert policy.looks(1, 31)
-    for _ in range(10):
-        policy.learn(offers, [Choice(4, 8)], StepCost(1000, 10**8, 1000, [8], [(1, 0)]))
-    assert not policy.looks(1, 31)
-    for _ in range(1000):
-        policy.learn(offers, [Choice(MODEL, 0)], plain)
-    assert policy.looks(1, 31)
+    """Of short steps few are looked at, of long ones all, and none without room."""
+    for step_ns, least, most in ((short, 0.005, 0.1), (by_memory, 0.9, 1.0)):
+        simulation = Simulation(AutoPolicy(), step_ns)
+        simulation.run(4000, 0.0)
+        assert least < simulation.num_looks / 4000 <= most
+        assert not simulation.policy.looks(1, 0, False)
 
 
 def test_it_takes_the_better_of_two_drafts() -> None:
-    def shares(chance: float, ngram_chance: float) -> list[int]:
+    def sources(chance: float, ngram_chance: float) -> list[int]:
         policy = AutoPolicy()
         simulation = Simulation(policy, by_memory, round_ns=3e6)
         simulation.run(600, chance, ngram_chance, ngram_length=3)
         offers = [Offer(simulation.requests[0], MOST_DRAFTED, MOST_DRAFTED, 3)]
-        sources = []
+        found = []
         for _ in range(200):
-            choices = policy.choose(offers, True, 31)
-            sources.append(choices[0].source)
+            found.append(policy.choose(offers, True, 31)[0].source)
             simulation.run(1, chance, ngram_chance, ngram_length=3)
-        return sources
+        return found
 
-    assert np.mean([source == MODEL for source in shares(0.9, 0.1)]) > 0.9
-    assert np.mean([source == 3 for source in shares(0.1, 0.9)]) > 0.9
+    assert np.mean([source == MODEL for source in sources(0.9, 0.1)]) > 0.9
+    assert np.mean([source == 3 for source in sources(0.1, 0.9)]) > 0.9
 
 
 def test_each_request_has_its_own_number() -> None:
@@ -324,42 +292,3 @@ def test_a_fixed_number() -> None:
     assert policy.choose(offers, True, 3) == [Choice(4, 2), Choice(MODEL, 1)]
     with pytest.raises(ValueError):
         draft_policy("many")
-
-
-def test_costs_of_sizes_that_were_not_measured() -> None:
-    costs = Costs(growth=0.1)
-    assert costs.of(4) == 0
-    costs.add(2, 100.0)
-    assert costs.of(2) == pytest.approx(100) and costs.of(1) == pytest.approx(100 / 1.1)
-    assert costs.of(9) == pytest.approx(100 * 1.8 / 1.1)
-    for _ in range(30):
-        costs.add(5, 200.0)
-    assert costs.of(5) == pytest.approx(200) and 100 < costs.of(4) < 200 < costs.of(9)
-    for _ in range(200):
-        costs.add(2, 300.0)
-    assert costs.of(2) == pytest.approx(300, rel=0.01)
-    assert costs.of(5) > 220  # what slows one size slows others until they are measured
-    costs.add(2, 9000.0)
-    assert costs.of(2) < 350
-
-
-def test_acceptance_by_position() -> None:
-    """Conditional on the positions before; a request's own counts move it from the system's."""
-    random = np.random.default_rng(2)
-    system = Acceptance(0.995, 0.5)
-    assert system.chance(0) == 0.5
-    true: Sequence[float] = [0.9, 0.6, 0.3]
-    for _ in range(3000):
-        accepted = 0
-        while accepted < 3 and random.random() < true[accepted]:
-            accepted += 1
-        system.add(3, accepted)
-    for place, expected in enumerate(true):
-        assert system.chance(place) == pytest.approx(expected, abs=0.12)
-    together = list(system.chances())
-    assert together[2] == pytest.approx(np.prod([system.chance(place) for place in range(3)]))
-    request = Acceptance(0.95, system)
-    assert request.chance(1) == pytest.approx(system.chance(1))
-    for _ in range(40):
-        request.add(3, 0)
-    assert request.chance(0) < 0.15

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotcold.actors.protocol.kv_pool import KvPool, Window, num_pages_of
-from hotcold.actors.protocol.page_index import namespace_key, page_keys
+from hotcold.actors.protocol.kv_pool import KvPool, Window, namespace_key, num_pages_of, page_keys
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 
 _ACTIONS = st.lists(st.one_of(st.integers(1, 5 * PAGE_POSITIONS), st.integers(-9, 0)), max_size=60)

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from hotcold.actors.driver.dry import Breakers, Dry
-from hotcold.actors.driver.logits_processors import Grammars, Penalties
+from hotcold.actors.driver.grammars import Grammars
 from hotcold.actors.driver.outputs import AnswerLogprobs, PromptLogprobs, StopStrings
-from hotcold.actors.driver.token_sampler import TokenSampler
+from hotcold.actors.driver.sampler import Breakers, Dry, Penalties, TokenSampler
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.errors import UsageError
 from hotcold.model.parameters import Texts

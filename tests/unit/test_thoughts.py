@@ -17,7 +17,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotcold.actors.driver.logits_processors import Constraint, Grammars
+from hotcold.actors.driver.grammars import Constraint, Grammars
 from hotcold.actors.driver.thoughts import ThoughtReader, Thoughts
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, Grammar, TokenEvent
 from hotcold.model.files.locate import DEMO_DIRECTORY

@@ -1,7 +1,7 @@
-"""Which of two modes decodes faster here: both run the same tokens in turn, after loading.
+"""Modes of steps: which neurons one computes, and which of two modes decodes faster here.
 
-The result is kept on disk. Otherwise two modes that are about as fast would be chosen by chance at
-each start, and with them the tokens.
+Both run the same tokens in turn, after loading. The result is kept on disk: otherwise two modes
+that are about as fast would be chosen by chance at each start, and with them the tokens.
 """
 
 from __future__ import annotations
@@ -12,17 +12,64 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hotcold.actors.driver.engine import Engine
-from hotcold.actors.driver.step_mode import StepMode
+import numpy as np
+
+from hotcold.actors.protocol.messages import THRESHOLD
+from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.atomic_write import write_if_absent
+from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, not_zero
 from hotcold.numba_kernels.own_cache import own_folder
+from hotcold.numba_kernels.serve.mailbox import TARGET, threshold_words
+from hotcold.numba_kernels.serve.selector import Selector, all_neurons
+from hotcold.predictors.predictor import NeuronPredictor
+
+if TYPE_CHECKING:
+    from hotcold.actors.driver.engine import Engine
 
 _TRIED_TOKENS = 16  # each timed again and again, at its own position
 _FEWEST_ROUNDS, _SECONDS = 3, 2.0
+
+
+@dataclass(frozen=True, eq=False)
+class StepMode:
+    """What `--mode` says, for one step: steps of one engine may differ in it.
+
+    Up and down are computed of neurons that fire: those that pass their layer's `thresholds`;
+    services then have the lengths of down rows. With a `predictor`, steps of few tokens request the
+    neurons that it chooses, longer ones all: few stay silent throughout.
+    """
+
+    name: str
+    thresholds: Sequence[Thresholds]
+    predictor: NeuronPredictor | None = None
+    weights: int = TARGET  # or DRAFT: services compute with what they have for it
+
+    def selector(self, is_routed: np.ndarray) -> Selector:
+        """What the layer loop asks; is_routed (L,) bool: which layers have a router."""
+        if self.predictor is None:
+            return all_neurons(self._threshold_words, is_routed)
+        return self.predictor.selector(self._threshold_words, is_routed)
+
+    @cached_property
+    def _threshold_words(self) -> np.ndarray:
+        return threshold_words(self.thresholds)
+
+
+def step_mode(config: ModelConfig, name: str, predictor: NeuronPredictor | None = None) -> StepMode:
+    """A mode without thresholds of its own: "dense" computes all neurons.
+
+    In others those fire whose activation is not zero.
+    Errors:  ValueError for threshold mode
+    """
+    if name == THRESHOLD:
+        raise ValueError(f"the mode {name} needs thresholds")
+    alike = ALL_FIRE if name == "dense" else not_zero(config.activation_fn)
+    return StepMode(name, [alike] * config.num_layers, predictor)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from hotcold.actors.protocol.kv_pool import OpenedPages, Page, SavedPages
 from hotcold.actors.protocol.messages import ServiceSpec
-from hotcold.actors.protocol.page_store import OpenedPages, Page, SavedPages
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact_places import artifact_base, artifact_folders
 from hotcold.model.files.locate import resolved_model
@@ -44,8 +44,8 @@ _LONGEST_LOAD_S, _LONGEST_OPEN_S, _LONGEST_SAVE_S = 10.0, 20.0, 60.0
 _Result = TypeVar("_Result")
 
 
-class KeptPages:
-    """A service's part of the store; its calls are those that `ServicePageStore` makes.
+class PrefixFile:
+    """A service's part of the store: `PageStore` of `actors.driver.prefix_cache` calls it.
 
     Calls name the session that `open` began, so none of an earlier process's is answered. What
     waits for the disk does so in threads that may be left behind: where one takes too long, all
@@ -85,7 +85,7 @@ class KeptPages:
         self._num_loading = 0  # calls, which use the file
 
     @classmethod
-    def of(cls, spec: ServiceSpec, arrays: Sequence[np.ndarray], config: ModelConfig) -> KeptPages:
+    def of(cls, spec: ServiceSpec, arrays: Sequence[np.ndarray], config: ModelConfig) -> PrefixFile:
         """Those of a service whose KV cache is `arrays`, of a model of `config`."""
         own, num_layers = spec.attention, config.num_layers
         limit = (spec.system.prefix_cache_bytes or 0) * len(own) // num_layers

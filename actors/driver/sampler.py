@@ -1,4 +1,8 @@
-"""DRY ("don't repeat yourself"): tokens that would go on with a repetition become less likely."""
+"""How a request's next token is drawn: its options, one after another, applied to its logits.
+
+Biases, penalties and DRY change the logits; a grammar (`grammars`) and what may not end yet
+(`active_request`) leave tokens out; then filters or Mirostat draw.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,13 +12,146 @@ import numpy as np
 from hotcold.model.errors import UsageError
 from hotcold.model.sampling import SamplingParams
 from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.numba_kernels.decode.filters import sample_filtered, sample_mirostat
 from hotcold.numba_kernels.decode.repeats import longest_repeats
+from hotcold.numba_kernels.decode.sampling import sample
 
+_FEW_TOKENS = 512  # are counted anew for each token
 _MAX_BREAKER = 40  # bytes
 _MAX_TAIL = 20  # tokens
 _LARGEST = float(np.finfo(np.float32).max)
 
 _UNKNOWN, _NO, _YES = range(3)
+
+
+class TokenSampler:
+    """One request's. How many random numbers a token takes follows from the options alone."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int] = (),
+        breakers: "Breakers | None" = None,
+    ) -> None:
+        """`breakers`: of DRY, where it is asked for."""
+        self._params = params
+        self._penalties = Penalties(params, len(prompt))
+        self._dry = Dry(params, breakers, prompt) if breakers is not None else None
+        self._random = np.random.default_rng(params.seed)
+        self._mu = 2 * params.mirostat_tau
+        self._has_xtc = params.xtc_probability > 0 and not params.mirostat
+        self._is_filtered = self._has_xtc or params.top_n_sigma > 0 or params.typical_p < 1
+
+    def processed(self, logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+        """The logits after biases, penalties and DRY: a copy, or the same array unchanged.
+
+        `tokens`: prompt and answer so far.
+        Shapes:  logits, out (V,) float32
+        """
+        found = self._penalties.applied(logits, tokens)
+        if self._dry is not None:
+            found = found.copy() if found is logits else found
+            self._dry.lower(found, tokens)
+        return found
+
+    def draw(self, logits: np.ndarray) -> int:
+        """The next token, of logits (V,). Errors: ValueError where they hold a NaN."""
+        params = self._params
+        uniform = float(self._random.random())
+        if params.mirostat:
+            return self._mirostat(logits, uniform)
+        shared = {"temperature": params.temperature, "top_p": params.top_p, "min_p": params.min_p}
+        if not self._is_filtered:
+            return sample(logits, top_k=params.top_k, uniform=uniform, **shared)
+        return sample_filtered(
+            logits,
+            top_k=params.top_k,
+            top_n_sigma=params.top_n_sigma,
+            typical_p=params.typical_p,
+            xtc_probability=params.xtc_probability,
+            xtc_threshold=params.xtc_threshold,
+            uniform=uniform,
+            chance=float(self._random.random()) if self._has_xtc else 0.0,
+            **shared,
+        )
+
+    def _mirostat(self, logits: np.ndarray, uniform: float) -> int:
+        params = self._params
+        token_id, surprise = sample_mirostat(
+            logits,
+            version=params.mirostat,
+            temperature=params.temperature,
+            mu=self._mu,
+            uniform=uniform,
+        )
+        self._mu -= params.mirostat_eta * (surprise - params.mirostat_tau)
+        return token_id
+
+
+class _Window:
+    """How often each token stands in the last part of a text that only grows."""
+
+    def __init__(self) -> None:
+        self._counts = np.empty(0, np.int32)  # by token, of [_first, _end)
+        self._first = self._end = 0
+
+    def counts(
+        self, tokens: Sequence[int], first: int, vocab_size: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The different ids of tokens[first:], ascending, and how often each is there.
+
+        `tokens` begin with those of the last call, and `first` is not less than it was then.
+        """
+        if len(tokens) - first <= _FEW_TOKENS:
+            return np.unique(np.asarray(tokens[first:], np.int64), return_counts=True)
+        if not len(self._counts):
+            self._counts = np.zeros(vocab_size, np.int32)
+            self._first = self._end = first
+        np.subtract.at(self._counts, np.array(tokens[self._first : first], np.int64), 1)
+        np.add.at(self._counts, np.array(tokens[self._end :], np.int64), 1)
+        self._first, self._end = first, len(tokens)
+        ids = np.flatnonzero(self._counts)
+        return ids, self._counts[ids]
+
+
+class Penalties:
+    """One request's logit biases, and penalties of tokens that came before."""
+
+    def __init__(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        self._repeat = np.float32(params.repeat_penalty)
+        self._presence = np.float32(params.presence_penalty)
+        self._frequency = np.float32(params.frequency_penalty)
+        self._last = params.repeat_last_n
+        self._first_counted = 0 if params.penalize_prompt else num_prompt_tokens
+        self._repeats = self._last != 0 and self._repeat != 1
+        self._counts = self._last != 0 and (self._presence != 0 or self._frequency != 0)
+        self._repeated, self._counted = _Window(), _Window()
+        self._biased = np.array([token_id for token_id, _ in params.biases], np.int64)
+        self._biases = np.array([bias for _, bias in params.biases], np.float32)
+
+    def applied(self, logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+        """The logits changed, in a copy, or the same array where nothing changes.
+
+        Biases are added first. Then, for a token among the last `repeat_last_n` of `tokens` (prompt
+        and answer), which counts c > 0 times:
+            z' = (z / repeat if z > 0 else z * repeat) - c * frequency - presence
+        Shapes:  logits, out (V,) float32
+        """
+        if not (self._biased.size or self._repeats or self._counts):
+            return logits
+        found = logits.copy()
+        found[self._biased] += self._biases
+        first = 0 if self._last < 0 else max(0, len(tokens) - self._last)
+        if self._repeats:
+            ids, _ = self._repeated.counts(tokens, first, len(logits))
+            old = found[ids]
+            found[ids] = np.where(old > 0, old / self._repeat, old * self._repeat)
+        if self._counts:
+            first = max(first, self._first_counted)
+            ids, counts = self._counted.counts(tokens, first, len(logits))
+            less = counts.astype(np.float32) * self._frequency
+            found[ids] = found[ids] - less - self._presence
+        return found
 
 
 class Breakers:

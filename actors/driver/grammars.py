@@ -1,13 +1,10 @@
-"""What changes a request's logits before its next token is drawn: penalties, biases, a grammar.
-
-A grammar's allowed tokens are found by llguidance.
-"""
+"""Grammars that answers are held to: which tokens may come next, as llguidance finds them."""
 
 import json
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +13,6 @@ import numpy as np
 from hotcold.actors.driver.thoughts import Thoughts
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.errors import UsageError, shown
-from hotcold.model.sampling import SamplingParams
 from hotcold.model.text.tokenizer import Tokenizer
 
 # One blank, or a new line with its indentation: small models write blanks for ever where they may.
@@ -25,7 +21,6 @@ _JSON_OPTIONS: Any = {"whitespace_pattern": r"(?: |\n {0,24})"}
 # How llguidance says what is wrong with a regex: it, marks under a part of it, the reason.
 _MARKED = re.compile(r"regex parse error:\n    (.*)\n    ( *)\^.*\nerror: (.*)")
 
-_FEW_TOKENS = 512  # are counted anew for each token
 _MAX_PROBLEM_CHARS = 200  # of what is wrong with a grammar
 
 # Of a grammar: 50 MB, and what it may take of the engine's thread, for each token and beside that.
@@ -34,72 +29,6 @@ _A_TOKEN_S, _ONCE_S = 0.001, 0.5
 _BLANKS = "/[ \\n]{0,4}/"  # in Lark: between the end of thoughts and the answer
 
 _CLASSES = {r"\d": "[0-9]", r"\w": r"[\w&&[\x{0}-\x{FFFF}]]"}  # of a regex
-
-
-class _Window:
-    """How often each token stands in the last part of a text that only grows."""
-
-    def __init__(self) -> None:
-        self._counts = np.empty(0, np.int32)  # by token, of [_first, _end)
-        self._first = self._end = 0
-
-    def counts(
-        self, tokens: Sequence[int], first: int, vocab_size: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The different ids of tokens[first:], ascending, and how often each is there.
-
-        `tokens` begin with those of the last call, and `first` is not less than it was then.
-        """
-        if len(tokens) - first <= _FEW_TOKENS:
-            return np.unique(np.asarray(tokens[first:], np.int64), return_counts=True)
-        if not len(self._counts):
-            self._counts = np.zeros(vocab_size, np.int32)
-            self._first = self._end = first
-        np.subtract.at(self._counts, np.array(tokens[self._first : first], np.int64), 1)
-        np.add.at(self._counts, np.array(tokens[self._end :], np.int64), 1)
-        self._first, self._end = first, len(tokens)
-        ids = np.flatnonzero(self._counts)
-        return ids, self._counts[ids]
-
-
-class Penalties:
-    """One request's logit biases, and penalties of tokens that came before."""
-
-    def __init__(self, params: SamplingParams, num_prompt_tokens: int) -> None:
-        self._repeat = np.float32(params.repeat_penalty)
-        self._presence = np.float32(params.presence_penalty)
-        self._frequency = np.float32(params.frequency_penalty)
-        self._last = params.repeat_last_n
-        self._first_counted = 0 if params.penalize_prompt else num_prompt_tokens
-        self._repeats = self._last != 0 and self._repeat != 1
-        self._counts = self._last != 0 and (self._presence != 0 or self._frequency != 0)
-        self._repeated, self._counted = _Window(), _Window()
-        self._biased = np.array([token_id for token_id, _ in params.biases], np.int64)
-        self._biases = np.array([bias for _, bias in params.biases], np.float32)
-
-    def applied(self, logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
-        """The logits changed, in a copy, or the same array where nothing changes.
-
-        Biases are added first. Then, for a token among the last `repeat_last_n` of `tokens` (prompt
-        and answer), which counts c > 0 times:
-            z' = (z / repeat if z > 0 else z * repeat) - c * frequency - presence
-        Shapes:  logits, out (V,) float32
-        """
-        if not (self._biased.size or self._repeats or self._counts):
-            return logits
-        found = logits.copy()
-        found[self._biased] += self._biases
-        first = 0 if self._last < 0 else max(0, len(tokens) - self._last)
-        if self._repeats:
-            ids, _ = self._repeated.counts(tokens, first, len(logits))
-            old = found[ids]
-            found[ids] = np.where(old > 0, old / self._repeat, old * self._repeat)
-        if self._counts:
-            first = max(first, self._first_counted)
-            ids, counts = self._counted.counts(tokens, first, len(logits))
-            less = counts.astype(np.float32) * self._frequency
-            found[ids] = found[ids] - less - self._presence
-        return found
 
 
 class Constraint:
