@@ -15,11 +15,8 @@ from weakref import WeakKeyDictionary
 MODEL = 0  # a source of drafts; others are n-grams, named by their length
 
 _EARNED = 0.008  # of a step, by each step
-_FIRST_SAVED, _MOST_SAVED, _MOST_OWED = (
-    0.3,
-    3.0,
-    1.0,
-)  # steps; what one draft took beyond is a pause
+_FIRST_SAVED, _MOST_SAVED = 0.3, 3.0  # steps
+_MOST_OWED = 1.0  # steps: what one draft took beyond that was a pause
 _LEAST_GAIN = 1.03  # times the rate without drafts, or measurements' noise decides
 _TRIED = 2  # tokens of a draft where none pays, to see whether one does by now
 _FRESH_STEPS = 64  # after so many steps one without drafts is measured again
