@@ -1,6 +1,7 @@
 """What the engine runs at once: next tokens of several requests, or a chunk of a long prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -181,3 +182,32 @@ class PromptChunks:
     def is_done(self) -> bool:
         """Whether all layers of all of them have been run."""
         return self._chunks[-1].is_done
+
+
+class Turns:
+    """Gives a long prompt and the other requests half of the time each while both need some."""
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        """`clock` returns nanoseconds."""
+        self._clock = clock
+        self._lead_ns = 0  # of the prompt, since both have wanted time
+        self._has_prompt = False
+
+    def is_prompts(self, has_prompt: bool, has_others: bool) -> bool:
+        """Whether a layer of the prompt is next, or else a step of the others."""
+        self._has_prompt = has_prompt
+        if not (has_prompt and has_others):
+            self._lead_ns = 0
+            return has_prompt
+        return self._lead_ns <= 0
+
+    @contextmanager
+    def timed(self, is_prompts: bool) -> Iterator[None]:
+        """Count the time that one of them takes."""
+        started = self._clock()
+        yield
+        took_ns = self._clock() - started
+        if is_prompts:  # alone too: those that come meanwhile have waited for it
+            self._lead_ns += took_ns
+        elif self._has_prompt:
+            self._lead_ns -= took_ns

@@ -1,6 +1,6 @@
 """The driver: owns the engine, takes requests, streams their tokens.
 
-A single thread runs the engine (`actors.driver.request_queue`), so a slow reader never stops it.
+A single thread runs the engine (`actors.driver.scheduler`), so a slow reader never stops it.
 """
 
 import threading
@@ -25,7 +25,6 @@ from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.modes import ModeTrial, StepMode, compare_modes, kept_trial, step_mode
 from hotcold.actors.driver.prefix_cache import PageStore, PrefixCache
 from hotcold.actors.driver.profiling import ProfilingEngine
-from hotcold.actors.driver.request_queue import RequestQueue
 from hotcold.actors.driver.scheduler import Scheduler
 from hotcold.actors.driver.scoring import ThresholdTrials, WindowScores, score_window
 from hotcold.actors.driver.streams import (
@@ -161,11 +160,15 @@ class Driver:
         self._streams = OpenStreams()
         self.readers = Readers()
         drafts = speculation(system.speculate, self.drafter)
-        self._scheduler = Scheduler(engine, self._prefixes, speculation=drafts)
-        self._queue = RequestQueue(self._scheduler)
         self.neuron_watch = self._watch_of(exchange, topology)
-        self._scheduler.counts_step = lambda is_answer: self.neuron_watch.count_step(is_answer)
-        self._scheduler.begins_answer = lambda: self.neuron_watch.begin_answer()
+        self._scheduler = Scheduler(
+            engine,
+            self._prefixes,
+            drafts,
+            counts_step=lambda is_answer: self.neuron_watch.count_step(is_answer),
+            begins_answer=lambda: self.neuron_watch.begin_answer(),
+        )
+        self._scheduler.start()
         self._started_s = time.monotonic()
         self._closing = threading.Event()
         threading.Thread(target=self._poll_readers, name="readers", daemon=True).start()
@@ -215,10 +218,10 @@ class Driver:
 
         Errors:  ServiceError where the system has ended
         """
-        self._queue.require_running()
+        self._scheduler.require_running()
         return DriverLoad(
             self._scheduler.num_running,
-            self._queue.num_waiting,
+            self._scheduler.num_waiting,
             self._pool.usage,
             experts=self._expert_counts() if with_experts else None,
         )
@@ -237,14 +240,14 @@ class Driver:
 
     def require_alive(self) -> None:
         """Raise ServiceError if the engine's thread has ended: no request will be served."""
-        self._queue.require_thread()
+        self._scheduler.require_thread()
 
     def _start(self, request: GenerateRequest, reader: Reader) -> Stream:
         stream = reader.open(request.request_id, self._streams.remove)
         self._streams.add(stream)
         try:
             checked = self.generator.prompts.checked(request)
-            self._queue.submit(ActiveRequest(self.generator, checked, stream))
+            self._scheduler.submit(ActiveRequest(self.generator, checked, stream))
         except BaseException:
             self._streams.remove(stream)
             reader.close(stream)
@@ -291,7 +294,7 @@ class Driver:
             finally:
                 self._pool.free(slot)
 
-        return self._queue.between_requests(with_pages if has_slot else with_cache)
+        return self._scheduler.between_requests(with_pages if has_slot else with_cache)
 
     def choose_mode(self) -> ModeTrial:
         """Time the predicted mode and the model's default; use the faster one from now on.
@@ -325,7 +328,7 @@ class Driver:
 
         Errors:  RequestError, also for a window longer than the context; ServiceError
         """
-        check = self._queue.require_running
+        check = self._scheduler.require_running
         return self._on_window(
             len(ids), lambda: score_window(self.engine, ids, first, audit, check)
         )
@@ -337,7 +340,7 @@ class Driver:
 
         Errors:  those of `score_window`
         """
-        check, profiling = self._queue.require_running, self._profiling
+        check, profiling = self._scheduler.require_running, self._profiling
         return self._on_window(
             profiling.num_bos + len(ids),
             lambda: profiling.profile_window(ids, recorded, num_prompt, check),
@@ -360,7 +363,7 @@ class Driver:
 
         Errors:  those of `score_window`
         """
-        check, of_layers = self._queue.require_running, thresholds.of_layers()
+        check, of_layers = self._scheduler.require_running, thresholds.of_layers()
         return self._on_window(len(ids), lambda: self._trials.kld(ids, first, of_layers, check))
 
     def _on_window(self, num_tokens: int, function: Callable[[], _Result]) -> _Result:
@@ -384,7 +387,7 @@ class Driver:
             new = old.rearranged(self.engine.topology.shards, topology.shards, bits)
         self._start_helpers(new, change.exchange, topology)
         try:
-            self._queue.between_steps(lambda: self._change_services(change, new, watch))
+            self._scheduler.between_steps(lambda: self._change_services(change, new, watch))
         finally:
             for each in (old, new):
                 if each is not None and each is not self._predictor:
@@ -430,7 +433,7 @@ class Driver:
             mode=self._system.mode,
             uptime_s=now_s - self._started_s,
             num_running=num_running,
-            num_waiting=self._queue.num_waiting,
+            num_waiting=self._scheduler.num_waiting,
             kv_pages_used=self._pool.num_used,
             kv_pages=num_pages,
             speed=speed_of(
@@ -455,7 +458,7 @@ class Driver:
     def close(self) -> None:
         """End the engine's thread within a token; requests that run are cancelled."""
         self._closing.set()
-        self._queue.close(self._streams.cancel_all)
+        self._scheduler.close(self._streams.cancel_all)
         self._prefixes.save_all(_LAST_SAVE_S)
         if self._predictor is not None:
             self._predictor.close()

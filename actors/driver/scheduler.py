@@ -1,10 +1,13 @@
-"""What the engine computes next, for all requests that run: continuous batching.
+"""The main loop: requests come, are admitted, computed step by step, and their tokens sent.
 
-Everything that can go through kernels goes in one step: the next token of every request, and short
-prompts as far as they fit. A long prompt goes through matmul, one layer of a chunk at a time, with
-steps in between.
+`_serve` runs in the engine's thread, all other threads put requests and jobs into its queue. First
+come, first served. A job uses the engine in another way: it waits until nothing runs, and requests
+behind it wait for it.
 
-A request's prompt begins with what earlier ones have computed of it (`prefix_cache`).
+Continuous batching: everything that can go through kernels goes in one step: the next token of
+every request, and short prompts as far as they fit. A long prompt goes through matmul, one layer of
+a chunk at a time, with steps in between. What earlier requests have computed of it is found by
+`prefix_cache`.
 
 Each running request has a slot, and pages of the KV cache as it grows. Where no page is free for
 the next token, the request that was admitted last is preempted: its tokens are recomputed once
@@ -12,85 +15,200 @@ there are pages, before any waiting request starts. A request is admitted where 
 the next `_AHEAD` tokens of all, so none is preempted more than once in so many.
 """
 
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import numpy as np
 
 from hotcold.actors.driver.active_request import ActiveRequest
-from hotcold.actors.driver.batches import Batch, PromptChunks, StepEnd
+from hotcold.actors.driver.batches import Batch, PromptChunks, StepEnd, Turns
 from hotcold.actors.driver.drafts import Speculation
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.prefix_cache import PrefixCache
-from hotcold.actors.protocol.failures import CacheLost, NotFiniteError, RequestError, first_line
+from hotcold.actors.protocol.failures import (
+    CacheLost,
+    NotFiniteError,
+    RequestError,
+    SystemLost,
+    first_line,
+)
 from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
 from hotcold.model.errors import HotcoldError, ServiceError
 
+_Result = TypeVar("_Result")
 _MAX_RECENT = 2048  # steps that are remembered, to say how fast it goes
 _AHEAD = 256  # tokens
 _MOST_NANS = 3  # of a request, at one place: a service's own would come at others
 _NOTICED_S = 0.001  # a wait for kernels: more than a look at whether they are there
 _IDLE_S = 0.01  # between two looks for requests where nothing can run yet
+_SAVE_S = 0.005  # between two looks at what has been written of the KV cache
 
 
-class Turns:
-    """Gives a long prompt and the other requests half of the time each while both need some."""
+class _Job:
+    def __init__(self, function: Callable[[], object], waits: bool) -> None:
+        """`waits`: until nothing runs; else only for the step in progress."""
+        self._function = function
+        self.waits = waits
+        self.future: Future[object] = Future()
 
-    def __init__(self, clock: Callable[[], int]) -> None:
-        """`clock` returns nanoseconds."""
-        self._clock = clock
-        self._lead_ns = 0  # of the prompt, since both have wanted time
-        self._has_prompt = False
+    def run(self, try_replace: Callable[[int, str], bool]) -> None:
+        """Call the function, again from its beginning where a service was replaced meanwhile."""
+        while not self.future.done():
+            try:
+                self._call(try_replace)
+            except CacheLost:
+                continue
+            except BaseException as error:
+                self.future.set_exception(error)
 
-    def is_prompts(self, has_prompt: bool, has_others: bool) -> bool:
-        """Whether a layer of the prompt is next, or else a step of the others."""
-        self._has_prompt = has_prompt
-        if not (has_prompt and has_others):
-            self._lead_ns = 0
-            return has_prompt
-        return self._lead_ns <= 0
+    def _call(self, try_replace: Callable[[int, str], bool]) -> None:
+        try:
+            self.future.set_result(self._function())
+        except NotFiniteError as error:
+            if error.service is None or not try_replace(error.service, str(error)):
+                raise
 
-    @contextmanager
-    def timed(self, is_prompts: bool) -> Iterator[None]:
-        """Count the time that one of them takes."""
-        started = self._clock()
-        yield
-        took_ns = self._clock() - started
-        if is_prompts:  # alone too: those that come meanwhile have waited for it
-            self._lead_ns += took_ns
-        elif self._has_prompt:
-            self._lead_ns -= took_ns
+    def fail(self, error: BaseException) -> None:
+        self.future.set_exception(error)
 
 
 class Scheduler:
-    """Runs requests side by side, all in the engine's thread."""
+    """Runs requests side by side: queue, admit, step, draw, send."""
 
     def __init__(
         self,
         engine: Engine,
         prefixes: PrefixCache,
         speculation: Speculation | None = None,
+        counts_step: Callable[[bool], None] = lambda is_answer: None,
+        begins_answer: Callable[[], None] = lambda: None,
     ) -> None:
-        """The pool of `prefixes` has no more slots than a kernel takes tokens."""
+        """The pool of `prefixes` has no more slots than a kernel takes tokens. `start` begins.
+
+        counts_step: told before a step whether it gives answers tokens
+        begins_answer: told that one begins where none runs
+        """
         self._engine = engine
         self._prefixes = prefixes
         self._pool = prefixes.pool
+        self.speculation = speculation
+        self._counts_step, self._begins_answer = counts_step, begins_answer
+        self._incoming: queue.SimpleQueue[ActiveRequest | _Job | None] = queue.SimpleQueue()
+        self._waiting: deque[ActiveRequest | _Job] = deque()
         self._running: list[ActiveRequest] = []  # in the order of admission
         self._preempted: deque[ActiveRequest] = deque()  # in the same order
         self._chunk: PromptChunks | None = None
         self._turns = Turns(time.monotonic_ns)
-        self.speculation = speculation
         self.recent: deque[StepRecord] = deque(maxlen=_MAX_RECENT)
-        # Told before a step whether it gives answers tokens, and that one begins where none runs.
-        self.counts_step: Callable[[bool], None] = lambda is_answer: None
-        self.begins_answer: Callable[[], None] = lambda: None
+        self._ended_by: ServiceError | None = None
+        self._is_closing = False
+        self._submitting = threading.Lock()
+        self._thread = threading.Thread(target=self._serve, name="driver", daemon=True)
+
+    def _serve(self) -> None:
+        """The main loop: serve until the end, or until a failure that is not one request's own."""
+        try:
+            while self._collect():
+                self._admit_waiting()
+                try:
+                    self.advance()
+                except CacheLost:
+                    self.recompute_all()
+            self._end_cancelled()
+        except BaseException as error:
+            self._end_all(error)
+        finally:
+            self._end_waiting()
+
+    def advance(self) -> None:
+        """Run one step, or one layer of a long prompt. Errors: CacheLost; ServiceError ends all."""
+        self._prefixes.save()
+        self._end_cancelled()
+        while self._preempted and self._start(self._preempted[0]):
+            self._preempted.popleft()
+        others = [request for request in self._running if not request.chunk_sizes]
+        long = self._long_prompt(bool(others))
+        is_prompts = self._turns.is_prompts(long is not None, bool(others))
+        with self._turns.timed(is_prompts):
+            if long is not None and is_prompts:
+                self._run_layer(long)
+            elif others := self._with_pages(others):
+                self._run_step(others)
+
+    def _run_step(self, requests: list[ActiveRequest]) -> None:
+        """Compute the next tokens of `requests` at once, draw them and send them."""
+        if self._chunk is not None:
+            self._chunk.pause()
+        with self._failing(requests):
+            engine = self._engine
+            max_logits = engine.exchange.buffers.logits.shape[0]
+            batch = self._drafted(Batch.of(requests, engine.kernel_tokens, max_logits), max_logits)
+            is_answer = any(request.has_answered for request in requests)
+            self._counts_step(is_answer)
+            began = time.monotonic_ns()
+            ends = self._stepped(batch)
+            ended = time.monotonic_ns()
+            counts = [self._accept(end.request, end.rows, end.draft) for end in ends]
+            if self.speculation is not None:
+                self.speculation.learn(ended - began, time.monotonic_ns() - ended)
+            if is_answer:
+                num_new, num_accepted = (sum(count[i] for count in counts) for i in (0, 1))
+                num_drafted = sum(len(end.draft) for end in ends)
+                self.recent.append(
+                    StepRecord(time.monotonic(), num_new, engine.times, num_drafted, num_accepted)
+                )
+            engine.times = StepTimes()  # layers of prompts may follow
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, item: ActiveRequest | _Job) -> None:
+        """Put a request in the queue. Errors: ServiceError where the system has ended."""
+        with self._submitting:
+            self.require_running()
+            self._incoming.put(item)
+
+    def between_requests(self, function: Callable[[], _Result]) -> _Result:
+        """Call `function` in the engine's thread while nothing runs. Errors: its own.
+
+        It is called again where the KV cache is lost, or a service replaced for a NaN.
+        """
+        return self._run(function, waits=True)
+
+    def between_steps(self, function: Callable[[], _Result]) -> _Result:
+        """Call `function` in the engine's thread, whatever runs.
+
+        Errors:  its own; SystemLost ends the system
+        """
+        return self._run(function, waits=False)
+
+    def _run(self, function: Callable[[], _Result], waits: bool) -> _Result:
+        job = _Job(function, waits)
+        self.submit(job)
+        result: _Result = job.future.result()  # type: ignore[assignment]
+        return result
+
+    def require_running(self) -> None:
+        """Raise the ServiceError that ended the system, if one did."""
+        if self._ended_by is not None:
+            raise self._ended_by
+
+    def require_thread(self) -> None:
+        """Raise the ServiceError with which the thread ended, if it did without `close`."""
+        if not (self._thread.is_alive() or self._is_closing):
+            raise self._ended_by or ServiceError("the driver failed; start again")
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing runs, or has been preempted."""
-        return not (self._running or self._preempted)
+    def num_waiting(self) -> int:
+        """How many wait in the queue, or to run again."""
+        return self._incoming.qsize() + len(self._waiting) + len(self._preempted)
 
     @property
     def num_running(self) -> int:
@@ -98,31 +216,115 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def num_preempted(self) -> int:
-        """How many wait to run again."""
-        return len(self._preempted)
+    def _is_idle(self) -> bool:
+        """Whether nothing runs, or has been preempted."""
+        return not (self._running or self._preempted)
+
+    def close(self, cancel_all: Callable[[], None]) -> None:
+        """End the thread within a token; `cancel_all` marks the requests that run as cancelled."""
+        self._is_closing = True
+        with self._submitting:  # nothing is submitted later
+            self._ended_by = self._ended_by or ServiceError("the system is being stopped")
+        cancel_all()
+        self._incoming.put(None)
+        self._thread.join()
+
+    def _end_cancelled(self) -> None:
+        """End requests whose readers have cancelled them."""
+        for request in [request for request in self._running if request.is_cancelled]:
+            request.end("cancelled")
+            self._leave(request)
+        for request in [request for request in self._preempted if request.is_cancelled]:
+            request.end("cancelled")
+            self._preempted.remove(request)
+
+    def _end_all(self, error: BaseException) -> None:
+        """End all that runs, and let nothing into the queue from now on."""
+        if not isinstance(error, ServiceError):
+            error = ServiceError(f"the driver failed: {first_line(error)}; start again")
+        with self._submitting:
+            self._ended_by = self._ended_by or error
+        for request in list(self._running):
+            request.fail(error)
+            self._leave(request)
+        while self._preempted:
+            self._preempted.popleft().fail(error)
+
+    def _end_waiting(self) -> None:
+        """Fail all that still wait; the queue is closed by now."""
+        error = self._ended_by or ServiceError("the system is being stopped")
+        while not self._incoming.empty():
+            item = self._incoming.get()
+            if item is not None:
+                self._waiting.append(item)
+        while self._waiting:
+            self._waiting.popleft().fail(error)
+
+    def _collect(self) -> bool:
+        """Move what has come into the queue, waiting for it when idle; False at the end."""
+        idle = self._is_idle and not self._waiting
+        if not idle and not self._running:
+            self._await_room()
+        while idle or not self._incoming.empty():
+            item = self._next()
+            if item is None:
+                return False
+            if isinstance(item, _Job) and not item.waits:
+                item.run(self.try_replace)
+                if isinstance(error := item.future.exception(), SystemLost):
+                    raise error
+                continue
+            self._waiting.append(item)
+            idle = False
+        return True
+
+    def _await_room(self) -> None:
+        """Wait a little while what waits may have no pages, as they are being written."""
+        until_s = time.monotonic() + _SAVE_S
+        while self._prefixes.is_saving and self._incoming.empty() and time.monotonic() < until_s:
+            time.sleep(_SAVE_S / 5)
+
+    def _next(self) -> ActiveRequest | _Job | None:
+        """What comes next; pages of the KV cache are written meanwhile."""
+        while self._prefixes.is_saving:
+            with suppress(queue.Empty):
+                return self._incoming.get(timeout=_SAVE_S)
+            self._prefixes.save()
+        return self._incoming.get()
+
+    def _admit_waiting(self) -> None:
+        """End cancelled requests, and start those at the head while there is room."""
+        for item in list(self._waiting):
+            if isinstance(item, ActiveRequest) and item.is_cancelled:
+                item.end("cancelled")
+                self._waiting.remove(item)
+        while self._waiting:
+            first = self._waiting[0]
+            if isinstance(first, ActiveRequest):
+                if not self.admit(first):
+                    return
+                self._waiting.popleft()
+            elif not self._is_idle:
+                return
+            else:
+                self._waiting.popleft()  # before it is done, and who asked looks how many wait
+                first.run(self.try_replace)
 
     def admit(self, request: ActiveRequest) -> bool:
         """Start a request, if there is a slot and pages for it, and no preempted one waits."""
         return not self._preempted and self._start(request)
 
     def _start(self, request: ActiveRequest) -> bool:
+        """Let a request run, if there is a slot and pages for it."""
         num_spare: int | np.ndarray = sum(
             self._pool.num_lacking(one.slot, one.num_positions(_AHEAD)) for one in self._running
         )
         if not self._prefixes.start(request, request.num_positions(_AHEAD), num_spare):
             return False
         if not self._running:
-            self.begins_answer()
+            self._begins_answer()
         self._running.append(request)
         return True
-
-    def advance(self) -> None:
-        """Run one step, or one layer of a long prompt. Errors: ServiceError, which ends all."""
-        try:
-            self._advance()
-        except CacheLost:
-            self.recompute_all()
 
     def restart_chunk(self) -> None:
         """Run a long prompt's chunk again from its first layer."""
@@ -144,46 +346,6 @@ class Scheduler:
         except CacheLost:
             self._prefixes.forget(anew=True)
             raise
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether `save_pages` is to be called also while nothing runs."""
-        return self._prefixes.is_saving
-
-    def save_pages(self) -> None:
-        """Go on writing pages of the KV cache to their store."""
-        self._prefixes.save()
-
-    def _advance(self) -> None:
-        self.save_pages()
-        self.end_cancelled()
-        while self._preempted and self._start(self._preempted[0]):
-            self._preempted.popleft()
-        others = [request for request in self._running if not request.chunk_sizes]
-        long = self._long_prompt(bool(others))
-        is_prompts = self._turns.is_prompts(long is not None, bool(others))
-        with self._turns.timed(is_prompts):
-            if long is not None and is_prompts:
-                self._run_layer(long)
-            elif others:
-                self._run_step(others)
-
-    def end_cancelled(self) -> None:
-        """End requests whose readers have cancelled them."""
-        for request in [request for request in self._running if request.is_cancelled]:
-            request.end("cancelled")
-            self._leave(request)
-        for request in [request for request in self._preempted if request.is_cancelled]:
-            request.end("cancelled")
-            self._preempted.remove(request)
-
-    def end_all(self, error: BaseException) -> None:
-        """End all that runs with an error."""
-        for request in list(self._running):
-            request.fail(error)
-            self._leave(request)
-        while self._preempted:
-            self._preempted.popleft().fail(error)
 
     def _long_prompt(self, has_others: bool) -> ActiveRequest | None:
         """The request whose prompt can go on; None where none can yet."""
@@ -229,40 +391,6 @@ class Scheduler:
         request.recompute()
         self._preempted.appendleft(request)
 
-    def _run_step(self, requests: list[ActiveRequest]) -> None:
-        requests = self._with_pages(requests)
-        if not requests:
-            return
-        if self._chunk is not None:
-            self._chunk.pause()
-        with self._failing(requests):
-            engine = self._engine
-            max_logits = engine.exchange.buffers.logits.shape[0]
-            batch = self._drafted(Batch.of(requests, engine.kernel_tokens, max_logits), max_logits)
-            is_answer = any(request.has_answered for request in requests)
-            self.counts_step(is_answer)
-            began = time.monotonic_ns()
-            ends = self._stepped(batch)
-            ended = time.monotonic_ns()
-            num_new = num_accepted = 0
-            for end in ends:
-                request, num_before = end.request, len(end.request.tokens)
-                num_accepted -= request.drafts.num_accepted
-                had_answered = request.has_answered
-                if had_answered:
-                    request.times.include(engine.times)
-                self._accept(request, end.rows, end.draft)
-                num_new += (len(request.tokens) - num_before) * had_answered
-                num_accepted += request.drafts.num_accepted
-            if self.speculation is not None:
-                self.speculation.learn(ended - began, time.monotonic_ns() - ended)
-            num_drafted = sum(len(end.draft) for end in ends)
-            if is_answer:
-                self.recent.append(
-                    StepRecord(time.monotonic(), num_new, engine.times, num_drafted, num_accepted)
-                )
-            engine.times = StepTimes()  # layers of prompts may follow
-
     def _drafted(self, batch: Batch, max_logits: int) -> Batch:
         """The batch, with drafts of its requests where there is room and they pay."""
         engine, speculation = self._engine, self.speculation
@@ -295,12 +423,22 @@ class Scheduler:
 
     def _accept(
         self, request: ActiveRequest, rows: list[np.ndarray], draft: Sequence[int] = ()
-    ) -> None:
+    ) -> tuple[int, int]:
+        """Draw a request's tokens from rows of logits, and send them.
+
+        Returns how many came after its first, and how many of them were its draft's.
+        """
+        had_answered, num_before = request.has_answered, len(request.tokens)
+        num_accepted = -request.drafts.num_accepted
+        if had_answered:
+            request.times.include(self._engine.times)
         with self._failing([request]):
             if request.suspect is not None:
                 self._blame(request.suspect)
             if request.verify(rows, draft):
                 self._leave(request)
+        num_accepted += request.drafts.num_accepted
+        return (len(request.tokens) - num_before) * had_answered, num_accepted
 
     @contextmanager
     def _failing(self, requests: list[ActiveRequest]) -> Iterator[None]:

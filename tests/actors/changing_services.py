@@ -126,7 +126,7 @@ def require_whole(system: StandInSystem, num_cpu_actors: int, hot: Sequence[np.n
         assert engine.topology is services.connection.topology
         assert engine.topology.num_hot.tolist() == num_hot
     assert driver.telemetry(0.0).neurons.num_hot.sum(axis=1).tolist() == num_hot
-    driver._queue.between_steps(lambda: require_pages(driver))
+    driver._scheduler.between_steps(lambda: require_pages(driver))
     names, owners = system.actor.neuron_owners()
     for actor in actors:
         for layer, own in enumerate(actor.service.spec.neuron_ids or []):
@@ -158,7 +158,7 @@ def hot_of(system: StandInSystem) -> list[np.ndarray]:
 
 def when_others_wait(system: StandInSystem) -> threading.Event:
     """Hold the next step until another job waits for the engine's thread; set once it is held."""
-    incoming, is_held = driver_of(system)._queue._incoming, threading.Event()
+    incoming, is_held = driver_of(system)._scheduler._incoming, threading.Event()
 
     def hold(services: Sequence[int]) -> None:
         is_held.set()
@@ -182,5 +182,5 @@ def scale_among_requests(system: StandInSystem, count: int) -> tuple[Any, list[A
         outcome = error
     system.host.on_request = lambda services: None
     with suppress(ServiceError):  # where the system has ended
-        driver_of(system)._queue.between_steps(lambda: require_pages(driver_of(system)))
+        driver_of(system)._scheduler.between_steps(lambda: require_pages(driver_of(system)))
     return outcome, [one.end() for one in running]

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from hotcold.actors.driver.active_request import ActiveRequest
+from hotcold.actors.driver.batches import Turns
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.driver.scheduler import Scheduler, Turns
+from hotcold.actors.driver.scheduler import Scheduler
 from hotcold.actors.protocol.failures import NotFiniteError, RequestError
 from hotcold.actors.protocol.messages import GenerateRequest, Generation
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, chunk_sizes
@@ -197,7 +198,7 @@ def test_those_for_whom_there_is_no_room_wait(
             running = []
             for request in requests:
                 running.append(start(driver, request))
-                while len(starts) + driver._queue.num_waiting < len(running):
+                while len(starts) + driver._scheduler.num_waiting < len(running):
                     pass
             results = [one.end() for one in running]
         assert most_together == 2
@@ -304,17 +305,17 @@ def test_a_job_runs_alone_and_those_behind_it_wait(tiny: Tiny) -> None:
         expected = driver.score_window(window, 5, False)
         free = driver._pool.num_free_pages.tolist()
         endless = [start(driver, greedy([n], CONTEXT, f"endless {n}")) for n in (1, 2, 3)]
-        while len(driver._queue._scheduler._running) < 3:
+        while len(driver._scheduler._running) < 3:
             pass
         job = Background(lambda: driver.score_window(window, 5, False))
-        while driver._queue.num_waiting < 1:
+        while driver._scheduler.num_waiting < 1:
             pass
         late = start(driver, greedy([5], 3))
-        while driver._queue.num_waiting < 2:
+        while driver._scheduler.num_waiting < 2:
             pass
         driver.cancel("endless 1")
         assert endless[0].end().finish_reason == "cancelled"
-        assert driver._queue.num_waiting == 2  # two run still, a slot is free
+        assert driver._scheduler.num_waiting == 2  # two run still, a slot is free
         driver.cancel("endless 2")
         driver.cancel("endless 3")
         np.testing.assert_array_equal(job.end().nll, expected.nll)
@@ -383,7 +384,7 @@ def test_a_long_prompt_lets_the_others_go_on(tiny: Tiny) -> None:
                 order.append("layer")
             run_layer(layer, num_tokens, next_layer, num_wanted)
 
-        driver._queue._scheduler._turns = Turns(clock)
+        driver._scheduler._turns = Turns(clock)
         engine.step = noted_step  # type: ignore[method-assign]
         engine.run_layer = noted_layer  # type: ignore[method-assign]
         first = start(driver, greedy(short, 100))
@@ -416,7 +417,7 @@ def test_every_running_request_gets_a_token_a_step(tiny: Tiny) -> None:
         driver.engine.step = noted  # type: ignore[method-assign]
         lengths = [1, 30, 3, 32, 2, 32, 32, 5]
         running = [start(driver, greedy([7] * length, 10)) for length in lengths]
-        while driver._queue.num_waiting + len(driver._queue._scheduler._running) < 8:
+        while driver._scheduler.num_waiting + len(driver._scheduler._running) < 8:
             pass
         gate.set()
         assert all(len(one.end().ids) == 10 for one in running)
@@ -562,7 +563,7 @@ def test_a_failed_step_ends_those_that_stood_in_it(tiny: Tiny) -> None:
 
         driver.engine.step = failing  # type: ignore[method-assign]
         running = [start(driver, greedy([n], CONTEXT - 2)) for n in (1, 2)]
-        while len(driver._queue._scheduler._running) < 2:
+        while len(driver._scheduler._running) < 2:
             pass
         fails.set()
         for one in running:

@@ -76,7 +76,7 @@ def start_endless(driver: Driver, request: GenerateRequest) -> Running:
 
 def await_waiting(driver: Driver, number: int = 1) -> None:
     """Return once so many stand in the queue."""
-    while driver._queue.num_waiting < number:
+    while driver._scheduler.num_waiting < number:
         pass
 
 
@@ -223,7 +223,7 @@ def test_a_broken_service_ends_the_request_and_all_later_ones(
     driver.close()
 
 
-@pytest.mark.parametrize("place", ["admit", "end_cancelled"])
+@pytest.mark.parametrize("place", ["admit", "_end_cancelled"])
 def test_whatever_fails_in_the_engines_thread_is_told(
     driver: Driver, request_: GenerateRequest, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,7 +239,7 @@ def test_whatever_fails_in_the_engines_thread_is_told(
     for run in (long, Running(driver, request_)):
         error = run.end()
         assert isinstance(error, ServiceError) and str(error) == expected
-    driver._queue._thread.join(100)
+    driver._scheduler._thread.join(100)
     for call in (driver.require_alive, driver.load, lambda: driver.between_requests(lambda: 1)):
         with pytest.raises(ServiceError, match="no such slot; start again"):
             call()

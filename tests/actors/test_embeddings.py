@@ -78,7 +78,7 @@ def test_embeddings_have_the_same_bits_in_any_company(tiny: Tiny, mode: str, cop
                 running.append(start(driver, random_request(number)))
                 running.append(start(driver, embedding_of(ids, f"embedding {number} in {turn}")))
             for _ in range(10 * turn):
-                driver._queue.between_steps(driver._scheduler.recompute_all)
+                driver._scheduler.between_steps(driver._scheduler.recompute_all)
                 threading.Event().wait(0.001)
             results = [one.end() for one in running]
             assert [result.embedding for result in results[1::2]] == alone

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from hotcold.actors.driver.batches import Turns
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.driver.scheduler import Turns
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
 from hotcold.model.sampling import SamplingParams
@@ -64,7 +64,7 @@ def test_a_step_of_the_others_between_any_two_layers(tiny: Tiny, chunks_at_once:
     with batching(tiny("llama-gqa")) as (system, driver):
         driver.engine.chunks_at_once = chunks_at_once
         hooks, ticks, going = Hooks(driver), itertools.count(), threading.Event()
-        driver._queue._scheduler._turns = Turns(lambda: next(ticks))
+        driver._scheduler._turns = Turns(lambda: next(ticks))
         hooks.begins = lambda what: None if going.wait(60) else pytest.fail("nothing goes")
         first = start(driver, greedy([5, 6], 60, "first"))
         while driver.load().num_running == 0:

@@ -230,7 +230,7 @@ def test_preempted_requests_find_their_own_beginning(tiny: Tiny) -> None:
     expected = cold(checkpoint, requests, context=1024)
     options: dict[str, Any] = {"context": 1024, "kv_positions": 1024}
     with batching(checkpoint, shares=True, **options) as (_, driver):
-        scheduler, preempted = driver._queue._scheduler, []
+        scheduler, preempted = driver._scheduler, []
         preempt = scheduler._preempt
 
         def noted(request: Any) -> None:

@@ -342,7 +342,7 @@ def test_closing_the_driver_ends_a_window_within_a_step(llama: InProcessSystem) 
     threads[0].start()
     assert requested.wait(100)
     threads[1].start()
-    while driver._queue._ended_by is None:
+    while driver._scheduler._ended_by is None:
         pass
     closing.set()
     for thread in threads:

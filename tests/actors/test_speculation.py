@@ -66,11 +66,11 @@ def drafting(driver: Driver, drafter: Any, policy: DraftPolicy, ngrams: bool) ->
     """Let a driver speculate with a drafter of a test."""
     scheduler = driver._scheduler
     made = Speculation(policy, drafter, has_ngrams=ngrams)
-    driver._queue.between_steps(lambda: setattr(scheduler, "speculation", made))
+    driver._scheduler.between_steps(lambda: setattr(scheduler, "speculation", made))
     try:
         yield
     finally:
-        driver._queue.between_steps(lambda: setattr(scheduler, "speculation", None))
+        driver._scheduler.between_steps(lambda: setattr(scheduler, "speculation", None))
 
 
 Answer = tuple[list[int], str, str, list[TokenLogprob], list[TokenLogprob]]
