@@ -22,7 +22,6 @@ from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, chu
 from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import CONTEXT, Background, batching, complete, random_request, start
 from tests.conftest import TinyCheckpoint
-from tests.predictor_layers import chosen_by
 from tests.tiny_models import VOCAB_SIZE
 
 Tiny = Callable[..., TinyCheckpoint]
@@ -109,16 +108,6 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.sweep(keep=5)
-@pytest.mark.parametrize(("variant", "dtype"), FAMILIES)
-def test_other_families(tiny: Tiny, variant: str, dtype: str) -> None:
-    requests = [random_request(seed, longest=100, most_tokens=20) for seed in range(10)]
-    with batching(tiny(variant, dtype), context=120) as (_, driver):
-        alone = [complete(driver, request).ids for request in requests]
-        running = [start(driver, request) for request in requests]
-        assert [one.end().ids for one in running] == alone
-
-
 @pytest.mark.parametrize("mode", ["dense", "exact", "sign", "lowrank", "threshold"])
 def test_logits_do_not_depend_on_company(tiny: Tiny, mode: str) -> None:
     """Steps of 1 to 32 tokens of several sequences: the same bits as one token a step."""
@@ -146,28 +135,6 @@ def test_logits_do_not_depend_on_company(tiny: Tiny, mode: str) -> None:
                     tokens, engine.step(ids, positions, slots, len(ids)), strict=True
                 ):
                     np.testing.assert_array_equal(row, alone[slot][at])
-
-
-@pytest.mark.parametrize("kind", ["sign", "lowrank"])
-def test_choices_do_not_depend_on_company(tiny: Tiny, kind: str) -> None:
-    with batching(tiny("llama-relu"), kind) as (system, driver):
-        predictor, buffers, layer = driver.engine.mode.predictor, system.exchange.buffers, 1
-        assert predictor is not None
-        x = np.random.default_rng(2).standard_normal((KERNEL_TOKENS, 48)).astype(np.float32)
-
-        def chosen(rows: np.ndarray) -> list[set[tuple[int, int]]]:
-            """The service and row of each neuron, token by token."""
-            listed = chosen_by(predictor, buffers, layer, rows)
-            assert listed is not None
-            return [
-                {(s, i) for s, tokens in enumerate(listed) for i in tokens[t]}
-                for t in range(len(rows))
-            ]
-
-        alone = [chosen(x[t : t + 1])[0] for t in range(KERNEL_TOKENS)]
-        assert len(set(map(frozenset, alone))) > 20
-        for size in (2, 3, 4, 7, 31, 32):
-            assert chosen(x[:size]) == alone[:size]
 
 
 # --- waiting ---------------------------------------------------------------------------------
@@ -241,21 +208,6 @@ def test_preempted_requests_have_the_same_tokens(
         results = [one.end() for one in running]
         assert [result.ids for result in results[:6]] == alone[:6]
         assert results[6].ids == alone[6][: len(results[6].ids)]
-        assert all_pages_are_free(driver)
-
-
-def test_answers_without_a_length_run_side_by_side(tiny: Tiny) -> None:
-    """They take no pages for all that they could become."""
-    context = 2048
-    with batching(tiny("llama-gqa"), context=context, kv_positions=context) as (_, driver):
-        requests = [greedy([number, 5, 2], None, f"answer {number}") for number in range(1, 5)]
-        streams = [driver.generate(request) for request in requests]
-        for stream in streams:  # each has begun before any has ended
-            assert next(stream).result is None
-        for request, stream in zip(requests, streams, strict=True):
-            driver.cancel(request.request_id)
-            *_, last = stream
-            assert last.result is not None and last.result.finish_reason == "cancelled"
         assert all_pages_are_free(driver)
 
 
@@ -342,22 +294,6 @@ def test_turns_halve_the_time(layer_ns: int, step_ns: int) -> None:
         assert (True, True) not in set(itertools.pairwise(in_turn))
 
 
-def test_turns_without_a_rival() -> None:
-    now = 0
-    turns = Turns(lambda: now)
-    for has_prompt, has_others in ((True, False), (False, True)):
-        for _ in range(3):
-            assert turns.is_prompts(has_prompt, has_others) == has_prompt
-            with turns.timed(has_prompt):
-                now += 1000
-    assert turns.is_prompts(True, True)
-    assert not turns.is_prompts(False, False)
-    assert turns.is_prompts(True, False)
-    with turns.timed(True):
-        now += 1000
-    assert not turns.is_prompts(True, True)  # those that came meanwhile have waited for a layer
-
-
 def test_a_long_prompt_lets_the_others_go_on(tiny: Tiny) -> None:
     """A layer of it and a step of theirs in turn, where both take the same time."""
     checkpoint = tiny("llama-gqa")
@@ -402,31 +338,6 @@ def test_a_long_prompt_lets_the_others_go_on(tiny: Tiny) -> None:
         assert [0] + [1] * (210 - 3 * system.max_tokens) in after[:2]
         both = [slots for slots in after[2:] if {0, 1} <= set(slots)]
         assert both and all(slots == [0, 1] for slots in both)  # a token each
-
-
-def test_every_running_request_gets_a_token_a_step(tiny: Tiny) -> None:
-    with batching(tiny("llama-gqa")) as (_, driver):
-        steps: list[list[int]] = []
-        step, gate = driver.engine.step, threading.Event()
-
-        def noted(ids, positions, slots, num_logits=1, mode=None):
-            assert gate.wait(100)
-            steps.append(list(slots))
-            return step(ids, positions, slots, num_logits, mode)
-
-        driver.engine.step = noted  # type: ignore[method-assign]
-        lengths = [1, 30, 3, 32, 2, 32, 32, 5]
-        running = [start(driver, greedy([7] * length, 10)) for length in lengths]
-        while driver._scheduler.num_waiting + len(driver._scheduler._running) < 8:
-            pass
-        gate.set()
-        assert all(len(one.end().ids) == 10 for one in running)
-        for slot in range(8):
-            seen = [slot in slots for slots in steps]
-            first, last = seen.index(True), len(seen) - seen[::-1].index(True)
-            assert all(seen[first:last])  # no step without it while it ran
-            assert sum(slots.count(slot) for slots in steps) in {n + 9 for n in lengths}
-        assert max(map(len, steps)) == KERNEL_TOKENS
 
 
 # --- what goes wrong -------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.choose import default_mode
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.setup.shards import service_specs
-from hotcold.numba_kernels.serve.mailbox import BYTES_READ, DRAFT, OPERATION, STOP, TARGET, WATCHED
+from hotcold.numba_kernels.serve.mailbox import BYTES_READ, DRAFT, OPERATION, STOP, TARGET
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_stored_neurons import StoredSystem, packed
 from tests.quantized_models import make_model
@@ -97,26 +97,6 @@ def test_a_draft_is_the_model_in_4_bits(name: str, model: Callable[[str], Path])
         assert service.draft._scratch.part_sums is service._scratch.part_sums
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"weight_dtype": "q8"},
-        {"copying": True, "num_services": 3},
-        {"num_threads": 3, "hot": lambda layers, size: [np.arange(9, dtype=np.int32)] * layers},
-    ],
-    ids=["8 bits", "arenas", "hot neurons"],
-)
-def test_any_services(model: Callable[[str], Path], options: dict[str, Any]) -> None:
-    path = model("q-llama")
-    with InProcessSystem(path, **options) as plain:
-        own = target_logits(plain)
-    with InProcessSystem(path, **options | {"weight_dtype": "q4"}) as quantized:
-        wanted = target_logits(quantized)
-    with InProcessSystem(path, **options, draft="q4") as system:
-        np.testing.assert_array_equal(target_logits(system), own)
-        np.testing.assert_array_equal(draft_logits(system), wanted)
-
-
 @pytest.mark.parametrize("num_services", [1, 2])
 def test_a_draft_in_memory_of_neurons_on_storage(
     model: Callable[[str], Path], num_services: int
@@ -156,37 +136,6 @@ def running(token_ids: Sequence[int], slot: int) -> ActiveRequest:
     return cast(ActiveRequest, SimpleNamespace(tokens=list(token_ids), slot=slot))
 
 
-def by_itself(engine: Engine, ids: Sequence[int], slot: int, count: int) -> list[int]:
-    """The `count` likeliest tokens after `ids`, one after another, by the engine's own steps."""
-    found = list(ids)
-    for place in range(len(ids) + count - 1):
-        logits = engine.step([found[place]], [place], [slot])
-        if place >= len(ids) - 1:
-            found.append(int(logits[0].argmax()))
-    return found[len(ids) :]
-
-
-def test_a_draft_of_the_same_weights_is_what_the_model_says(model: Callable[[str], Path]) -> None:
-    """A target of 4 bits, whose draft has the same: of several requests, of different lengths."""
-    counts, prompts = [5, 0, 1, 3], [IDS[:7], IDS[3:5], IDS[5:20], IDS[11:14]]
-    with InProcessSystem(model("q-llama"), 2, 2, weight_dtype="q4", draft="q4", num_slots=4) as one:
-        engine = one.engine("exact")
-        drafter = ModelDrafter(engine, draft_mode(engine))
-        requests = [running(ids.tolist(), slot) for slot, ids in enumerate(prompts)]
-        for request in requests:
-            places = range(len(request.tokens) - 1)
-            slots = [request.slot] * len(places)
-            engine.step(request.tokens[:-1], places, slots, 0)
-        num_steps = engine.times.num_steps
-        drafts = drafter.propose(requests, counts)
-        assert engine.times.num_steps == engine.num_steps == num_steps
-        assert drafter.times.num_steps == max(counts)
-        assert drafter.times.num_tokens == sum(counts)
-        for request, draft, count in zip(requests, drafts, counts, strict=True):
-            assert draft == by_itself(engine, request.tokens, request.slot, count)
-        assert drafter.propose([], []) == []
-
-
 def test_a_draft_that_fails_leaves_the_model_as_it_was(model: Callable[[str], Path]) -> None:
     with InProcessSystem(model("q-llama"), draft="q4") as system:
         wanted = target_logits(system)
@@ -203,24 +152,6 @@ def test_a_draft_that_fails_leaves_the_model_as_it_was(model: Callable[[str], Pa
         np.testing.assert_array_equal(target_logits(system), wanted)
         head[:] = kept
         assert drafter.propose([request], [2]) != [[]]
-
-
-def test_neurons_of_drafts_are_not_counted(model: Callable[[str], Path]) -> None:
-    """What a running system shows of its neurons is what answers took."""
-    with InProcessSystem(model("q-llama"), 2, draft="q4") as system:
-        buffers = system.exchange.buffers
-        buffers.requests[:, WATCHED] = 1
-        target_logits(system)
-        counts, steps = buffers.neuron_counts.copy(), buffers.counted_steps.copy()
-        assert counts.any() and steps.any()
-        draft_logits(system)
-        np.testing.assert_array_equal(buffers.neuron_counts, counts)
-        np.testing.assert_array_equal(buffers.counted_steps, steps)
-
-
-def test_a_service_without_a_draft_computes_with_what_it_has(model: Callable[[str], Path]) -> None:
-    with InProcessSystem(model("q-llama")) as system:
-        np.testing.assert_array_equal(draft_logits(system), target_logits(system))
 
 
 def test_another_process_s_loops_both_run_before_it_serves(model: Callable[[str], Path]) -> None:

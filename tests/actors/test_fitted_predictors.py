@@ -160,15 +160,6 @@ def test_later_starts_take_what_the_first_found(own_cache: Path) -> None:
     assert kept_trial(MODES, {"model": "a"}, found_now(4.0, 5.0)).fastest == "exact"
 
 
-def test_of_two_that_try_at_the_same_time_both_take_the_first_ones(own_cache: Path) -> None:
-    def meanwhile() -> ModeTrial:
-        kept_trial(MODES, {}, found_now(5.0, 4.0))
-        return ModeTrial({"sign": 4.0, "exact": 5.0})
-
-    found = kept_trial(MODES, {}, meanwhile)
-    assert found.fastest == "sign" and found.is_kept
-
-
 @pytest.mark.parametrize(
     "damage",
     ["", "[1.0, 2.0]", "{}", '{"sign": 1.0, "dense": 2.0}', '{"sign": 1.0, "exact": "2"}', "3"],
@@ -214,27 +205,6 @@ def test_what_a_trial_is_kept_for(tiny: Tiny, fitted: dict[str, Path], tmp_path:
     ]
     keys = [key, *map(trial_key, others)]
     assert len({json.dumps(each) for each in keys}) == len(keys)
-
-
-def test_a_driver_keeps_its_trial(
-    tiny: Tiny, fitted: dict[str, Path], own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = str(tiny("llama-relu").path)
-    speeds = iter([{"sign": 1.0, "exact": 2.0}])
-    monkeypatch.setattr(
-        "hotcold.actors.driver.driver.compare_modes", lambda *given: ModeTrial(next(speeds))
-    )
-    with InProcessSystem(Path(path)) as system:
-        settings = SystemConfig(
-            path, "sign", context_length=120, kv_dtype="float32",
-            predictors_path=str(fitted["sign"]), auto_mode=True,
-        )  # fmt: skip
-        for is_kept in (False, True):
-            driver = Driver(settings, system.exchange, system.topology)
-            trial = driver.choose_mode()
-            assert (trial.fastest, trial.is_kept) == ("exact", is_kept)
-            assert driver.telemetry().mode == "exact"
-            driver.close()
 
 
 def test_what_was_chosen_is_said_and_kept() -> None:

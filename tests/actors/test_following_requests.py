@@ -108,15 +108,6 @@ def test_a_service_rings_those_that_follow_when_it_is_done() -> None:
     assert [word(buffers, service, DONE) for service in ALL] == [7, 7, 7]
 
 
-def test_other_operations_are_followed_by_nothing() -> None:
-    """The word is left from the layer before; what is sent together is rung at once."""
-    buffers, seen = new_buffers(HEAD), []
-    with serving_once(buffers, [ATTENTION_SERVICE], lambda service, number: seen.append(number)):
-        ArenaExchange(buffers, Watch(), 7).request([ATTENTION_SERVICE])
-    assert seen == [7]
-    assert [word(buffers, service, REQUEST) for service in (FIRST, SECOND)] == [0, 0]
-
-
 def test_the_driver_rings_those_that_follow_a_lost_service() -> None:
     """Else they would wait for ever, and those that were not rung would miss a number."""
     buffers, seen, watch = new_buffers(ATTENTION), [], Watch(lost=(ATTENTION_SERVICE,))

@@ -16,7 +16,7 @@ from hotcold.actors.attention.prefix_file import FOLDER, PrefixFile
 from hotcold.actors.driver import prefix_cache
 from hotcold.actors.driver.prefix_cache import PageStore
 from hotcold.actors.protocol.failures import CacheLost, ServiceLost
-from hotcold.actors.protocol.kv_pool import OpenedPages, Page
+from hotcold.actors.protocol.kv_pool import Page
 from tests.actors.kept_system import wait_until
 
 LAYERS, PAGES, LIMIT = 3, 16, 1 << 20
@@ -120,71 +120,6 @@ def kept_pages(model: Path, arrays: list[np.ndarray], limit: int = LIMIT) -> Pre
     return PrefixFile(model, arrays, limit, "")
 
 
-def test_pages_of_an_earlier_process_are_loaded(model: Path, stores: Make) -> None:
-    arrays = cache(1)
-    services = Services(kept_pages(model, arrays))
-    store = stores(services)
-    store.reopen(ONE)
-    assert store.note.startswith("prefix cache: 0 pages")
-    save_all(store, {n: n for n in range(5)})
-    assert store.keys() == {key(n) for n in range(5)}
-    store.close()
-    services.kept[0].close()
-
-    new = cache()
-    services.kept[0] = kept_pages(model, new)
-    later = stores(services)
-    later.reopen(ONE)
-    assert later.keys() == {key(n) for n in range(5)}
-    assert "5 pages" in later.note and str(model / "hotcold" / FOLDER) in later.note
-    assert later.load([key(3), key(0), key(4)], at(7, 8, 9)) == 3
-    for array, saved in zip(new, arrays, strict=True):
-        assert (array[:, 7:10] == saved[:, [3, 0, 4]]).all()
-        assert not array[:, :7].any() and not array[:, 10:].any()
-
-
-def test_what_is_damaged_ends_the_pages_that_are_good(model: Path, stores: Make) -> None:
-    services = Services(kept_pages(model, cache(2)))
-    store = stores(services)
-    store.reopen(ONE)
-    for n in range(4):  # in order: those of one call are written in reverse
-        save_all(store, {n: n})
-    (path,) = (model / "hotcold" / FOLDER).glob("*")
-    slot = (path.stat().st_size - 8192) // 4
-    with path.open("r+b") as file:
-        file.seek(8192 + 2 * slot + 10)
-        before = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([before[0] ^ 1]))
-    assert store.load([key(n) for n in range(4)], at(9, 10, 11, 12)) == 2
-    assert store.keys() == {key(0), key(1)}
-
-
-def test_another_arithmetic_has_another_file(model: Path, stores: Make) -> None:
-    services = Services(kept_pages(model, cache(3)))
-    store = stores(services)
-    store.reopen(ONE)
-    save_all(store, {1: 1})
-    store.reopen(OTHER)
-    assert store.keys() == set() and store.load([key(1)], at(2)) == 0
-    save_all(store, {2: 2})
-    store.reopen(ONE)
-    assert store.keys() == {key(1)} and store.load([key(1)], at(2)) == 1
-    assert len(list((model / "hotcold" / FOLDER).glob("*"))) == 2
-
-
-def test_two_systems_of_one_arithmetic(model: Path, stores: Make) -> None:
-    first = stores(Services(kept_pages(model, cache(4))))
-    second = stores(Services(kept_pages(model, cache(4))))
-    first.reopen(ONE)
-    save_all(first, {1: 1})
-    second.reopen(ONE)
-    assert "another running system uses it" in second.note and "\n" not in second.note
-    assert second.keys() == set() and second.load([key(1)], at(2)) == 0
-    save_all(second, {3: 3})  # ends, and nothing is written
-    assert second.keys() == set() and first.keys() == {key(1)}
-
-
 def test_the_limit_takes_other_arithmetics_first(model: Path, stores: Make) -> None:
     arrays = cache(5)
     page = sum(array.nbytes for array in arrays) // PAGES
@@ -260,33 +195,6 @@ def test_a_new_process_answers_no_call_of_an_earlier_session(model: Path, stores
     store.reopen(ONE)
     assert store.keys() == {key(1)}  # nothing of the empty KV cache was saved as page 2
     assert store.load([key(1)], at(1)) == 1
-
-
-def test_a_lost_service_is_no_error(model: Path, stores: Make) -> None:
-    services = Services(kept_pages(model, cache(10)))
-    store = stores(services)
-    store.reopen(ONE)
-    save_all(store, {1: 1})
-    services.fails = True
-    store.save(key(2), (2,))
-    assert wait_until(lambda: store.keys() == set())
-    assert store.load([key(1)], at(1)) == 0
-    assert not store.reopen(ONE)  # whether page 2 is still being read is not known
-    assert store.keys() == set() and store.saved() == []
-    services.fails = False
-    assert store.reopen(ONE)
-    assert store.keys() == {key(1)} and store.saved() == []
-
-
-def test_a_service_that_is_lost_while_it_fills_pages_is_replaced(model: Path, stores: Make) -> None:
-    services = Services(kept_pages(model, cache(10)))
-    store = stores(services)
-    store.reopen(ONE)
-    save_all(store, {1: 1})
-    services.fails = True
-    with pytest.raises(CacheLost):
-        store.load([key(1)], at(1))
-    assert services.renewed == [0] and store.keys() == set()
 
 
 def test_a_call_that_is_given_up_while_it_goes_on(
@@ -496,25 +404,6 @@ def test_of_one_prompt_the_last_pages_are_given_up_first(model: Path, stores: Ma
     assert 4 <= len(left) < 8 and left == {key(n) for n in range(len(left))}
 
 
-def test_reopening_waits_for_what_is_being_read(model: Path, stores: Make) -> None:
-    """A page may be used anew once `reopen` has returned; what waited is never written."""
-    services = Services(kept_pages(model, cache(11)))
-    services.before_saving = pause = Pause()
-    store = stores(services)
-    store.reopen(ONE)
-    store.save(key(1), (1,))
-    assert pause.begun.wait(60)
-    store.save(key(2), (2,))
-    reopened = threading.Thread(target=store.reopen, args=(ONE,))
-    reopened.start()
-    reopened.join(0.2)
-    assert reopened.is_alive()
-    pause.may_end.set()
-    reopened.join(60)
-    assert not reopened.is_alive()
-    assert store.saved() == [] and store.keys() == {key(1)}
-
-
 def test_a_page_is_there_where_all_services_have_it(model: Path, stores: Make) -> None:
     """Two services share the layers, each with a file of its own; one lacks a page."""
     arrays = [cache(13, 2), cache(14, 1)]
@@ -539,34 +428,6 @@ def test_a_page_is_there_where_all_services_have_it(model: Path, stores: Make) -
     store.reopen(ONE)
     assert store.keys() == {key(0), key(2)}
     assert "are damaged" in store.note
-
-
-def test_layers_with_a_window_have_pages_of_their_own(model: Path, stores: Make) -> None:
-    arrays = cache(16, 3)
-    windowed = [False, True, False]
-    services = Services(PrefixFile(model, arrays, LIMIT, "", windowed=windowed))
-    store = stores(services)
-    store.reopen(ONE)
-    store.save(key(1), (4, 2))
-    assert wait_until(lambda: store.saved() == [key(1)])
-    before = [array.copy() for array in arrays]
-    assert store.load([key(1)], [(7, 8)]) == 1
-    for array, old in zip(arrays, before, strict=True):
-        for layer, has in enumerate(windowed):
-            old[layer, 8 if has else 7] = old[layer, 2 if has else 4]
-        assert (array == old).all()
-
-
-def test_a_service_that_is_loaded_again_opens_its_file(model: Path) -> None:
-    kept = kept_pages(model, cache(15))
-    opened = kept.open(b"session", ONE)
-    assert opened == OpenedPages(opened.path, set(), 4096, "") and opened.path
-    assert kept.save(b"session", [], [key(1)], at(1)) is not None
-    assert kept.open(b"later", ONE).keys == {key(1)}
-    assert kept.save(b"session", [], [key(2)], at(2)) is None
-    assert kept.load(b"session", [key(1)], at(1)) == 0
-    assert kept.load(b"later", [key(1)], at(1)) == 1
-    kept.close()
 
 
 def test_a_planted_link_is_not_followed(model: Path, tmp_path: Path, stores: Make) -> None:

@@ -15,7 +15,6 @@ from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
 from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import batching, complete, start
-from tests.actors.kept_system import wait_until
 from tests.conftest import TinyCheckpoint
 
 Tiny = Callable[..., TinyCheckpoint]
@@ -81,38 +80,6 @@ def test_a_step_of_the_others_between_any_two_layers(tiny: Tiny, chunks_at_once:
         assert ("layer", "layer") not in set(itertools.pairwise(while_both))
         alone = [complete(driver, greedy(ids, 60, "alone")).ids for ids in ([5, 6], LONG)]
         assert answers == alone
-
-
-@pytest.mark.parametrize("chunks_at_once", [1, 4])
-def test_a_prompt_that_is_left_ends_with_its_layer(tiny: Tiny, chunks_at_once: int) -> None:
-    with batching(tiny("llama-gqa")) as (_, driver):
-        complete(driver, greedy([1], 1, "warm"))
-        driver.engine.chunks_at_once = chunks_at_once
-        hooks = Hooks(driver)
-
-        def leave_at_the_third(what: str) -> None:
-            if hooks.count("layer") == 2:
-                driver.cancel("left")
-
-        hooks.begins = leave_at_the_third
-        result = complete(driver, greedy(LONG, 5, "left"))
-        assert (result.finish_reason, result.ids) == ("cancelled", [])
-        assert hooks.order == ["layer"] * 3
-        assert wait_until(lambda: driver.load().kv_cache_usage == 0)
-
-
-def test_an_answer_that_is_left_ends_with_its_step(tiny: Tiny) -> None:
-    with batching(tiny("llama-gqa")) as (_, driver):
-        hooks = Hooks(driver)
-
-        def leave_at_the_fifth(what: str) -> None:
-            if hooks.count("step") == 4:
-                driver.cancel("left")
-
-        hooks.begins = leave_at_the_fifth
-        result = complete(driver, greedy([1, 2], 200, "left"))
-        assert result.finish_reason == "cancelled" and hooks.order == ["step"] * 5
-        assert wait_until(lambda: driver.load().kv_cache_usage == 0)
 
 
 def test_who_waits_and_leaves_is_gone_before_the_next_layer(tiny: Tiny) -> None:

@@ -103,11 +103,6 @@ def test_pieces_do_not_matter_to_one_stop_string(text: str, stop: str) -> None:
     assert results == [text.split(stop)[0]] * 4
 
 
-def test_no_stop_strings_hold_nothing_back() -> None:
-    assert StopStrings([]).push("text") == "text"
-    assert StopStrings([""]).push("text") == "text"
-
-
 @given(st.integers(0, 500), st.lists(st.integers(1, 8), min_size=1, max_size=6))
 def test_each_neuron_is_assigned_once(num_neurons: int, threads: list[int]) -> None:
     lanes, ids = share_lanes(64, threads), np.arange(num_neurons)
@@ -118,14 +113,6 @@ def test_each_neuron_is_assigned_once(num_neurons: int, threads: list[int]) -> N
         size = own.end - own.first
         assert abs(size - 64 * count / sum(threads)) <= 1
         assert abs(shard.size - num_neurons * size / 64) <= size
-
-
-@given(st.integers(128, 600), st.lists(st.integers(1, 8), min_size=1, max_size=6))
-def test_neighbours_are_assigned_apart(num_neurons: int, threads: list[int]) -> None:
-    """No two neurons that stand side by side in the checkpoint do so in a shard."""
-    for own in share_lanes(64, threads):
-        shard = in_loading_order(np.arange(num_neurons), [num_neurons], own)
-        assert (np.diff(shard) != 1).all()
 
 
 def test_arena_parts_do_not_overlap_and_are_shared() -> None:
@@ -142,14 +129,6 @@ def test_arena_parts_do_not_overlap_and_are_shared() -> None:
         assert (part == number).all()
     assert buffers.partials.shape == (3, 5, 7) and buffers.logits.shape == (2, 13)
     assert buffers.active_ids.shape == (3, 11) and buffers.page_tables.shape == (2, 4, 6)
-
-
-def test_arena_keeps_its_memory_alive() -> None:
-    layout = ArenaLayout(1, 1, 4, 4, 4, 1, 1, 1)
-    buffers = layout.buffers(layout.new_arena())
-    buffers.hidden[:] = 5
-    np.empty(1 << 20, np.uint8).fill(1)
-    assert (buffers.hidden == 5).all()
 
 
 def test_arena_too_small() -> None:

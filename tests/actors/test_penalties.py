@@ -85,12 +85,6 @@ def test_long_texts_token_by_token(last: int, penalize_prompt: bool) -> None:
         length += int(random.integers(1, 4))
 
 
-@pytest.mark.parametrize("penalties", [{}, {"repeat_penalty": 2.0, "repeat_last_n": 0}])
-def test_without_penalties_nothing_is_done(penalties: dict[str, Any]) -> None:
-    logits = np.ones(5, np.float32)
-    assert Penalties(SamplingParams(**penalties), 1).applied(logits, [1, 1]) is logits
-
-
 @pytest.mark.sweep(keep=2)
 @pytest.mark.parametrize("penalties", PENALTIES)
 def test_whole_answers(tiny: Tiny, penalties: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -34,7 +33,6 @@ from tests.actors.kept_system import wait_until
 from tests.actors.stand_in_ray import StandInRay, lose_once, stand_in_system
 from tests.actors.test_batching import spoil
 from tests.conftest import TinyCheckpoint
-from tests.quantized_models import make_model
 from tests.tiny_models import VOCAB_SIZE
 
 Tiny = Callable[..., TinyCheckpoint]
@@ -116,19 +114,6 @@ def test_cold_is_cached(
         lengths = [len(request.prompt_ids or ()) for request in requests]
         assert [cached for *_, cached in found] == [(size - 1) // PAGE * PAGE for size in lengths]
         assert all_are_free(driver)
-
-
-@pytest.mark.sweep(keep=1)
-@pytest.mark.parametrize("weight_dtype", ["q8", "q4_1", "q4"])
-def test_cold_is_cached_with_quantized_weights(weight_dtype: str, tmp_path: Path) -> None:
-    requests = [request_of(ids) for ids in _PROMPTS]
-    checkpoint = TinyCheckpoint(make_model("q-llama", tmp_path / "model"))
-    options: dict[str, Any] = {"weight_dtype": weight_dtype, "max_tokens": 200}
-    expected = cold(checkpoint, requests, **options)
-    with batching(checkpoint, shares=True, **options) as (_, driver):
-        found = [answer(driver, request) for request in requests]
-    same(found, expected)
-    assert [cached for *_, cached in found] == _CACHED
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", "q8"])
@@ -269,12 +254,6 @@ def test_scored_and_embedded_prompts_leave_nothing(tiny: Tiny) -> None:
         answer(driver, request_of(_IDS[:200], num_prompt_logprobs=0))
         answer(driver, request_of(_IDS[:200], wants_embedding=True))
         assert answer(driver, request_of(_IDS[:200]))[2] == 0
-
-
-@pytest.mark.parametrize("options", [{"shares": False}, {"shares": True, "max_tokens": 32}])
-def test_systems_that_share_nothing(tiny: Tiny, options: dict[str, Any]) -> None:
-    with batching(tiny("llama-gqa"), **options) as (_, driver):
-        assert [answer(driver, request_of(_IDS[:200]))[2] for _ in range(2)] == [0, 0]
 
 
 # --- what goes wrong ---------------------------------------------------------------------------
@@ -537,40 +516,6 @@ def with_store(
     return found
 
 
-@pytest.mark.parametrize("max_tokens", [64, 256])
-def test_a_restarted_system_finds_it_in_the_store(tiny: Tiny, max_tokens: int) -> None:
-    long = [*_IDS, *_EDITED, *_IDS][:1000]
-    requests = [request_of(ids) for ids in (*_PROMPTS, long)]
-    checkpoint = tiny("llama-gqa", "bfloat16")
-    options: dict[str, Any] = {"context": 1200, "max_tokens": max_tokens}
-    expected = cold(checkpoint, requests, **options)
-    kept: dict[bytes, np.ndarray] = {}
-    found = with_store(checkpoint, DictStore(kept), requests, **options)
-    same(found, expected)
-    assert [cached for *_, cached in found] == [*_CACHED, 320]
-    store = DictStore(kept)
-    found = with_store(checkpoint, store, requests, **options)
-    same(found, expected)
-    lengths = [len(request.prompt_ids or ()) for request in requests]
-    assert [cached for *_, cached in found] == [(size - 1) // PAGE * PAGE for size in lengths]
-    assert max(store.loads) == 8  # others have their turn in between
-    assert len(set(store.identities)) == 1 and len(store.identities[0]) == 32
-
-
-def test_a_torn_page_is_computed_again(tiny: Tiny) -> None:
-    requests = [request_of(_IDS[:300])]
-    checkpoint = tiny("llama-gqa", "bfloat16")
-    expected = cold(checkpoint, requests)
-    kept: dict[bytes, np.ndarray] = {}
-    with_store(checkpoint, DictStore(kept), requests)
-    assert len(kept) == 4
-    store = DictStore(kept)
-    store.torn = {list(kept)[2]}
-    found = with_store(checkpoint, store, requests)
-    same(found, expected)
-    assert found[0][2] == 128 and len(kept) == 4
-
-
 def test_what_memory_gave_up_comes_back_from_the_store(tiny: Tiny) -> None:
     """Pages for one context, a slow store: what is being saved stays, and others wait for it."""
     others = [[(token + n) % VOCAB_SIZE for token in _IDS] for n in range(1, 4)]
@@ -614,14 +559,6 @@ def test_who_waits_for_pages_that_are_being_saved(
         took = time.monotonic() - began
         same(found, expected)
         assert looks[0] >= 20 and took > 0.05  # some milliseconds between two looks
-
-
-def test_with_other_arithmetic_nothing_of_the_store_is_found(tiny: Tiny) -> None:
-    requests, kept = [request_of(_IDS[:300])], dict[bytes, np.ndarray]()
-    with_store(tiny("llama-gqa", "bfloat16"), DictStore(kept), requests)
-    store = DictStore(kept)
-    (found,) = with_store(tiny("llama-gqa", "float16"), store, requests)
-    assert found[2] == 0 and not store.loads
 
 
 # --- services that change or are lost ----------------------------------------------------------

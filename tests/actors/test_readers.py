@@ -133,17 +133,6 @@ def test_silent_readers_end_and_idle_ones_are_forgotten() -> None:
     assert open_stream(reader).cancelled.is_set()
 
 
-def test_of_any_number_of_dead_readers_little_is_kept() -> None:
-    readers = Readers()
-    for number in range(3000):
-        open_stream(readers.touch(ReaderEpoch(str(number))))
-    for _ in range(TIMEOUT_POLLS):
-        readers.poll()
-    assert not readers._readers and len(readers._dead) == 1024
-    with pytest.raises(RequestError, match="nobody read"):
-        readers.touch(ReaderEpoch("2999"))
-
-
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_killed_reader_leaves_nothing_running(driver: Driver, is_stream: bool) -> None:
     """As `kill -9` leaves it: it calls no more, and closes nothing."""

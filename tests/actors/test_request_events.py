@@ -15,16 +15,14 @@ from hotcold.actors.driver.streams import Reader, Stream, joined
 from hotcold.actors.protocol.messages import (
     GenerateRequest,
     Generation,
-    Grammar,
     ReaderEpoch,
     TokenEvent,
     TokenLogprob,
 )
-from hotcold.model.errors import PromptError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
 from hotcold.model.text.tokenizer import Tokenizer
-from tests.actors.batching import WAIT_S, batching, complete
+from tests.actors.batching import WAIT_S, batching
 from tests.conftest import TinyCheckpoint
 from tests.reference import reference_logits
 
@@ -86,18 +84,6 @@ def test_prompts_and_answers_are_scored_in_a_batch(tiny: Tiny) -> None:
             values = [value for _, value in one.top]
             assert values == pytest.approx(np.sort(row)[::-1][: len(values)], abs=2e-3)
         assert {len(one.top) for one in event.logprobs} == {2}
-
-
-def test_what_cannot_be_queued_leaves_nothing(tiny: Tiny) -> None:
-    with batching(tiny("llama-relu")) as (_, driver):
-        sampling = SamplingParams(max_tokens=2)
-        with pytest.raises(PromptError):
-            driver.submit(READER, GenerateRequest(sampling, prompt_ids=[-1]))
-        grammar = Grammar("lark", 'start: "a"')
-        with pytest.raises(UsageError, match="no tokenizer"):
-            driver.submit(READER, GenerateRequest(sampling, prompt_ids=[1], grammar=grammar))
-        assert not driver._streams and driver.readers.touch(READER).is_idle
-        assert complete(driver, GenerateRequest(sampling, prompt_ids=[1])).num_prompt_tokens == 1
 
 
 def test_a_cancelled_request_ends_its_events(tiny: Tiny) -> None:

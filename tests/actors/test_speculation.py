@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -379,41 +378,6 @@ def test_a_failure_of_drafts_is_no_request_s(tiny: Tiny, caplog: pytest.LogCaptu
             assert answers(driver, beside(requests, "beside")) == alone
         assert num_failed and drafter.num_calls
         assert caplog.text.count("drafts failed") == 1
-
-
-def test_what_drafts_learn_is_no_request_s(tiny: Tiny) -> None:
-    class Failing(AutoPolicy):
-        num_failed = 0
-
-        def learn(self, *args: Any) -> None:
-            self.num_failed += 1
-            raise ValueError("no such thing")
-
-    requests = [repetitive(seed) for seed in range(4)]
-    policy = Failing()
-    with batching(tiny("llama-gqa"), context=192) as (_, driver):
-        alone = [answer(driver, request)[0] for request in requests]
-        with drafting(driver, None, policy, ngrams=True):
-            assert answers(driver, beside(requests, "beside")) == alone
-        assert policy.num_failed
-
-
-def test_a_cancelled_request_keeps_the_beginning(tiny: Tiny) -> None:
-    sampling = SamplingParams(max_tokens=150, temperature=1.0, seed=3, ignore_eos=True)
-    request = GenerateRequest(sampling, prompt_ids=[3, 4, 5], request_id="one")
-    with batching(tiny("llama-gqa"), context=192) as (_, driver):
-        alone = answer(driver, request)[0][0]
-        drafter = NastyDrafter(7, VOCAB_SIZE)
-        drafter.answers = {"one": alone}
-        proposed = threading.Event()
-        drafter.before_call = proposed.set
-        with drafting(driver, drafter, FixedPolicy(3), ngrams=True):
-            running = start(driver, replace(request, request_id="one/cancelled"))
-            assert proposed.wait(60)
-            driver.cancel("one/cancelled")
-            result = running.end()
-        assert result.ids == alone[: len(result.ids)]
-        assert all_pages_are_free(driver)
 
 
 def test_a_result_counts_its_drafts(tiny: Tiny) -> None:

@@ -15,17 +15,14 @@ from hotcold.actors.exchange.hosts_exchange import Relay
 from hotcold.actors.exchange.recovery import RecoveryPolicy
 from hotcold.actors.exchange.replacement import OwnPlace
 from hotcold.actors.processes.service_actor import ServiceActor
-from hotcold.actors.protocol.messages import GenerateRequest, ServicePart, ServiceSpec, SystemConfig
-from hotcold.actors.protocol.topology import Topology
+from hotcold.actors.protocol.messages import GenerateRequest, ServiceSpec, SystemConfig
 from hotcold.actors.setup.connection import Connection
 from hotcold.actors.telemetry.snapshot import (
     NeuronWatch,
     bucket_of,
     bucket_sizes,
     num_buckets,
-    speed_of,
 )
-from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.serve.mailbox import (
     FFN,
@@ -39,7 +36,7 @@ from hotcold.numba_kernels.serve.mailbox import (
 from tests import reference
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
-from tests.placement_cases import llama_config, mixture_config
+from tests.placement_cases import mixture_config
 
 Tiny = Callable[..., TinyCheckpoint]
 
@@ -100,16 +97,6 @@ def test_neurons_that_fire_are_counted(variant, tiny: Tiny, monkeypatch) -> None
         np.testing.assert_array_equal(found.last_gates[layer], buckets_of(np.arange(size), size))
         assert found.num_neurons[layer].sum() == size
     assert not found.num_hot.any()
-
-
-def test_dense_computes_all(tiny: Tiny) -> None:
-    with InProcessSystem(tiny("llama-silu").path, num_services=2) as system:
-        watch = watch_of(system)
-        watch.watch(60)
-        system.engine("dense").step([3], [0], [0])
-        found = watch.read()
-    np.testing.assert_array_equal(found.last_computed, found.num_neurons)
-    np.testing.assert_array_equal(found.last_gates, found.num_neurons)
 
 
 def test_of_listed_neurons_only_gates_on_the_list_count(tiny: Tiny) -> None:
@@ -253,40 +240,6 @@ def test_a_driver_tells_what_its_steps_computed(
     assert speed.per_step_ms["total"] == pytest.approx(result.per_token_ms["total"])
     assert (shown.num_running, shown.num_waiting, shown.kv_pages_used) == (0, 0, 0)
     assert shown.mode == mode
-
-
-def test_neurons_that_no_cpu_service_holds_are_hot(tiny: Tiny) -> None:
-    with InProcessSystem(tiny("llama-relu").path) as system:
-        size, layers = system.config.ffn_size, system.config.num_layers
-        hot, cold = ([np.arange(*span, dtype=np.int32)] * layers for span in ((0, 30), (30, size)))
-        gpu = ServicePart("gpu", attention=range(layers), has_head=True, neuron_ids=hot)
-        topology = Topology((gpu, ServicePart("cpu0", neuron_ids=cold)))
-        found = NeuronWatch(system.config, system.exchange.buffers, topology).read()
-    np.testing.assert_array_equal(found.num_hot[0], buckets_of(np.arange(30), size))
-
-
-def test_speed_is_of_the_last_seconds() -> None:
-    def step(ended_s: float, tokens: int) -> StepRecord:
-        times = StepTimes(total=100_000_000, num_steps=1, num_neurons=10, num_gates=40)
-        return StepRecord(ended_s, tokens, times)
-
-    steps = [step(90.0, 7), step(99.1, 1), step(99.2, 1), step(99.3, 2)]
-    ended = speed_of(steps, 100, 99.5, is_running=False)
-    assert ended.tokens_per_s == pytest.approx(4 / 0.3)
-    assert speed_of(steps, 100, 99.5, is_running=True).tokens_per_s == pytest.approx(4 / 0.5)
-    assert (ended.neurons_computed, ended.gates_computed) == (0.1, 0.4)
-    assert ended.per_step_ms["total"] == pytest.approx(100)
-    assert speed_of(steps, 100, 200.0, is_running=True).tokens_per_s == 0
-
-
-def test_buckets_are_runs_of_neighbours() -> None:
-    for size in (64, 88, 1920, 11008):
-        config = llama_config(intermediate_size=size)
-        found = bucket_of(config, 0, np.arange(size, dtype=np.int32))
-        assert (np.diff(found.astype(int)) >= 0).all()
-        counts = np.bincount(found, minlength=NUM_BUCKETS)
-        assert counts.size == NUM_BUCKETS
-        assert counts.max() - counts.min() <= 1
 
 
 def test_buckets_of_a_mixture_are_experts() -> None:

@@ -47,23 +47,6 @@ def test_no_page_has_two_owners(num_pages: int, num_slots: int, actions: list[in
             assert tables[slot, : len(pages)].tolist() == pages
 
 
-def test_pages_freed_last_are_lent_first() -> None:
-    both = np.zeros((2, 2, 3), np.int32)
-    pool, tables = KvPool(6, both), both[0]
-    assert pool.allocate(3 * PAGE_POSITIONS) == 0 and pool.allocate(PAGE_POSITIONS + 1) == 1
-    assert tables.tolist() == [[0, 1, 2], [3, 4, 0]]
-    pool.free(1)
-    pool.free(0)
-    assert pool.allocate(2 * PAGE_POSITIONS) == 0 and pool.allocate(PAGE_POSITIONS) == 1
-    assert tables[0, :2].tolist() == [0, 1] and tables[1, 0] == 2
-
-
-def test_pages_that_are_to_be_spare() -> None:
-    pool = KvPool(3, np.zeros((2, 3, 3), np.int32))
-    assert pool.allocate(PAGE_POSITIONS, 3) is None and pool.allocate(PAGE_POSITIONS, 2) == 0
-    assert pool.allocate(PAGE_POSITIONS, 2) is None and pool.allocate(PAGE_POSITIONS, 1) == 1
-
-
 def test_more_than_a_slot_can_have() -> None:
     assert [num_pages_of(n) for n in (0, 1, PAGE_POSITIONS, PAGE_POSITIONS + 1)] == [0, 1, 1, 2]
     pool = KvPool(9, np.zeros((2, 1, 2), np.int32))

@@ -11,7 +11,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.lanes import in_loading_order, share_lanes
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError
@@ -118,16 +117,6 @@ def test_arranged_for_shards_the_choice_is_the_same(num_services: int, num_token
                 found[t, shards[i][s][rows[t]]] = True
         np.testing.assert_array_equal(found, scores_of(layer, x) > 0)
         assert 0 < found.mean() < 1
-
-
-def test_arranged_as_services_deal() -> None:
-    """The order that actors give their neurons: each score goes with its own neuron."""
-    layer = lowrank_layer(5, np.uint16)
-    lanes = share_lanes(16, [2, 2])
-    order = np.concatenate([in_loading_order(np.arange(37), [37], own) for own in lanes])
-    x = np.random.default_rng(0).standard_normal((3, 70), dtype=np.float32)
-    arranged = scores_of(layer.arranged(order), x)
-    np.testing.assert_allclose(arranged, scores_of(layer, x)[:, order], rtol=1e-5, atol=1e-5)
 
 
 def spoiled(tensors: dict[str, np.ndarray], facts: dict[str, Any], how: str) -> None:

@@ -18,7 +18,7 @@ from hotcold.predictors.fitting import fit_lowrank as lowrank_module
 from hotcold.predictors.fitting.fit_lowrank import fit_lowrank
 from hotcold.predictors.fitting.fit_sign import fit_sign
 from hotcold.predictors.fitting.layer_data import LayerData, Split
-from hotcold.predictors.fitting.read_prices import IN_BYTES, ReadPrices, measure_prices
+from hotcold.predictors.fitting.read_prices import IN_BYTES, ReadPrices
 from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.predictor_file import Quality
 from hotcold.predictors.sign import SignLayer
@@ -89,21 +89,6 @@ def test_fitted_predictors_on_new_tokens(synthetic: SyntheticLayer, kind: str) -
         assert getattr(found, name) == pytest.approx(share, abs=0.03)
 
 
-@pytest.mark.parametrize("kind", FITS)
-def test_a_higher_target_computes_more(kind: str) -> None:
-    data = SyntheticLayer().data()
-    low, high = (FITS[kind](data, target)[1] for target in (0.8, 0.99))
-    assert low.recall == pytest.approx(0.8, abs=0.03) and high.recall > 0.975
-    assert low.computed < high.computed and low.precision > high.precision
-
-
-def test_smaller_gates_pay_for_smaller_predictors() -> None:
-    large, small = (fit_sign(SyntheticLayer().data(bits_a_weight=n), TARGET) for n in (16, 2))
-    assert small[0].num_bytes < large[0].num_bytes
-    assert small[1].computed > large[1].computed
-    assert min(small[1].recall, large[1].recall) > TARGET - 0.02
-
-
 def test_prices_choose_the_size() -> None:
     """What two bits save of gates is worth it where gates cost much, not where bits do."""
     data = SyntheticLayer().data()
@@ -123,14 +108,6 @@ def test_prices_choose_the_size() -> None:
     ]
     assert sizes[1].down.dtype == np.uint16
     assert sizes[2].hidden_size < sizes[0].hidden_size
-
-
-@pytest.mark.parametrize("dtype", ["float16", "q4"])
-def test_all_that_is_priced_is_measured(dtype: str, tmp_path: Path) -> None:
-    config = read_config(make_tiny("llama-relu", tmp_path, dtype="float16"))
-    one = measure_prices(replace(config, hidden_size=64, dtype=dtype), 1)  # type: ignore[arg-type]
-    found = [one.gates, one.listed, *one.signs, *one.lowrank]
-    assert all(0 < price < np.inf for price in found)
 
 
 def fit_in(dtype: str, data: LayerData, patch: pytest.MonkeyPatch) -> tuple[AnyLayer, Quality]:
@@ -153,15 +130,6 @@ def test_int8_and_float16_agree(synthetic: SyntheticLayer, monkeypatch: pytest.M
     assert narrow_quality.recall == pytest.approx(wide_quality.recall, abs=0.01)
     assert narrow_quality.computed == pytest.approx(wide_quality.computed, abs=0.01)
     assert narrow.num_bytes < 0.6 * wide.num_bytes
-
-
-def test_the_hidden_size_grows_with_the_rank() -> None:
-    sizes = []
-    for rank in (4, 24, 96):
-        layer, _ = fit_lowrank(SyntheticLayer(rank=rank, noise=0.02).data(), TARGET)
-        assert isinstance(layer, LowRankLayer)
-        sizes.append(layer.hidden_size)
-    assert sizes[0] < sizes[1] < sizes[2] <= WIDTH // 2
 
 
 def test_a_layer_of_known_rank_is_seen_through() -> None:

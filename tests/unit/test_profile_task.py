@@ -64,8 +64,3 @@ def test_answers_too_short_to_tell_how_soon_experts_come_again(
     plan = OffloadPlan(1 << 30, False, True, is_known, 8, 8, 8, 0, 1e6, 1.0, 9.0, 10.0)
     by = "by the profile and" if is_known else "how soon this one's experts are chosen again"
     assert by in offload_text([plan])
-
-
-def test_usual_texts_have_eight_answers_of_128_tokens() -> None:
-    assert Answers.of(5000, 511) == Answers(8, 16, 128)
-    assert Answers.of(90, 511) == Answers(5, 16, 128)

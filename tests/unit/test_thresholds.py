@@ -89,37 +89,3 @@ def test_dead_neurons_are_never_computed_and_constant_ones_always() -> None:
     computed = (e > thresholds).float().mean(dim=0)
     assert computed[:4].tolist() == [0, 0, 1, 1]
     assert thresholds[1] == math.inf and thresholds[2] == -math.inf
-
-
-def test_estimates_that_say_the_contrary_are_as_good_as_none() -> None:
-    e, z = Known(4).draw()
-    fit = MarginFit.of(-e, z)
-    assert (fit.slope == 0).all()
-    torch.testing.assert_close(fit.shift, z.mean(dim=0))
-    thresholds = fit.thresholds(-1.0)
-    assert thresholds.isinf().all()
-    assert ((thresholds == -math.inf) == (z.mean(dim=0) > -z.std(dim=0))).float().mean() > 0.99
-
-
-def test_least_margin_is_that_quantile() -> None:
-    margins = torch.arange(1000.0).reshape(10, 100) / 100
-    fires = margins >= 5
-    for target, most_lost in ((0.9, 50), (0.98, 10), (0.998, 1), (0.9999, 0)):
-        num_lost = int((margins[fires] <= least_margin(margins, fires, target)).sum())
-        assert most_lost - 2 <= num_lost <= most_lost
-    assert least_margin(margins, fires & False, 0.9) == math.inf
-
-
-def test_nothing_fires() -> None:
-    e, z = torch.randn(50, 4), -torch.rand(50, 4)
-    fit = MarginFit.of(e, z)
-    thresholds = fit.thresholds(least_margin(fit.margins(e), z > 0, 0.9))
-    assert not (e > thresholds).any()
-
-
-def test_quality_by_hand() -> None:
-    fires = torch.tensor([[True, True, False, False], [True, False, False, False]])
-    computed = torch.tensor([[True, False, True, False], [True, False, False, True]])
-    assert Quality.of(computed, fires) == Quality(2 / 3, 0.5, 0.5, 3 / 8)
-    assert Quality.of(computed, fires & False) == Quality(1.0, 0.0, 0.5, 0.0)
-    assert Quality.of(computed & False, fires) == Quality(0.0, 1.0, 0.0, 3 / 8)
