@@ -152,7 +152,7 @@ def test_preempted_for_the_pages_of_windows(windowed: Windowed) -> None:
         expected = [answer(driver, request) for request in requests]
     with system_of(checkpoint, 2, kv_positions=8 * _CONTEXT) as (_, driver):
         scheduler, group = driver._scheduler, driver._pool._groups[WINDOWED]
-        advance, preempt = scheduler._advance, scheduler._preempt
+        advance, preempt = scheduler.advance, scheduler._preempt
         taken: list[int] = []
         num_steps, num_preempted = 0, 0
 
@@ -170,7 +170,7 @@ def test_preempted_for_the_pages_of_windows(windowed: Windowed) -> None:
             num_preempted += 1
             preempt(request)
 
-        scheduler._advance = advancing  # type: ignore[method-assign]
+        scheduler.advance = advancing  # type: ignore[method-assign]
         scheduler._preempt = preempting  # type: ignore[method-assign]
         same(at_once(driver, requests), expected)
         assert num_preempted
