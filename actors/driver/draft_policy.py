@@ -1,7 +1,7 @@
 """How many tokens of drafts a step verifies, and whose: by measured acceptance and measured cost.
 
 A choice changes how fast answers come, never a token. `AutoPolicy` takes what promises the most
-tokens a second. One account of time bounds what that may lose: each step adds 0.8% of a step to it,
+tokens a second. One account of time bounds what that may lose: each step adds 0.6% of a step to it,
 a draft that gains adds that, and all that drafts cost in vain, looking for them included, is paid
 from it. What an empty account cannot pay is not tried, so drafts lose less than 1% of the time.
 """
@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 MODEL = 0  # a source of drafts; others are n-grams, named by their length
 
-_EARNED = 0.008  # of a step, by each step
+_EARNED = 0.006  # of a step, by each step
 _FIRST_SAVED, _MOST_SAVED = 0.3, 3.0  # steps
 _MOST_OWED = 1.0  # steps: what one draft took beyond that was a pause
 _LEAST_GAIN = 1.03  # times the rate without drafts, or measurements' noise decides
@@ -22,7 +22,7 @@ _TRIED = 2  # tokens of a draft where none pays, to see whether one does by now
 _FRESH_STEPS = 64  # after so many steps one without drafts is measured again
 _MEASURED_PLAIN = 8  # of so many steps without drafts one is measured
 _KEPT = 512  # measurements after which a cost is forgotten: a pause may have made it
-_GAIN, _STALE_GAIN = 0.2, 0.5  # of one measurement in a mean, and of one after long
+_GAIN, _STALE_GAIN = 0.1, 0.4  # of one measurement in a mean, and of one after long
 _MOST_SLOWED = 1.5  # times its mean one counts at most
 _GROWTH = 0.15  # of a step, by one more token, where that was never measured
 _PRIOR_TOKENS = 2.0  # that what is expected of a request counts for
@@ -255,7 +255,7 @@ class AutoPolicy:
                 of_request, of_system = self._acceptances(offer.request, choice.source)
                 of_request.add(min(drafted, got), accepted)
                 of_system.add(min(drafted, got), accepted)
-        took_ns = cost.draft_ns + self._steps.of(size) + num_new * self._accepting.of(1)
+        took_ns = cost.draft_ns + self._step_ns(num, size) + num_new * self._accepting.of(1)
         saved = self._saved + _EARNED + num_new / num - took_ns / self._plain_ns(num)
         self._saved = max(-_MOST_OWED, min(_MOST_SAVED, saved))
 
@@ -275,13 +275,17 @@ class AutoPolicy:
         """What a step of so many requests takes without drafts."""
         return max(1.0, self._steps.of(num) + num * self._accepting.of(1))
 
+    def _step_ns(self, num: int, size: int) -> float:
+        """What a step of `num` requests with drafts takes: no less than one without."""
+        return max(self._steps.of(size), self._steps.of(num))
+
     def _took(
         self, num: int, size: int, num_new: float, num_models: int = 0, rounds: int = 0
     ) -> float:
         """What a step with a draft takes, beside one without: `rounds` of a model's own."""
-        took_ns = self._steps.of(size) + num_new * self._accepting.of(1)
+        took_ns = self._step_ns(num, size) + num_new * self._accepting.of(1)
         if rounds:
-            took_ns += rounds * self._rounds.of(num_models)
+            took_ns += rounds * (self._rounds.of(num_models) or self._plain_ns(num))
         else:
             took_ns += self._looking.of(num)
         return took_ns / self._plain_ns(num)
