@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar, TokenEvent
 from hotcold.model.errors import PromptError, UsageError, shown
 from hotcold.model.text.roles import ALWAYS_SAY, TEMPLATE_ROLES
 from hotcold.outputs import ToolCall
-from hotcold.sampling_params import unknown_argument
+from hotcold.sampling_params import grammars, unknown_argument
 
 if TYPE_CHECKING:
     from hotcold.model.text.tokenizer import Tokenizer
@@ -38,13 +37,6 @@ class _Function(NamedTuple):
     name: str
     parameters: Any
     strict: bool | None
-
-
-def grammars() -> ModuleType:
-    """What makes grammars; importing it takes a while."""
-    from hotcold.ui.api.tools import grammar
-
-    return grammar
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

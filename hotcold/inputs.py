@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar
 from hotcold.actors.protocol.options import in_keywords
 from hotcold.answers import Task
-from hotcold.connections import new_id
+from hotcold.jobs.running.in_flight import new_id
 from hotcold.model import sampling
 from hotcold.model.errors import HotcoldError, PromptError, ServiceError, UsageError, shown
 from hotcold.sampling_params import SamplingParams

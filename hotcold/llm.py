@@ -7,15 +7,16 @@ import queue
 import sys
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Unpack, overload
 
-from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.actors.protocol.messages import Generation, TokenEvent
 from hotcold.actors.protocol.options import OPTIONS, SystemOptions, in_keywords, seconds_of
 from hotcold.answers import Answer, Answers, progress_bar
-from hotcold.connections import Connection, Deliver, InFlight, find, start
 from hotcold.inputs import Given, Inputs
+from hotcold.jobs.running.in_flight import Connection, InFlight
 from hotcold.model.errors import HotcoldError, PromptError, UsageError, shown
 from hotcold.outputs import RequestOutput, ScoreOutput, StreamPiece
 from hotcold.sampling_params import SamplingParams, unknown_argument
@@ -100,10 +101,9 @@ class LLM:
             raise
 
     def _use(self, connection: Connection, progress: bool | None) -> None:
-        self._connection = connection
         self._in_flight = InFlight(connection)
         self._progress = progress
-        self._close = weakref.finalize(self, _end, self._in_flight, connection)
+        self._close = weakref.finalize(self, _end, self._in_flight)
 
     @classmethod
     def over(cls, connection: Connection, progress: bool | None = None) -> LLM:
@@ -113,7 +113,7 @@ class LLM:
         return made
 
     def __reduce__(self) -> Any:
-        return LLM.over, (self._connection, self._progress)
+        return LLM.over, (self._in_flight.connection, self._progress)
 
     def __enter__(self) -> LLM:
         return self
@@ -128,7 +128,7 @@ class LLM:
         are what earlier cells left, in `Out` or in the last error's frames.
         """
         if hasattr(sys, "ps1") and self._close.alive and not self._in_flight.is_parents:
-            self._connection.end_sharing()
+            self._in_flight.connection.end_sharing()
         self._close()
 
     def __repr__(self) -> str:
@@ -165,7 +165,7 @@ class LLM:
 
     @cached_property
     def _config(self) -> Any:
-        return self._connection.config
+        return self._in_flight.connection.config
 
     @cached_property
     def _inputs(self) -> Inputs:
@@ -190,7 +190,7 @@ class LLM:
         Neurons are counted from the first call on, until none has come for five seconds. Keys are
         those of the page's panel (docs/api.md). Errors: ServiceError
         """
-        return self._connection.telemetry()
+        return self._in_flight.connection.telemetry()
 
     # --- text ------------------------------------------------------------------------------------
 
@@ -379,14 +379,6 @@ class LLM:
             found.append(ScoreOutput(tuple(ids), tuple(values)))
         return found[0] if given.is_one else found
 
-    def begin(self, request: GenerateRequest, deliver: Deliver) -> None:
-        """Queue a request as the driver has it. Internal: for the command line."""
-        self._in_flight.start(request, deliver)
-
-    def events(self, request: GenerateRequest) -> Iterator[TokenEvent]:
-        """Stream a request as the driver has it. Internal: for the command line."""
-        return self._in_flight.events(request)
-
     # --- running requests ------------------------------------------------------------------------
 
     def _run(self, given: Given, progress: bool | None) -> Any:
@@ -475,9 +467,15 @@ def _connect(model: str | None, options: SystemOptions, keep_s: float, own: bool
     if keep_s or not is_in_ray:
         import logging
 
-        found = find(model, options, keep_s, own, logging.getLogger("hotcold").info)
+        from hotcold.jobs.running.client import GoneError
+        from hotcold.jobs.running.find import find_system
+
+        found = find_system(model, options, keep_s, own, logging.getLogger("hotcold").info)
         if found is not None:
-            return found
+            with suppress(GoneError):
+                return found.attend()
+    from hotcold.jobs.running.own import start
+
     return start(locate_model(model), options)
 
 
@@ -503,10 +501,9 @@ def _refuse(method: str, unknown: dict[str, Never], *known: str) -> None:
         raise UsageError(unknown_argument(method, name, known, others))
 
 
-def _end(in_flight: InFlight, connection: Connection) -> None:
+def _end(in_flight: InFlight) -> None:
     if not in_flight.is_parents:
         in_flight.close()
-        connection.close()
 
 
 def _putter(arrived: Any, answers: Answers, index: int) -> Callable[[Any], None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hotcold.model import sampling
@@ -133,7 +134,6 @@ class SamplingParams(sampling.SamplingParams):
         if not self.has_shape:
             return None
         from hotcold.actors.protocol.messages import Grammar
-        from hotcold.chats import grammars
 
         if self.json_schema is not None:
             text = Grammar("json_schema", _json_text(self.json_schema))
@@ -143,6 +143,13 @@ class SamplingParams(sampling.SamplingParams):
         if self.choice is not None:
             return grammars().choice_grammar(list(self.choice))
         return Grammar("lark", self.grammar or "")
+
+
+def grammars() -> ModuleType:
+    """What makes grammars; importing it takes a while."""
+    from hotcold.ui.api.tools import grammar
+
+    return grammar
 
 
 def unknown_argument(

@@ -61,11 +61,11 @@ COMMANDS = {
         "hotcold.jobs.commands.serve:serve",
         "The chat page and an OpenAI-compatible API.",
     ),
-    "ps": LazyCommand("hotcold.jobs.kept.commands:ps", "List the systems that are running."),
+    "ps": LazyCommand("hotcold.jobs.commands.ps:ps", "List the systems that are running."),
     "top": LazyCommand(
         "hotcold.jobs.commands.top:top", "Watch a running system's neurons and services."
     ),
-    "stop": LazyCommand("hotcold.jobs.kept.commands:stop", "End a running system."),
+    "stop": LazyCommand("hotcold.jobs.commands.stop:stop", "End a running system."),
     "pull": LazyCommand("hotcold.jobs.commands.models:pull", "Fetch a model from Hugging Face."),
     "show": LazyCommand("hotcold.jobs.commands.models:show", "Say what a model is and takes."),
     "list": LazyCommand(

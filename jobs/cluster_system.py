@@ -13,7 +13,7 @@ from hotcold.actors.protocol.messages import AUTO_MODE, LoadProgress, SystemConf
 from hotcold.actors.protocol.options import OPTIONS
 from hotcold.actors.setup.preflight import SystemOptions, read_model
 from hotcold.actors.system import System
-from hotcold.connections import RayConnection
+from hotcold.jobs.running.own import OwnSystem
 from hotcold.model.config.weight_formats import CAST_NAMES
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import locate_model, resolved_model
@@ -26,9 +26,7 @@ _NOT_COMPARED = frozenset(
 )
 
 
-def job_system(
-    model: str | None, given: SystemOptions, name: str | None, keep: bool
-) -> RayConnection:
+def job_system(model: str | None, given: SystemOptions, name: str | None, keep: bool) -> OwnSystem:
     """Attach to the system `name`, or start one of `model` with the options `given`.
 
     A running system is taken as it is where `model` is None. With `keep` a new one outlives this
@@ -49,7 +47,7 @@ def job_system(
         stack.enter_context(found)
         running: SystemConfig = found.call("describe")
         _require_same(running, model, given, name)
-        return RayConnection(found, running, stack.pop_all())
+        return OwnSystem(found, running, stack.pop_all())
 
 
 def _require_same(

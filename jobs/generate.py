@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,17 @@ from hotcold.actors.protocol.messages import (
     TokenEvent,
     TokenLogprob,
 )
-from hotcold.connections import Connection, find
+from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.answer_file import AnswerFile
 from hotcold.jobs.cli import run
 from hotcold.jobs.cluster_system import job_system
 from hotcold.jobs.request_lines import RequestLine, read_requests
+from hotcold.jobs.running.client import GoneError
+from hotcold.jobs.running.find import find_system
+from hotcold.jobs.running.in_flight import Connection, InFlight
 from hotcold.jobs.support.lazy_group import add_debug_option
 from hotcold.jobs.support.options import own_option, split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand
-from hotcold.llm import LLM
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.logprobs import MIN_LOGPROB
@@ -84,21 +86,27 @@ def generate(
     options = split_system_options(values)
     with closing(AnswerFile(out, resume=resume)) as answers:
         started = time.monotonic()
-        connection: Connection | None = None
-        if not (name or keep):
-            connection = find(model, options, 0.0, is_own)
+        connection = None if name or keep else _found(model, options, is_own)
         if connection is None:
             connection = job_system(model, options, name, keep)
-        with LLM.over(connection) as llm:
+        with closing(InFlight(connection)) as in_flight:
             config = connection.config
             click.echo(f"ready after {time.monotonic() - started:.1f} s: {_told(config)}")
             answers.begin()
             lines = read_requests(requests, SamplingParams.defaults(config.model_path))
             try:
-                counts = _serve(lines, answers, llm, config.max_batch)
+                counts = _serve(lines, answers, in_flight, config.max_batch)
             except ServiceError as error:
                 raise _with_advice(error, name) from error
     click.echo(f"{counts} in {time.monotonic() - started:.1f} s, in {answers.path}")
+
+
+def _found(model: str | None, options: SystemOptions, is_own: bool) -> Connection | None:
+    """One that runs already, and stays until this job has ended. Errors: HotcoldError."""
+    found = find_system(model, options, 0.0, is_own)
+    with suppress(GoneError):
+        return found and found.attend()
+    return None
 
 
 def _told(config: SystemConfig) -> str:
@@ -137,7 +145,9 @@ class _Counts:
             click.echo(self)
 
 
-def _serve(lines: Iterator[RequestLine], answers: AnswerFile, llm: LLM, max_batch: int) -> _Counts:
+def _serve(
+    lines: Iterator[RequestLine], answers: AnswerFile, in_flight: InFlight, max_batch: int
+) -> _Counts:
     """Answer `lines`, and write the answers in their order.
 
     Errors:  ServiceError, OSError; running requests end then
@@ -148,7 +158,7 @@ def _serve(lines: Iterator[RequestLine], answers: AnswerFile, llm: LLM, max_batc
         if answers.holds(_failure(line, line.error)):
             counts.skipped += 1
             continue
-        pending.append((line, _answer(line, llm)))
+        pending.append((line, _answer(line, in_flight)))
         while pending and (pending[0][1].done() or len(pending) >= WINDOW * max_batch):
             _write_oldest(pending, answers, counts)
     while pending:
@@ -156,7 +166,7 @@ def _serve(lines: Iterator[RequestLine], answers: AnswerFile, llm: LLM, max_batc
     return counts
 
 
-def _answer(line: RequestLine, llm: LLM) -> Future[tuple[Generation, _Logprobs]]:
+def _answer(line: RequestLine, in_flight: InFlight) -> Future[tuple[Generation, _Logprobs]]:
     """What a line's request will give, and the logprobs of its tokens where they are wanted."""
     answer: Future[tuple[Generation, _Logprobs]] = Future()
     logprobs: _Logprobs = []
@@ -172,7 +182,7 @@ def _answer(line: RequestLine, llm: LLM) -> Future[tuple[Generation, _Logprobs]]
     if line.request is None:
         answer.set_exception(UsageError(line.error))
         return answer
-    llm.begin(line.request, take)
+    in_flight.start(line.request, take)
     return answer
 
 

@@ -17,7 +17,7 @@ _QUIET = (
     "/health",
     "/v1/health",
     "/metrics",
-    "/own/state",
+    "/v1/hotcold/state",
     "/gradio_api/",
     "/assets/",
     "/static/",

@@ -33,17 +33,21 @@ from hotcold.ui.api.schemas import (
 from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.openapi import add_description, body_of
 from hotcold.ui.page.late_page import LatePage
+from hotcold.ui.system_routes import SystemRoutes
 
 _GONE = (sse.ClientGoneError, ClientDisconnect)  # while it was answered, or sent its request
 _CLIENT_GONE = 499  # no client reads it
 
 
 def create_app(
-    models: ServedModels, pages: Mapping[str, Callable[[], Any]] | None = None
+    models: ServedModels,
+    pages: Mapping[str, Callable[[], Any]] | None = None,
+    system_routes: SystemRoutes | None = None,
 ) -> FastAPI:
     """The application of some models.
 
     `pages`: by path, what makes each, a gradio.Blocks; it is called at a page's first view.
+    `system_routes`: what this user's commands ask.
     """
     # FastAPI's own pages about routes fetch scripts from elsewhere; `add_description` adds others.
     app = FastAPI(title="hotcold", openapi_url=None, docs_url=None, redoc_url=None)
@@ -64,6 +68,8 @@ def create_app(
             *ollama.SCHEMAS,
         ],
     )
+    if system_routes is not None:
+        system_routes.add(app)
     add_not_served(app)
     if not pages:
         _add_root(app)

@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 from collections.abc import Coroutine, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from hotcold.ui.gate import Gate
 
 _END_S = 10.0
 _DATE_S = 1.0  # between two looks at the clock, for the dates of answers
-SocketServer = tuple["QuietServer", socket.socket]  # at a Unix socket
+_ASKED_WHILE_LOADING = ("/health", "/v1/health", "/v1/hotcold/state")
 _PAGE = Path(__file__).with_name("page") / "loading.html"  # reloads itself
 
 
@@ -37,6 +38,7 @@ class LoadingGate:
 
     def __init__(self, model_name: str) -> None:
         self.stage = "starting"
+        self._progress: LoadProgress | None = None
         self._model_name = model_name
         self._app: ASGIApp | None = None
 
@@ -54,7 +56,7 @@ class LoadingGate:
 
     def show(self, progress: LoadProgress) -> None:
         """Answer requests meanwhile with this progress."""
-        self.stage = progress.stage
+        self.stage, self._progress = progress.stage, progress
 
     def _loading(self, request: Request) -> Response:
         error = unavailable(f"the model is loading ({self.stage}); try again soon", "loading")
@@ -65,8 +67,9 @@ class LoadingGate:
                 text = text.replace(f"{{{name}}}", html.escape(value))
             return HTMLResponse(text, error.status, error.headers)
         body: dict[str, Any] = error.body_for(request.url.path)
-        if request.url.path in ("/health", "/v1/health"):
+        if request.url.path in _ASKED_WHILE_LOADING:
             body = {"status": "loading", "stage": self.stage, "model": self._model_name}
+            body |= {} if self._progress is None else {"progress": asdict(self._progress)}
         return JSONResponse(body, error.status, error.headers)
 
 
@@ -104,26 +107,23 @@ class ServerThread:
         max_body_bytes: int,
         limits: ConnectionLimits,
         log: str = "none",
-        control: tuple[socket.socket, ASGIApp] | None = None,
+        own: socket.socket | None = None,
         origins: Sequence[str] = (),
     ) -> None:
         """`listener` is bound, `log` "none" or a kind of `AccessLog`. Serves until `stop`.
 
-        `origins`: of pages elsewhere that may ask.
-
-        `control`: a Unix socket that only this user can reach, and the application that answers
-        there without keys. Without a `listener` there is only that one.
+        `own`: a Unix socket that only this user can reach, who needs no key there; without a
+        `listener` there is only that one. `origins`: of pages elsewhere that may ask.
         """
         self.loading_gate = loading_gate
         self._connections = Connections(limits)
         self._settings = max_body_bytes, log
-        self._servers: list[SocketServer] = []
-        self._opened: set[asyncio.Future[None]] = set()  # what serves at more Unix sockets
+        self._servers: list[tuple[QuietServer, socket.socket]] = []
         self._loop = asyncio.new_event_loop()
         if listener is not None:
             self._servers.append((self._server(loading_gate, keys, local, origins), listener))
-        if control is not None:
-            self._servers.append((self._server(control[1], (), True), control[0]))
+        if own is not None:
+            self._servers.append((self._server(loading_gate, (), True), own))
         self._lifespan = contextlib.AsyncExitStack()
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
         self._thread.start()
@@ -145,28 +145,6 @@ class ServerThread:
         # answer that the server's end cuts off.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Config` sets it too
         return QuietServer(config, self._loop)
-
-    def open_control_api(self, listener: socket.socket, app: ASGIApp) -> SocketServer:
-        """Serve `app`, without keys, at one more Unix socket, until `close_control_api`."""
-        opened = self._server(app, (), True), listener
-        self._servers.append(opened)
-
-        async def serve() -> None:
-            serving = asyncio.ensure_future(opened[0].serve([listener]))
-            self._opened.add(serving)
-            serving.add_done_callback(ended)
-
-        def ended(serving: asyncio.Future[None]) -> None:
-            self._opened.discard(serving)
-            self._servers.remove(opened)
-            listener.close()
-
-        self.begin(serve())
-        return opened
-
-    def close_control_api(self, opened: SocketServer) -> None:
-        """Refuse new requests there; those that run go on until `stop` cuts them off."""
-        opened[0].end()
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
         """Start `work` in the server's loop."""
@@ -191,14 +169,14 @@ class ServerThread:
 
     def refuse_new(self) -> None:
         """Stop listening; requests that run go on."""
-        for server, _ in list(self._servers):
+        for server, _ in self._servers:
             server.end()
 
     def stop(self, timeout_s: float = 0.0) -> None:
         """End; requests that still run after `timeout_s` are cut off. May be called again."""
         self.refuse_new()
         self._thread.join(timeout_s)
-        for server, _ in list(self._servers):
+        for server, _ in self._servers:
             server.force_exit = True
         self._thread.join(_END_S)
 
@@ -218,4 +196,3 @@ class ServerThread:
 
     async def _serve_all(self) -> None:
         await asyncio.gather(*(server.serve([listener]) for server, listener in self._servers))
-        await asyncio.gather(*self._opened)

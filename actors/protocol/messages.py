@@ -103,11 +103,11 @@ class SystemConfig:
     @classmethod
     def from_json(cls, text: bytes) -> SystemConfig:
         """The system of `as_json`. Errors: ValueError, KeyError, TypeError."""
-        from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-
         values: dict[str, Any] = json.loads(text)
         storage = values["storage"]
         if storage is not None:
+            from hotcold.actors.protocol.offloaded_neurons import NeuronStorage  # NumPy
+
             values["storage"] = NeuronStorage(**storage | {"without": tuple(storage["without"])})
         return cls(**values | {"hosts": tuple(values["hosts"])})
 

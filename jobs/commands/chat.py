@@ -17,8 +17,8 @@ from hotcold.jobs.chat.commands import Settings
 from hotcold.jobs.chat.conversation import Conversation, Facts, Running
 from hotcold.jobs.chat.screen import PlainScreen, Screen
 from hotcold.jobs.chat.session import Session
-from hotcold.jobs.kept.client import GONE, GoneError, KeptSystem
-from hotcold.jobs.kept.find import find_system
+from hotcold.jobs.running.client import GONE, Client, GoneError
+from hotcold.jobs.running.find import find_system
 from hotcold.jobs.support.options import (
     given_sampling,
     kept_options,
@@ -115,7 +115,7 @@ def _terminal(conversation: Conversation, settings: Settings) -> Screen:
 
 
 def _entered(
-    stack: ExitStack, path: Path, kept: KeptSystem | None, options: SystemOptions, name: str
+    stack: ExitStack, path: Path, kept: Client | None, options: SystemOptions, name: str
 ) -> tuple[Running, Facts]:
     """A system that answers until `stack` ends; what has just ended is not the one."""
     if kept is not None:
@@ -127,7 +127,7 @@ def _entered(
 
 
 @contextmanager
-def _attended(path: Path, kept: KeptSystem, name: str) -> Iterator[tuple[KeptSystem, Facts]]:
+def _attended(path: Path, kept: Client, name: str) -> Iterator[tuple[Client, Facts]]:
     """A system that runs already, and stays for as long as the conversation. Errors: GoneError."""
     with kept.attended() as state:
         _require_chat(path, state["has_chat_template"])

@@ -96,11 +96,12 @@ def doctor(
 
 def _systems() -> dict[int, str]:
     """The names of this user's running systems by the processes that hold them."""
-    from hotcold.jobs.kept.commands import running_systems
+
+    from hotcold.jobs.running.registry import listed
 
     names: dict[int, list[str]] = {}
     with suppress(UsageError):  # a folder that others may write to
-        for _, record in running_systems():
+        for record in listed():
             names.setdefault(record.pid, []).append(record.name)
     return {pid: ", ".join(held) for pid, held in names.items()}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import click
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.connections import Connection, find, start_prepared
-from hotcold.jobs.kept.client import GONE, GoneError
+from hotcold.jobs.running.client import GONE, GoneError
+from hotcold.jobs.running.find import find_system
+from hotcold.jobs.running.in_flight import Connection, InFlight
 from hotcold.jobs.support.console import cut_short, json_option, print_json, tell
 from hotcold.jobs.support.options import (
     TokenIds,
@@ -28,7 +30,6 @@ from hotcold.jobs.support.options import (
 )
 from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.jobs.support.shared_imports import share_imports
-from hotcold.llm import LLM
 from hotcold.model.errors import PromptError, ServiceError, require_nonempty
 from hotcold.model.files.locate import locate_model
 from hotcold.model.sampling import SamplingParams
@@ -76,17 +77,17 @@ def answer(
     Errors:  HotcoldError
     """
     options = split_system_options(values)
-    kept = find(model, options, keep_s, is_own, attends=False)
-    path = locate_model(model) if kept is None else kept.system.model_path
+    kept = find_system(model, options, keep_s, is_own)
+    path = locate_model(model) if kept is None else kept.model_path
     asked = request_of(split_sampling(path, values))
-    if kept is not None:
+    if kept is None:
+        result, about = _answer_here(path, options, asked)
+    else:
         try:
-            result, about = _answer(kept, asked), kept.about
+            result, about = _answer(kept, asked), kept.facts
         except GoneError:
             click.echo(GONE, err=True)
             result, about = _answer_here(path, options, asked)
-    else:
-        result, about = _answer_here(path, options, asked)
     _show_end(result, about)
     if as_json:
         print_json(result.as_json() | {"system": about["system"]})
@@ -99,6 +100,7 @@ def _answer_here(
     share_imports()
     from hotcold.actors.driver.prompts import Prompts
     from hotcold.actors.setup.preflight import prepare_system
+    from hotcold.jobs.running.own import start_prepared
 
     system, config = prepare_system(path, options)
     prompts = Prompts(path, config, system.context_length)
@@ -115,8 +117,8 @@ def _answer_here(
 
 def _answer(connection: Connection, request: GenerateRequest) -> Generation:
     """Show the answer as it comes. Errors: GoneError of a system that has ended before it."""
-    with LLM.over(connection) as llm:
-        for event in llm.events(request):
+    with closing(InFlight(connection)) as requests:
+        for event in requests.events(request):
             tell(event.text, nl=False)
             if event.result is not None:
                 return event.result

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from hotcold.jobs.kept.client import KeptSystem
-from hotcold.jobs.kept.commands import running_systems, system_named
+from hotcold.jobs.running import registry
+from hotcold.jobs.running.client import Client
 from hotcold.jobs.support.console import json_option, print_json
 from hotcold.model.errors import ServiceError, UsageError
 
@@ -48,24 +48,23 @@ def scale(given: str | None, cpu_actors: int, name: str | None, as_json: bool) -
         print_json({"system": name, **found})
 
 
-def _listed(name: str | None) -> KeptSystem | None:
+def _listed(name: str | None) -> Client | None:
     """The system of that name, or the only one, of `hotcold ps`; None: a cluster's is meant.
 
     Errors:  UsageError where several are listed and none is named
     """
-    running = running_systems()
+    running = registry.listed()
     if name is not None:
-        chosen = [one for one in running if one[1].name == name]
-        return KeptSystem(*chosen[0]) if chosen else None
+        return next((Client(one) for one in running if one.name == name), None)
     if not running or os.environ.get("RAY_ADDRESS"):
         return None
     if len(running) > 1:
-        raise UsageError(_which(sorted(record.name for _, record in running)))
-    return KeptSystem(*running[0])
+        raise UsageError(_which(sorted(one.name for one in running)))
+    return Client(running[0])
 
 
 def _scale_in_cluster(name: str | None, num_cpu_actors: int) -> tuple[str, dict[str, int]]:
-    """Change a system of a Ray cluster; its name, and what `KeptSystem.scale` returns.
+    """Change a system of a Ray cluster; its name, and what `Client.scale` returns.
 
     Errors:  HotcoldError
     """
@@ -79,7 +78,7 @@ def _scale_in_cluster(name: str | None, num_cpu_actors: int) -> tuple[str, dict[
             raise
         if name is None:
             raise UsageError("no system is running; `hotcold serve` or --keep starts one") from None
-        system_named(name, running_systems())  # raises: it is not listed
+        registry.named(name, registry.listed())  # raises: it is not listed
         raise
     name = name or _only_system()
     system = System.attach(name)

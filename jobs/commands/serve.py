@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import click
 
 from hotcold.jobs.support.extras import require_extra, require_known_gradio
 from hotcold.jobs.support.listening import listen, url_of
-from hotcold.jobs.support.options import split_system_options, system_options
+from hotcold.jobs.support.options import Duration, split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand, ModelsArgument
 from hotcold.jobs.support.shared_imports import share_imports
 from hotcold.jobs.support.signals import Signals
@@ -23,18 +23,21 @@ from hotcold.model.errors import ServiceError, UsageError
 from hotcold.model.secret_variable import API_KEY
 
 if TYPE_CHECKING:
-    from hotcold.jobs.kept.served_systems import SystemStarter
+    from hotcold.jobs.running.registry import Registration
+    from hotcold.jobs.running.served import SystemStarter
     from hotcold.ui.api.backend import Backend
     from hotcold.ui.api.served_models import ServedModels
     from hotcold.ui.model_loading import ModelLoader
     from hotcold.ui.server_thread import ServerThread
+    from hotcold.ui.system_routes import SystemRoutes
 
 _MODULES = (
-    "hotcold.jobs.kept.served_systems",
+    "hotcold.jobs.running.served",
     "hotcold.ui.app",
     "hotcold.ui.model_loading",
     "hotcold.ui.server_thread",
 )
+_FOREVER_S = 1e8  # this user's programs limit an answer's time themselves
 _LAST_BYTES_S = 2.0  # to send what was answered; an open page would wait for ever
 
 
@@ -99,6 +102,14 @@ _LAST_BYTES_S = 2.0  # to send what was answered; an open page would wait for ev
     help="A line for each answer, on standard error.",
 )
 @click.option("--no-page", is_flag=True, help="Only the API, without the chat page.")
+@click.option(
+    "--stay",
+    "keep_s",
+    type=Duration(),
+    default=0,
+    help="Answer this user's commands and programs alone, at a Unix socket instead of a port, and "
+    "end so long after the last answer; -1: with `hotcold stop`.",
+)
 @system_options
 def serve(
     model: tuple[str, ...],
@@ -112,6 +123,7 @@ def serve(
     max_connections: int,
     log: str,
     no_page: bool,
+    keep_s: float,
     **values: Any,
 ) -> None:
     """Serve MODELs (the embedded demo model without one) to browsers and OpenAI's clients.
@@ -119,7 +131,9 @@ def serve(
     The first is loaded at the start, others with their first request. Where memory is short, the
     least recently used one is unloaded.
     """
-    require_extra("ui", "serve")
+    require_extra("ui", "--keep" if keep_s else "serve")
+    if keep_s:
+        log, no_page, timeout_s = "none", True, _FOREVER_S
     if not no_page and importlib.util.find_spec("gradio") is not None:
         require_known_gradio()
     from hotcold.ui.gate import is_loopback, origin_of
@@ -128,21 +142,24 @@ def serve(
     allowed_origins = [origin_of(one) for one in origins]
     share_imports(*_MODULES)
     from hotcold.actors.protocol.ray_memory import free_bytes
-    from hotcold.jobs.kept.served_systems import SystemStarter, model_plans
+    from hotcold.jobs.running.served import SystemStarter, model_plans
     from hotcold.ui.access_log import event_line
     from hotcold.ui.api.backend import Backend, ServerSettings
     from hotcold.ui.api.served_models import ServedModels
+    from hotcold.ui.app import create_app
     from hotcold.ui.connections import ConnectionLimits
     from hotcold.ui.model_loading import ModelLoader, Need
     from hotcold.ui.server_thread import LoadingGate, ServerThread
+    from hotcold.ui.system_routes import SystemRoutes
 
     options = split_system_options(values)
     plans = model_plans(model, options)
     free, name = free_bytes(), plans[0].name
     allowed = min(free, options.cpu_memory_bytes or free)
-    limits = ServerSettings(name, max_queue, max_tokens_limit or 1 << 20, timeout_s)
-    listener = listen(host, port)
-    loading_gate, url = LoadingGate(name), url_of(listener)
+    most_tokens = 1 << 31 if keep_s else 1 << 20
+    limits = ServerSettings(name, max_queue, max_tokens_limit or most_tokens, timeout_s)
+    listener = None if keep_s else listen(host, port)
+    loading_gate, url = LoadingGate(name), "" if listener is None else url_of(listener)
 
     def tell(event: str, name: str) -> None:
         if log != "none":
@@ -150,13 +167,18 @@ def serve(
 
     with ExitStack() as stack:
         signals = stack.enter_context(Signals())
+        registration = _registered(name, url)
+        if registration is not None:
+            stack.callback(registration.close)
         server = ServerThread(
             listener, loading_gate, keys, is_loopback(host), limits.max_body_bytes,
-            ConnectionLimits(max_connections), log, origins=allowed_origins,
+            ConnectionLimits(max_connections), log,
+            None if registration is None else registration.listener, allowed_origins,
         )  # fmt: skip
         stack.callback(server.stop)
-        click.echo(f"loading {name}; {url} says how far it is", err=True)
-        starter = SystemStarter(server, url, plans, options, tell)
+        if url:
+            click.echo(f"loading {name}; {url} says how far it is", err=True)
+        starter = SystemStarter(registration, plans, options, bool(keep_s), tell)
         loader = ModelLoader(starter, allowed, free_bytes, tell)
         backends = []
         for plan in plans:
@@ -170,7 +192,30 @@ def serve(
         first.metrics.add_start()
         stack.callback(starter.close)
         models = ServedModels(backends)
-        _serve(server, starter, loader, models, url, no_page, signals)
+        routes = SystemRoutes(models, keep_s or None, starter.publish)
+        server.use(create_app(models, {} if no_page else _pages(models), routes))
+        if url:
+            names = ", ".join(backend.name for backend in models.backends)
+            click.echo(f"hotcold serves {names} at {url} (API: {url}/v1)")
+            sys.stdout.flush()
+        _serve(server, starter, loader, models, routes, signals)
+
+
+def _registered(name: str, url: str) -> Registration | None:
+    """This server's place in the registry; one that listens at a port does without, and says so.
+
+    Errors:  UsageError, OSError
+    """
+    from hotcold.jobs.running.registry import Registration
+    from hotcold.jobs.running.served import tell_unlisted
+
+    try:
+        return Registration(name, url)
+    except (UsageError, OSError) as problem:
+        if not url:
+            raise
+        tell_unlisted(problem)
+        return None
 
 
 def _serve(
@@ -178,21 +223,14 @@ def _serve(
     starter: SystemStarter,
     loader: ModelLoader,
     models: ServedModels,
-    url: str,
-    no_page: bool,
+    routes: SystemRoutes,
     signals: Signals,
 ) -> None:
-    """Answer until a signal comes; then finish running requests unless another one comes.
+    """Answer until a signal comes, or nobody asks any more; then finish running requests.
 
+    Another signal ends these, too.
     Errors:  ServiceError where the only system ends by itself, or Ray
     """
-    from hotcold.ui.app import create_app
-
-    pages = {} if no_page else _pages(models)
-    server.use(create_app(models, pages))
-    names = ", ".join(backend.name for backend in models.backends)
-    click.echo(f"hotcold serves {names} at {url} (API: {url}/v1)")
-    sys.stdout.flush()
 
     def poll() -> None:
         lost = starter.lost()
@@ -201,8 +239,11 @@ def _serve(
         starter.require_ray()
         for backend, problem in lost:
             server.begin(loader.drop(backend, str(problem)))
+        if routes.left_s == 0:
+            raise _IdleError
 
-    signals.wait(poll)
+    with suppress(_IdleError):
+        signals.wait(poll)
     starter.unregister_all()  # before a command that found it is refused
     server.refuse_new()
 
@@ -219,6 +260,10 @@ def _serve(
         signals.wait_while(lambda: num_running() > 0)
     starter.close()
     server.stop(_LAST_BYTES_S if signals.count < 2 else 0.0)
+
+
+class _IdleError(Exception):
+    """Nobody has asked for as long as the server stays."""
 
 
 def _num_at(backend: Backend, is_only: bool) -> int:

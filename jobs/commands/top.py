@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from hotcold.jobs.kept.client import KeptSystem
-from hotcold.jobs.kept.commands import running_systems, system_named
+from hotcold.jobs.running.client import Client
+from hotcold.jobs.running.registry import listed, named
 from hotcold.jobs.support.console import json_option, print_json
 from hotcold.model.errors import UsageError
 
@@ -31,7 +31,7 @@ def top(name: str | None, once: bool, as_json: bool) -> None:
     system = _chosen(name)
     is_seen = sys.stdout is not None and sys.stdout.isatty()
     if is_seen and not (once or as_json) and sys.stdin is not None and sys.stdin.isatty():
-        from hotcold.jobs.kept.top_watch import watch
+        from hotcold.jobs.top_watch import watch
 
         watch(system)
         return
@@ -40,7 +40,7 @@ def top(name: str | None, once: bool, as_json: bool) -> None:
         time.sleep(_COUNT_S)
         found = system.telemetry()
     if not as_json or once:
-        from hotcold.jobs.kept.top_picture import drawn, picture
+        from hotcold.jobs.top_picture import drawn, picture
 
         width = shutil.get_terminal_size().columns
         click.echo(drawn(picture(system.record.name, found, width), width, is_seen))
@@ -54,14 +54,14 @@ def _is_first(found: dict[str, Any]) -> bool:
     return is_unknown or (found["running"] and not found["map"]["steps"])
 
 
-def _chosen(name: str | None) -> KeptSystem:
+def _chosen(name: str | None) -> Client:
     """The system of that name. Errors: UsageError."""
-    running = running_systems()
+    running = listed()
     if name is not None:
-        return KeptSystem(*system_named(name, running))
+        return Client(named(name, running))
     if len(running) == 1:
-        return KeptSystem(*running[0])
+        return Client(running[0])
     if running:
-        names = ", ".join(record.name for _, record in running)
+        names = ", ".join(record.name for record in running)
         raise UsageError(f"several systems run: {names}; name one, as in `hotcold top NAME`")
     raise UsageError("no system is running; `hotcold serve` or --keep starts one")

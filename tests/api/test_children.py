@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from hotcold import connections
 from hotcold.actors import launch
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.connections import RayConnection
+from hotcold.jobs.running import own
+from hotcold.jobs.running.own import OwnSystem
 from tests.e2e.commands import environment, processes_left, ray_folder
 
 SCRIPT = """
@@ -64,7 +64,7 @@ if __name__ == "__main__":
 
     del child  # it holds the LLM
     llm_again = LLM(own=True, context_length=128, progress=False)
-    assert llm_again._connection is llm._connection
+    assert llm_again._in_flight.connection is llm._in_flight.connection
     assert fork_and_exit(llm) == 3
     del llm
     assert ask(llm_again) == first
@@ -112,17 +112,17 @@ def test_while_one_starts_no_other_waits(tmp_path: Path, monkeypatch: pytest.Mon
     config: Any = SimpleNamespace(max_batch=1)
     begun, loaded, started = threading.Event(), threading.Event(), []
 
-    def start(prepared: Any) -> RayConnection:
+    def start(prepared: Any) -> OwnSystem:
         begun.set()
         assert loaded.wait(60)
         started.append(prepared)
-        return RayConnection(system, config)
+        return OwnSystem(system, config)
 
-    monkeypatch.setattr(connections, "start_prepared", start)
+    monkeypatch.setattr(own, "start_prepared", start)
     monkeypatch.setattr(launch, "prepare_in_cluster", lambda *arguments: "prepared")
-    other, options = RayConnection(system, config), SystemOptions()
+    other, options = OwnSystem(system, config), SystemOptions()
     with ThreadPoolExecutor(3) as pool:
-        asked = [pool.submit(connections.start, tmp_path, options) for _ in range(2)]
+        asked = [pool.submit(own.start, tmp_path, options) for _ in range(2)]
         try:
             assert begun.wait(60)
             pool.submit(other.end_sharing).result(60)
@@ -134,4 +134,4 @@ def test_while_one_starts_no_other_waits(tmp_path: Path, monkeypatch: pytest.Mon
     first.close()
     assert first.num_users == 1
     second.close()
-    assert first.is_closed and not connections._started
+    assert first.is_closed and not own._started

@@ -352,12 +352,14 @@ def test_a_message_without_content_is_refused(llm: LLM) -> None:
 
 
 def test_a_second_one_of_this_process_and_one_that_is_closed(llm: LLM) -> None:
-    if llm._connection.system.owns_ray:  # type: ignore[attr-defined]
+    own: Any = llm._in_flight.connection
+    if own.system.owns_ray:
         with pytest.raises(UsageError, match="this process runs a model already"):
             LLM(threads=1)
-    handle = LLM.over(llm._connection)
+    own.num_users += 1
+    handle = LLM.over(own)
     assert isinstance(handle.generate("a", GREEDY), RequestOutput)
-    handle._in_flight.close()
+    handle.close()
     with pytest.raises(UsageError, match="this LLM is closed"):
         handle.generate("a")
 

@@ -19,10 +19,11 @@ import pytest
 from pydantic import BaseModel
 
 import hotcold
-from hotcold import LLM, SamplingParams, UsageError, connections
+from hotcold import LLM, SamplingParams, UsageError
 from hotcold.actors.protocol.messages import COMPILING_LONGER, GenerateRequest
 from hotcold.actors.protocol.options import OPTIONS, SystemOptions
 from hotcold.inputs import Inputs
+from hotcold.jobs.running import in_flight as in_flight_module
 from hotcold.jobs.support.options import system_options
 from hotcold.model import sampling
 from hotcold.model.files.locate import DEMO_DIRECTORY
@@ -142,9 +143,9 @@ def test_what_a_first_answer_waits_for_is_told_at_a_terminal(
         delivers.append(take)
 
     connection: Any = SimpleNamespace(max_batch=9, is_compiling=look, submit=deliver)
-    monkeypatch.setattr(connections, "_LOOK_S", 0.01)
+    monkeypatch.setattr(in_flight_module, "_LOOK_S", 0.01)
     monkeypatch.setattr(sys, "stderr", told)
-    in_flight = connections.InFlight(connection)
+    in_flight = in_flight_module.InFlight(connection)
     request = GenerateRequest(DEFAULTS, prompt="a")
     for _ in range(2):
         in_flight.start(request, lambda event: None)

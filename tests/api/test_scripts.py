@@ -24,7 +24,7 @@ from hotcold import LLM, SamplingParams
 {start}
 llm = LLM(threads=1, own=True)
 print(llm.generate("return the wrapped text " * 50, SamplingParams(max_tokens=2)).token_ids)
-processes = llm._connection.system.call("processes").values()
+processes = llm._in_flight.connection.system.call("processes").values()
 maps = [open(f"/proc/{{pid}}/maps").read() for pid in processes]
 print(any("libllvmlite" in one for one in maps), [f for f in path if f not in sys.path], flush=True)
 print("torch" in sys.modules, model.MARK, os.getcwd() == {folder!r}, flush=True)

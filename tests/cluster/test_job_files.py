@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,10 @@ from hotcold.actors.protocol.messages import (
     TokenEvent,
     TokenLogprob,
 )
-from hotcold.connections import Deliver
 from hotcold.jobs.answer_file import AnswerFile
 from hotcold.jobs.generate import WINDOW, _serve
 from hotcold.jobs.request_lines import RequestLine, read_requests
-from hotcold.llm import LLM
+from hotcold.jobs.running.in_flight import Deliver, InFlight
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.schemas import CompletionRequest
@@ -139,8 +139,8 @@ def test_logprobs_are_written(tmp_path: Path) -> None:
             deliver(TokenEvent("b", done, 1, logprobs=(last,)))
 
     answers = AnswerFile(tmp_path / "out.jsonl", resume=False)
-    with LLM.over(Scoring()) as llm:  # type: ignore[arg-type]
-        counts = _serve(iter([line, RequestLine(2, 8, error="no")]), answers, llm, 4)
+    with closing(InFlight(Scoring())) as in_flight:  # type: ignore[arg-type]
+        counts = _serve(iter([line, RequestLine(2, 8, error="no")]), answers, in_flight, 4)
     answers.close()
     first, second = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert first["logprobs"] == [
@@ -257,8 +257,8 @@ class Serving:
 
     def _run(self) -> None:
         try:
-            with LLM.over(self.system) as llm:  # type: ignore[arg-type]
-                _serve(self._lines, self._answers, llm, 4)
+            with closing(InFlight(self.system)) as in_flight:  # type: ignore[arg-type]
+                _serve(self._lines, self._answers, in_flight, 4)
         except ServiceError as error:
             self.error = str(error)
         self._answers.close()

@@ -11,8 +11,8 @@ import pytest
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.placement_choice import own_profile
 from hotcold.actors.setup.storage import has_bundles, pack_model
-from hotcold.jobs.kept.identity import identity_of
 from hotcold.jobs.profile.files import ProfileFiles
+from hotcold.jobs.running.identity import identity_of
 from hotcold.model.bundles.bundle_file import bundle_path
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.build import read_config

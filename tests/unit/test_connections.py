@@ -6,10 +6,8 @@ import asyncio
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 from hotcold.ui import connections
-from hotcold.ui import server_thread as serving_file
 from hotcold.ui.connections import IS_STREAM, Connection, ConnectionLimits, Connections
 from hotcold.ui.server_thread import LoadingGate, ServerThread
 
@@ -57,42 +54,6 @@ def serving(
         for one in made:
             one.close()
         server.stop()
-
-
-def test_a_door_that_was_closed_is_forgotten_and_cut_off_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One with an answer that never ends is cut off too, and at once."""
-    monkeypatch.setattr(serving_file, "_END_S", 3600.0)  # what is not cut off is waited for
-    is_asked = threading.Event()
-
-    async def answer(scope: Any, receive: Any, send: Any) -> None:
-        is_asked.set()
-        await asyncio.sleep(3600)
-
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = ServerThread(listener, LoadingGate("demo"), [], True, 1 << 20, ConnectionLimits())
-    client = socket.socket(socket.AF_UNIX)
-    with client, listener:
-        for number in range(3):
-            door = socket.socket(socket.AF_UNIX)
-            door.bind(str(tmp_path / f"{number}.sock"))
-            door.listen()
-            opened = server.open_control_api(door, answer)
-            if number == 2:
-                client.connect(str(tmp_path / "2.sock"))
-                client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                assert is_asked.wait(_TIMEOUT_S)
-            server.close_control_api(opened)
-        deadline = time.monotonic() + _TIMEOUT_S
-        while (len(server._opened), len(server._servers)) != (1, 2):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        stopping = threading.Thread(target=server.stop, daemon=True)
-        stopping.start()
-        stopping.join(_TIMEOUT_S)
-        assert not stopping.is_alive() and not server._thread.is_alive()
-        assert server._servers[1:] == [] and not server._opened
 
 
 @pytest.fixture(autouse=True)

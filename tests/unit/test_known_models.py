@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hotcold.jobs.cli import main
-from hotcold.jobs.kept.identity import model_text
+from hotcold.jobs.running.identity import model_text
 from hotcold.model.errors import UsageError
 from hotcold.model.files import hub
 from hotcold.model.files.known_models import known_models, own_file, repository_of

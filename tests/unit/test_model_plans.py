@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.jobs.kept.served_systems import model_plans
+from hotcold.jobs.running.served import model_plans
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 

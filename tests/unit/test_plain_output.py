@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenE
 from hotcold.jobs.chat.screen import PlainScreen
 from hotcold.jobs.cli import _print_error
 from hotcold.jobs.commands import generate, models
+from hotcold.jobs.running.in_flight import Deliver
 from hotcold.jobs.support import model_facts
 from hotcold.model.sampling import SamplingParams
 
@@ -47,14 +47,18 @@ def expected(stream: Stream) -> str:
     return SHOWN if stream.isatty() else TEXT
 
 
-def test_an_answer(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer(stream: Stream) -> None:
     class Answering:
-        def events(self, request: GenerateRequest) -> Iterator[TokenEvent]:
-            yield TokenEvent(TEXT)
-            yield TokenEvent("", Generation("", [1], "stop", 1, 0.1, 0.1))
+        max_batch = 1
 
-    monkeypatch.setattr(generate.LLM, "over", lambda connection: nullcontext(Answering()))
-    connection: Any = None
+        def submit(self, request: GenerateRequest, deliver: Deliver) -> None:
+            deliver(TokenEvent(TEXT))
+            deliver(TokenEvent("", Generation("", [1], "stop", 1, 0.1, 0.1)))
+
+        def close(self) -> None:
+            pass
+
+    connection: Any = Answering()
     with written_to(stream):
         generate._answer(connection, GenerateRequest(SamplingParams(), prompt="x"))
     assert stream.getvalue() == expected(stream)

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.config.build import build_config
 from hotcold.model.errors import ConfigError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model
 from hotcold.model.sampling import SamplingParams, eos_ids
-from hotcold.ui.api.schemas import parse
-from hotcold.ui.control_api import ControlRequest
 from tests.unit.family_configs import LLAMA
 
 
@@ -159,5 +158,5 @@ def test_all_of_it_reaches_a_system_of_another_process() -> None:
     assert set(changed) == {field.name for field in fields(SamplingParams)}
     sampling = SamplingParams(**changed)  # type: ignore[arg-type]
     assert all(getattr(SamplingParams(), name) != value for name, value in changed.items())
-    sent = json.dumps({"request": asdict(GenerateRequest(sampling, prompt="a"))})
-    assert parse(ControlRequest, sent.encode()).request.request().sampling == sampling
+    sent = json.dumps(asdict(GenerateRequest(sampling, prompt="a")))
+    assert TypeAdapter(GenerateRequest).validate_json(sent).sampling == sampling

@@ -27,8 +27,8 @@ from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.ui.api.backend import Backend, ServerSettings
 from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.app import create_app
-from hotcold.ui.control_api import memory_bytes
 from hotcold.ui.model_loading import ModelLoader, Need
+from hotcold.ui.system_routes import memory_bytes
 
 WAIT_S = 30.0
 Post = Callable[..., Awaitable[httpx.Response]]
@@ -415,7 +415,7 @@ def served_by_stand_ins(num_models: int, **starter: Callable[..., Any]) -> list[
     models: Any = SimpleNamespace(backends=backends, first=backends[0])
     given: Any = (
         Told("server", told), Told("starter", told, **starter), Told("loader", told), models,
-        "http://here", True, Told("signals", told, wait=lambda poll: poll()),
+        SimpleNamespace(left_s=None), Told("signals", told, wait=lambda poll: poll()),
     )  # fmt: skip
     _serve(*given)
     return told
@@ -424,7 +424,7 @@ def served_by_stand_ins(num_models: int, **starter: Callable[..., Any]) -> list[
 def test_a_server_that_ends_is_found_no_more_before_it_refuses() -> None:
     """Else a command could find it, and then not come in."""
     assert served_by_stand_ins(1, lost=list) == [
-        "server.use", "signals.wait", "starter.lost", "starter.require_ray",
+        "signals.wait", "starter.lost", "starter.require_ray",
         "starter.unregister_all", "server.refuse_new", "starter.close", "server.stop",
     ]  # fmt: skip
 
@@ -451,7 +451,7 @@ def test_the_only_model_takes_the_server_with_it() -> None:
     def lost() -> list[Any]:
         return [(None, problem)]
 
-    assert served_by_stand_ins(2, lost=lost)[4:6] == ["loader.drop", "server.begin"]
+    assert served_by_stand_ins(2, lost=lost)[3:5] == ["loader.drop", "server.begin"]
     with pytest.raises(ServiceError, match="the driver died"):
         served_by_stand_ins(1, lost=lost)
     with pytest.raises(ServiceError, match="Ray has ended"):

@@ -1,12 +1,11 @@
 """A system's configuration comes out of its JSON as it went in."""
 
-import json
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 import pytest
 
-from hotcold.actors.protocol.messages import DraftCounts, Generation, SystemConfig
+from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 
 _STORAGE = NeuronStorage("bundles é", 1 << 40, True, "signs", 7, ("cache", "pipeline"))
@@ -49,10 +48,3 @@ def test_what_is_left_out_comes_back() -> None:
 def test_other_text_is_refused(text: bytes) -> None:
     with pytest.raises((ValueError, KeyError, TypeError)):
         SystemConfig.from_json(text)
-
-
-def test_a_result_comes_back() -> None:
-    reads = {"bytes_read": 2.0}
-    drafts = DraftCounts(2, 7, [2, 1])
-    result = Generation("é", [1, 2], "stop", 3, 0.1, 0.2, reads=reads, drafts=drafts)
-    assert Generation.of_values(json.loads(json.dumps(asdict(result)))) == result

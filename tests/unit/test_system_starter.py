@@ -21,30 +21,13 @@ from hotcold.actors.protocol.messages import (
 )
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.system import System
-from hotcold.jobs.kept import registry
-from hotcold.jobs.kept.folder import own_folder
-from hotcold.jobs.kept.identity import identity_of
-from hotcold.jobs.kept.served_systems import ModelPlan, SystemStarter
+from hotcold.jobs.running import registry
+from hotcold.jobs.running.identity import identity_of
+from hotcold.jobs.running.registry import Registration, own_folder
+from hotcold.jobs.running.served import ModelPlan, SystemStarter
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.ui.api.backend import Backend, ServerSettings
-from hotcold.ui.server_thread import LoadingGate
-
-
-class Server:
-    """As `ServerThread`, without a thread."""
-
-    def __init__(self) -> None:
-        self.loading_gate = LoadingGate("demo")
-        self.open: list[Any] = []
-
-    def open_control_api(self, listener: Any, app: Any) -> Any:
-        self.open.append(listener)
-        return listener
-
-    def close_control_api(self, listener: Any) -> None:
-        self.open.remove(listener)
-        listener.close()
 
 
 class StandIn:
@@ -67,16 +50,14 @@ class StandIn:
 
 
 CONFIG = SystemConfig(str(DEMO_DIRECTORY), context_length=128)
-Made = tuple[SystemStarter, Backend, Server, StandIn]
+Made = tuple[SystemStarter, Backend, StandIn]
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     """A starter whose systems start at once, and tell of it; the user's folder is its own."""
-    server, system = Server(), StandIn()
-    given: Any = server
+    system = StandIn()
     plan = ModelPlan("demo", str(DEMO_DIRECTORY), CONFIG, 1)
-    starter = SystemStarter(given, "http://here", [plan], SystemOptions())
 
     def start(config: SystemConfig, on_progress: Callable[[LoadProgress], None]) -> StandIn:
         assert found() == ["demo"]  # commands may wait for it
@@ -88,29 +69,30 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     with tempfile.TemporaryDirectory(prefix="hc-", dir="/tmp") as folder:
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
         loader: Any = SimpleNamespace()
-        yield starter, Backend(None, CONFIG, ServerSettings("demo"), loader), server, system
-        for listener in server.open:
-            listener.close()
+        registration = Registration("demo", "http://here")
+        starter = SystemStarter(registration, [plan], SystemOptions())
+        yield starter, Backend(None, CONFIG, ServerSettings("demo"), loader), system
+        registration.listener.close()
 
 
 def found() -> list[str]:
-    return [one.name for one in registry.running(own_folder())]
+    return [one.name for one in registry.running()]
 
 
 def test_a_system_is_found_until_it_ends(made: Made) -> None:
-    starter, backend, server, system = made
+    starter, backend, system = made
     started = starter.start(backend)
     assert vars(started) is vars(system)
-    (record,) = registry.running(own_folder())
+    (record,) = registry.running()
     assert (record.name, record.url, record.is_kept) == ("demo", "http://here", False)
-    assert record.resolved["context_length"] == 128 and len(server.open) == 1
+    assert record.resolved["context_length"] == 128
     starter.end(backend, started)
-    assert system.has_ended and found() == [] and server.open == []
-    assert list(Path(own_folder()).iterdir()) == []
+    assert system.has_ended and found() == []
+    assert [path.name for path in own_folder().iterdir()] == ["demo.sock"]
 
 
 def test_a_server_that_ends_is_found_no_more(made: Made) -> None:
-    starter, backend, _, system = made
+    starter, backend, system = made
     starter.start(backend)
     starter.unregister_all()
     starter.unregister_all()
@@ -118,26 +100,26 @@ def test_a_server_that_ends_is_found_no_more(made: Made) -> None:
 
 
 def test_nothing_is_left_of_a_start_that_fails(made: Made) -> None:
-    starter, backend, server, system = made
+    starter, backend, system = made
     system.answers["describe"] = OSError("the disk is full")
     with pytest.raises(OSError, match="the disk is full"):
         starter.start(backend)
-    assert system.has_ended and found() == [] and server.open == []
+    assert system.has_ended and found() == []
 
 
 def test_nothing_starts_any_more_once_it_is_closed(made: Made) -> None:
-    starter, backend, server, system = made
+    starter, backend, system = made
     starter.close()
     with pytest.raises(ServiceError, match="the server is being stopped"):
         starter.start(backend)
-    assert not system.has_started and found() == [] and server.open == []
+    assert not system.has_started and found() == []
 
 
 def test_what_loading_writes_beside_a_model_is_part_of_what_it_is(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A command that looks at the files then finds the system that has written them."""
-    starter, backend, _, _ = made
+    starter, backend, _ = made
     start: Any = System.start
 
     def writing(config: SystemConfig, on_progress: Callable[[LoadProgress], None]) -> Any:
@@ -147,7 +129,7 @@ def test_what_loading_writes_beside_a_model_is_part_of_what_it_is(
     monkeypatch.setattr(System, "start", writing)
     starter._plans["demo"] = replace(starter._plans["demo"], model=str(tmp_path))
     starter.start(backend)
-    (record,) = registry.running(own_folder())
+    (record,) = registry.running()
     asked = identity_of(str(tmp_path), SystemOptions())
     assert record.identity == json.loads(json.dumps(asked))
     assert [name for name, *_ in record.identity["files"]] == ["written"]
@@ -156,7 +138,7 @@ def test_what_loading_writes_beside_a_model_is_part_of_what_it_is(
 def test_a_service_that_was_replaced_is_told_of(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    starter, backend, _, _ = made
+    starter, backend, _ = made
     told: list[tuple[str, str]] = []
     starter._tell = lambda event, model: told.append((event, model))
     loads = [
@@ -180,7 +162,7 @@ def test_a_service_that_was_replaced_is_told_of(
 
 
 def test_a_failed_system_is_told_of_once(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    starter, backend, _, system = made
+    starter, backend, system = made
     failure = ServiceError("the driver died")
 
     def fail(method: str) -> Any:
@@ -197,13 +179,13 @@ def test_a_failed_system_is_told_of_once(made: Made, monkeypatch: pytest.MonkeyP
 def test_neurons_are_packed_before_a_system_starts(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    starter, backend, server, system = made
+    starter, backend, system = made
 
     def fail(config: SystemConfig) -> None:
         assert config is CONFIG
         raise ServiceError("no room for the bundles")
 
-    monkeypatch.setattr("hotcold.jobs.kept.served_systems.require_bundles", fail)
+    monkeypatch.setattr("hotcold.jobs.running.served.require_bundles", fail)
     with pytest.raises(ServiceError, match="no room for the bundles"):
         starter.start(backend)
-    assert not system.has_started and found() == [] and server.open == []
+    assert not system.has_started and found() == []

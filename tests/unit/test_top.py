@@ -14,17 +14,15 @@ import numpy as np
 import pytest
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output.vt100 import Vt100_Output
-from starlette.testclient import TestClient
 
 from hotcold.actors.telemetry.snapshot import ActorHealth, NeuronMap, Speed, Telemetry
 from hotcold.jobs.cli import main
 from hotcold.jobs.commands import top
-from hotcold.jobs.kept.client import GoneError, KeptSystem, LoadingError
-from hotcold.jobs.kept.registry import Record
-from hotcold.jobs.kept.top_picture import drawn, picture
-from hotcold.jobs.kept.top_watch import watch
+from hotcold.jobs.running.client import Client, GoneError, LoadingError
+from hotcold.jobs.running.registry import Record
+from hotcold.jobs.top_picture import drawn, picture
+from hotcold.jobs.top_watch import watch
 from hotcold.model.errors import ServiceError
-from hotcold.ui.control_api import create_control_app
 from hotcold.ui.telemetry import map_json, telemetry_json
 from tests.e2e.stand_in import mixture_map
 
@@ -110,11 +108,11 @@ def test_a_system_that_does_nothing() -> None:
     assert "driver     alive" in text and "%" not in text
 
 
-class StandIn(KeptSystem):
+class StandIn(Client):
     """Says what a test gives, one after the other; raises what is an error."""
 
     def __init__(self, *found: dict[str, Any] | Exception) -> None:
-        super().__init__(Path(), Record("words", 1, True, "words", "", {}))
+        super().__init__(Record("words", 1, socket="words.sock"))
         self._found = [copy.deepcopy(one) for one in found]
         self.num_asked = 0
 
@@ -174,9 +172,9 @@ def test_whom_it_asks(
     names: list[str], asked: list[str], error: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    found = [(tmp_path, Record(name, 1, True, name, "", {})) for name in names]
-    monkeypatch.setattr(top, "running_systems", lambda: found)
-    monkeypatch.chdir(tmp_path)
+    found = [Record(name, 1, socket=f"{name}.sock") for name in names]
+    monkeypatch.setattr(top, "listed", lambda: found)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert main(["top", *asked]) == 1
     assert error in capsys.readouterr().err
 
@@ -218,26 +216,6 @@ def test_it_ends_with_the_system_and_with_ctrl_c() -> None:
         watch(StandIn(told(), GoneError("the system 'words' has ended")), pressed, output, 0.01)
     with keys("\x03") as (pressed, output, _), pytest.raises(KeyboardInterrupt):
         watch(StandIn(told()), pressed, output, 0.01)
-
-
-def test_a_system_tells_its_own_user() -> None:
-    class Backend:
-        num_active, num_attending = 0, 0
-        failure: Exception | None = None
-
-        def call(self, method: str) -> Telemetry:
-            assert method == "telemetry"
-            if self.failure:
-                raise self.failure
-            return telemetry()
-
-    backend: Any = Backend()
-    app = create_control_app(backend, None, {})  # type: ignore[arg-type]
-    client = TestClient(app)
-    assert client.get("/own/telemetry").json() == told()
-    backend.failure = ServiceError("the driver is gone")
-    answer = client.get("/own/telemetry")
-    assert answer.status_code == 503 and "the driver is gone" in answer.text
 
 
 def test_experts_are_told() -> None:

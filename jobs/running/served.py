@@ -22,13 +22,12 @@ from hotcold.actors.protocol.options import OPTIONS, PATHS, SystemOptions
 from hotcold.actors.setup.memory_needs import system_need
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.system import System
-from hotcold.jobs.kept.endpoint import ControlEndpoint
-from hotcold.jobs.kept.identity import model_text
+from hotcold.jobs.running.identity import identity_of, model_text, resolved_options
+from hotcold.jobs.running.registry import Registration
 from hotcold.jobs.support.loading import require_bundles, running_system
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError, shown
 from hotcold.model.files.locate import locate_model, model_name
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.server_thread import ServerThread, SocketServer
 
 _TIMEOUT_POLLS = 60  # seconds in which a driver says nothing: requests give up earlier
 _ENDED_S = 10.0
@@ -83,6 +82,11 @@ def _plan(model: str | None, options: SystemOptions) -> ModelPlan:
     return ModelPlan(model_name(model, path), model_text(model), system, need.total_bytes, shared)
 
 
+def tell_unlisted(problem: Exception) -> None:
+    """Say why a system is not in the registry."""
+    click.echo(f"other commands will not find this system: {problem}", err=True)
+
+
 class SystemStarter:
     """Starts and ends the systems of one server, all in the private Ray of the first.
 
@@ -91,20 +95,20 @@ class SystemStarter:
 
     def __init__(
         self,
-        server: ServerThread,
-        url: str,
+        registration: Registration | None,
         plans: Sequence[ModelPlan],
         options: SystemOptions,
+        is_kept: bool = False,
         tell: Callable[[str, str], object] = lambda event, model: None,
     ) -> None:
-        """`tell` is called with what happens to a model's services."""
-        self._server = server
-        self._url = url
+        """`registration` None: no command finds them. `is_kept`: another server's system of the
+        same model and options is not started a second time. `tell` is called with what happens to
+        a model's services.
+        """
+        self._registration = registration
+        self._is_kept = is_kept
         self._plans = {plan.name: plan for plan in plans}
         self._options = options
-        self._endpoints: dict[
-            str, tuple[ControlEndpoint, SocketServer]
-        ] = {}  # by name, of what is found
         self._pulses: dict[Backend, Pulse] = {}
         self._tell = tell
         self._num_replaced: dict[Backend, int] = {}
@@ -122,14 +126,8 @@ class SystemStarter:
         """
         plan = self._plans[backend.name]
         others = [one.system for one in self._plans.values() if one is not plan]
-        found = self._register(plan)
-        stack.callback(self.unregister_all)
-
-        def show_both(progress: LoadProgress) -> None:
-            show(progress)
-            found(progress)
-
-        system = stack.enter_context(running_system(plan.system, show_both, others))
+        self._register(plan)
+        system = stack.enter_context(running_system(plan.system, show, others))
         stack.callback(self.unregister_all)  # before the system ends
         children = psutil.Process().children()
         self._ray = [process for process in children if process.name() in _RAY]
@@ -140,16 +138,11 @@ class SystemStarter:
         """Start the system of a model. Errors: HotcoldError."""
         plan = self._plans[backend.name]
         with self._working, ExitStack() as undo:
-            found = self._register(plan)
+            self._register(plan)
             undo.callback(self._unregister, plan.name)
-
-            def show(progress: LoadProgress) -> None:
-                self._require_open()
-                found(progress)
-
             self._require_open()
             require_bundles(plan.system)
-            system = System.start(plan.system, on_progress=show)
+            system = System.start(plan.system, on_progress=lambda _: self._require_open())
             undo.callback(system.end)
             self._answer(backend, system)
             undo.pop_all()
@@ -200,8 +193,8 @@ class SystemStarter:
 
     def unregister_all(self) -> None:
         """Remove all systems from the registry, so that no command finds them; may be repeated."""
-        for endpoint, _ in list(self._endpoints.values()):
-            endpoint.close()
+        if self._registration is not None:
+            self._registration.close()
 
     def close(self) -> None:
         """Refuse new starts, and wait for those under way. May be repeated."""
@@ -213,31 +206,33 @@ class SystemStarter:
         if self._is_closed:
             raise ServiceError("the server is being stopped")
 
-    def _register(self, plan: ModelPlan) -> Callable[[LoadProgress], None]:
-        """Register a system that is about to start; returns the function to call with its progress.
+    def publish(self, backend: Backend, system: SystemConfig) -> None:
+        """Say in the registry what runs now. Errors: OSError."""
+        if self._registration is not None:
+            # Loading may have written files of the model.
+            identity = identity_of(self._plans[backend.name].model, self._options)
+            resolved = resolved_options(system)
+            self._registration.publish(backend.name, identity=identity, resolved=resolved)
 
-        Where the registry's folder cannot be used, a line says so.
+    def _register(self, plan: ModelPlan) -> None:
+        """Register a system that is about to start; where that cannot be, a line says so.
+
+        Errors:  UsageError where another server keeps the same
         """
-        try:
-            gate = self._server.loading_gate
-            endpoint = ControlEndpoint.of_server(
-                gate, plan.name, self._url, plan.model, self._options
-            )
-        except (UsageError, OSError) as problem:
-            click.echo(f"other commands will not find this system: {problem}", err=True)
-            return lambda progress: None
-        server = self._server.open_control_api(*endpoint.socket_app)
-        self._endpoints[plan.name] = endpoint, server
-        return endpoint.show
+        if self._registration is not None:
+            identity = identity_of(plan.model, self._options)
+            try:
+                self._registration.add(plan.name, identity, self._is_kept)
+            except (UsageError, OSError) as problem:
+                if self._is_kept:
+                    raise
+                tell_unlisted(problem)
 
     def _answer(self, backend: Backend, system: System) -> None:
         """Answer requests with a system that has loaded."""
-        if backend.name in self._endpoints:
-            self._endpoints[backend.name][0].open(backend, system.call("describe"), None)
+        self.publish(backend, system.call("describe"))
         self._pulses[backend] = Pulse("driver", partial(system.begin, "driver_load"))
 
     def _unregister(self, name: str) -> None:
-        if name in self._endpoints:
-            endpoint, server = self._endpoints.pop(name)
-            endpoint.close()
-            self._server.close_control_api(server)
+        if self._registration is not None:
+            self._registration.remove(name)

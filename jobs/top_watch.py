@@ -15,15 +15,15 @@ from prompt_toolkit.layout.controls import FormattedTextControl
 from prompt_toolkit.output import Output
 from rich.text import Text
 
-from hotcold.jobs.kept.client import KeptSystem, LoadingError
-from hotcold.jobs.kept.top_picture import drawn, picture
+from hotcold.jobs.running.client import Client, LoadingError
+from hotcold.jobs.top_picture import drawn, picture
 from hotcold.model.errors import HotcoldError
 
 _FOOT = "q ends"
 
 
 def watch(
-    system: KeptSystem,
+    system: Client,
     keys_from: Input | None = None,
     shown_on: Output | None = None,
     each_s: float = 1.0,

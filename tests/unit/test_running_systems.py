@@ -2,78 +2,90 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import fcntl
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from hotcold.actors.protocol.messages import (
-    GenerateRequest,
-    Generation,
-    SystemConfig,
-)
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.connections import KeptConnection
 from hotcold.jobs.chat.conversation import Facts
+from hotcold.jobs.commands import stop as stop_module
 from hotcold.jobs.commands.chat import chat
+from hotcold.jobs.commands.ps import ps
 from hotcold.jobs.commands.scale import scale
-from hotcold.jobs.kept import commands as kept_commands
-from hotcold.jobs.kept import find as find_module
-from hotcold.jobs.kept import folder as folders
-from hotcold.jobs.kept import identity as identities
-from hotcold.jobs.kept import registry
-from hotcold.jobs.kept.client import GoneError, KeptSystem
-from hotcold.jobs.kept.commands import ps, stop
-from hotcold.jobs.kept.find import find_system
-from hotcold.jobs.kept.identity import identity_of, is_same, model_text, resolved_options
-from hotcold.jobs.kept.registry import Record
+from hotcold.jobs.commands.stop import stop
+from hotcold.jobs.running import find as find_module
+from hotcold.jobs.running import identity as identities
+from hotcold.jobs.running import registry
+from hotcold.jobs.running.client import Client
+from hotcold.jobs.running.find import find_system
+from hotcold.jobs.running.identity import identity_of, is_same, model_text, resolved_options
+from hotcold.jobs.running.registry import Record, Registration
 from hotcold.model.errors import ServiceError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
-from hotcold.ui.control_api import IdleTimer, create_control_app
 from tests.documents import ROOT
+
+# The identity of a system that nobody asks for.
+OTHER: dict[str, Any] = {"code": "x", "model": "m", "options": {}}
 
 
 @pytest.fixture
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(folders, "_LONGEST", 4096)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    yield tmp_path
+def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a user's registry, which is made when it is needed."""
+    with tempfile.TemporaryDirectory(prefix="hc-", dir="/tmp") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder, "hotcold")
 
 
-def record(name: str, **changes: Any) -> Record:
-    return Record(name, os.getpid(), True, name, "", {"options": {}}, **changes)
+@pytest.fixture
+def claim(base: Path) -> Iterator[Any]:
+    """Registers a server with one model of that name, until the test ends."""
+    with ExitStack() as stack:
+
+        def made(name: str, identity: Any = OTHER, **resolved: Any) -> Registration:
+            registration = Registration(name, "")
+            stack.callback(registration.listener.close)
+            stack.callback(registration.close)
+            registration.add(name, identity)
+            registration.publish(name, resolved=resolved)
+            return registration
+
+        yield made
 
 
-def claimed(folder: Path, name: str, **changes: Any) -> registry.Registration:
-    here = os.getcwd()
-    os.chdir(folder)  # pytest's folders have names too long for a socket
-    try:
-        with registry.locked(folder):
-            return registry.register(Path(), replace(record(name), **changes))
-    finally:
-        os.chdir(here)
+def kill(registration: Registration) -> None:
+    """Have it end as where its process is killed."""
+    for _, lock in registration._locks.values():
+        os.close(lock)
+    registration._locks.clear()
+    registration.listener.close()
+
+
+def names() -> list[str]:
+    return [one.name for one in registry.running()]
 
 
 def test_a_record_that_is_removed_while_it_is_published_stays_removed(
-    base: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, claim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is a descriptor closed twice, which may be another file's by then."""
-    registration = claimed(base, "one")
-    remover, write = threading.Thread(target=registration.remove), registry._write
+    before = set(os.listdir("/proc/self/fd"))
+    registration = claim("one")
+    remover = threading.Thread(target=registration.remove, args=("one",))
+    write = registry._write
 
     def written(*arguments: Any) -> int:
         remover.start()
@@ -81,22 +93,18 @@ def test_a_record_that_is_removed_while_it_is_published_stays_removed(
         return write(*arguments)
 
     monkeypatch.setattr(registry, "_write", written)
-    monkeypatch.chdir(base)  # the registration's folder is this one
-    before = set(os.listdir("/proc/self/fd"))
-    registration.publish(url="http://x")
+    registration.publish("one", resolved={})
     remover.join(60)
-    assert registration.lock == -1 and list(base.iterdir()) == []
-    assert len(set(os.listdir("/proc/self/fd")) - before) == 0
-    registration.publish(url="http://y")  # too late
-    assert list(base.iterdir()) == []
-    registration.listener.close()
+    registration.publish("one", resolved={})  # too late
+    assert [path.name for path in base.iterdir()] == ["one.sock"]
+    assert len(set(os.listdir("/proc/self/fd")) - before) == 1  # the socket
 
 
 def test_the_folder_is_made_for_its_user_alone(base: Path) -> None:
-    assert folders.found_folder() is None
-    made = folders.own_folder()
-    assert made == base / "hotcold" and made.stat().st_mode & 0o777 == 0o700
-    assert folders.own_folder() == folders.found_folder() == made
+    assert registry.found_folder() is None
+    made = registry.own_folder()
+    assert made == base and made.stat().st_mode & 0o777 == 0o700
+    assert registry.own_folder() == registry.found_folder() == made
 
 
 def test_a_folder_without_locks_is_told(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,10 +114,10 @@ def test_a_folder_without_locks_is_told(base: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(registry.fcntl, "flock", flock)
-    (base / "old.json").write_text("{}")
+    (registry.own_folder() / "old.json").write_text("{}")
     with pytest.raises(UsageError, match=r"cannot be locked \(No locks.* XDG_RUNTIME_DIR"):
-        claimed(base, "one")
-    assert registry.running(base) == []
+        Registration("one", "")
+    assert names() == []
 
 
 def _open(folder: Path) -> None:
@@ -131,11 +139,11 @@ def _link(folder: Path) -> None:
     ],
 )
 def test_another_folder_is_refused(base: Path, make: Any, told: str) -> None:
-    make(base / "hotcold")
+    make(base)
     with pytest.raises(UsageError) as refused:
-        folders.own_folder()
+        registry.own_folder()
     assert told in str(refused.value)
-    assert folders.found_folder() is None
+    assert registry.found_folder() is None
     for command in (ps, stop):
         assert told in str(CliRunner().invoke(command).exception)
     with pytest.raises(UsageError):
@@ -145,12 +153,12 @@ def test_another_folder_is_refused(base: Path, make: Any, told: str) -> None:
 
 def test_a_folder_of_another_user_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = os.geteuid() + 1
-    monkeypatch.setenv("TMPDIR", str(base))
-    (base / f"hotcold-{other}").mkdir(mode=0o700)
+    monkeypatch.setenv("TMPDIR", str(base.parent))
+    (base.parent / f"hotcold-{other}").mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: other)
     with pytest.raises(UsageError, match="belongs to another user"):
-        folders.own_folder()
-    assert folders.found_folder() is None
+        registry.own_folder()
+    assert registry.found_folder() is None
 
 
 def test_a_runtime_folder_of_another_user_is_passed_over(
@@ -158,81 +166,82 @@ def test_a_runtime_folder_of_another_user_is_passed_over(
 ) -> None:
     """`su` and `sudo` may leave it: nothing can be, or should be, made there."""
     other = os.geteuid() + 1
-    monkeypatch.setenv("TMPDIR", str(base))
+    monkeypatch.setenv("TMPDIR", str(base.parent))
     monkeypatch.setattr(os, "geteuid", lambda: other)
-    assert folders.systems_folder() == base / f"hotcold-{other}"
+    assert registry.systems_folder() == base.parent / f"hotcold-{other}"
     assert CliRunner().invoke(ps).exit_code == 0
-    for given in (str(base / "not there"), str(base / "file"), "relative"):
-        (base / "file").touch()
+    for given in (str(base / "not there"), str(base.parent / "file"), "relative"):
+        (base.parent / "file").touch()
         monkeypatch.setenv("XDG_RUNTIME_DIR", given)
-        assert folders.systems_folder() == base / f"hotcold-{other}"
+        assert registry.systems_folder() == base.parent / f"hotcold-{other}"
 
 
-def test_a_record_exists_as_long_as_its_process(base: Path) -> None:
-    folder = folders.own_folder()
-    first, second = claimed(folder, "a model!"), claimed(folder, "a model!")
-    assert [one.name for one in registry.running(folder)] == ["a-model", "a-model-2"]
-    assert (folder / "a-model.sock").stat().st_mode & 0o777 == 0o600
-    os.chdir(folder)
-    try:
-        first.publish(pid=7, resolved={"mode": "exact"})
-        (found, _) = registry.running(folder)
-        assert (found.pid, found.resolved) == (7, {"mode": "exact"})
-        os.close(second.lock)  # as where its process is killed
-        assert [one.name for one in registry.running(folder)] == ["a-model"]
-        assert {path.name for path in folder.iterdir()} == {"a-model.json", "a-model.sock"}
-        first.remove()
-        first.remove()
-    finally:
-        os.chdir(ROOT)
-    assert list(folder.iterdir()) == []
-    for registration in (first, second):
-        registration.listener.close()
+def test_a_record_exists_as_long_as_its_process(base: Path, claim: Any) -> None:
+    first, second = claim("a model!", mode="exact"), claim("a model!")
+    assert names() == ["a-model", "a-model-2"]
+    assert (base / "a-model.sock").stat().st_mode & 0o777 == 0o600
+    (found, other) = registry.running()
+    assert (found.pid, found.resolved, found.model) == (os.getpid(), {"mode": "exact"}, "a model!")
+    assert (found.socket, other.socket) == ("a-model.sock", "a-model-2.sock")
+    kill(second)
+    assert names() == ["a-model"]
+    assert {path.name for path in base.iterdir()} == {"a-model.json", "a-model.sock"}
+    first.close()
+    first.close()
+    assert list(base.iterdir()) == []
 
 
-def test_a_record_outlives_who_has_handed_it_on(base: Path) -> None:
-    """The command that starts a daemon hands it lock and socket, and ends."""
-    folder = folders.own_folder()
-    registration = claimed(folder, "model")
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[registration.lock]) as holder:
-        os.close(registration.lock)
-        registration.listener.close()
-        assert [one.name for one in registry.running(folder)] == ["model"]
-        holder.kill()
-        holder.wait()
-        assert registry.running(folder) == []
+def test_a_socket_outlives_its_first_model(base: Path, claim: Any) -> None:
+    """A server of several models gives one up; another server has that name meanwhile."""
+    first = claim("one")
+    first.add("two", OTHER)
+    first.remove("one")
+    assert names() == ["two"] and registry.running()[0].socket == "one.sock"
+    claim("one")
+    assert names() == ["one-2", "two"]
+    first.add("one", OTHER)
+    assert names() == ["one", "one-2", "two"]
+
+
+def test_one_system_is_kept_once(claim: Any) -> None:
+    claim("one")
+    second = claim("other", identity={**OTHER, "model": "another"})
+    with pytest.raises(UsageError, match="another command has just started this system"):
+        second.add("one", OTHER, is_only=True)
 
 
 def test_a_record_that_is_replaced_while_it_is_looked_at_is_held(
-    base: Path, monkeypatch: pytest.MonkeyPatch
+    claim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = folders.own_folder()
-    registration = claimed(folder, "model")
+    registration = claim("model")
     lock = fcntl.flock
 
     def replaced(descriptor: int, how: int) -> None:
         if how & fcntl.LOCK_SH:  # of whoever looks, and has opened the record of before
-            registration.publish(pid=registration.record.pid + 1)
+            registration.publish("model", resolved={"seen": descriptor})
         lock(descriptor, how)
 
-    monkeypatch.chdir(folder)
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", replaced)
-        assert [one.name for one in registry.running(folder)] == ["model"]
-    registration.remove()
-    registration.listener.close()
+        assert names() == ["model"]
 
 
-def test_what_is_damaged_is_nobody(base: Path) -> None:
-    folder = folders.own_folder()
-    (folder / "x.json").write_text("{")
-    assert registry.running(folder) == []
-    assert list(folder.iterdir()) == []
-    registration = claimed(folder, "model")
-    os.ftruncate(registration.lock, 3)
-    assert registry.running(folder) == []
-    os.close(registration.lock)
-    registration.listener.close()
+def test_what_is_damaged_is_nobody(base: Path, claim: Any) -> None:
+    (registry.own_folder() / "x.json").write_text("{")
+    assert names() == [] and list(base.iterdir()) == []
+    registration = claim("model")
+    ((_, lock),) = registration._locks.values()
+    os.ftruncate(lock, 3)
+    assert names() == []
+
+
+def test_a_record_of_another_version_is_read_as_far_as_it_goes(claim: Any) -> None:
+    registration = claim("model")
+    ((_, lock),) = registration._locks.values()
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, b'{"name": "model", "pid": 7, "later": 1}', 0)
+    (found,) = registry.running()
+    assert (found.name, found.pid, found.socket) == ("model", 7, "model.sock")
 
 
 @pytest.fixture
@@ -245,83 +254,70 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_number_that_is_another_processes_now_is_left_alone(
-    base: Path, bystander: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+    claim: Any, bystander: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system was found a moment before; its process ended, and the number was given again."""
-    folder = folders.own_folder()
-    registration = claimed(folder, "model", pid=bystander.pid)
-    found = [(folder, registration.record)]
-    monkeypatch.setattr(kept_commands, "running_systems", lambda: found)
-    os.close(registration.lock)
-    registration.listener.close()
+    registration = claim("model")
+    registration.publish("model", pid=bystander.pid)
+    found = registry.running()
+    kill(registration)
+    monkeypatch.setattr(registry, "listed", lambda: found)
     assert CliRunner().invoke(stop).output == "the system 'model' has ended\n"
 
 
 def test_a_system_whose_process_is_not_to_be_seen_is_not_ended(
-    base: Path, bystander: subprocess.Popen[bytes]
+    claim: Any, bystander: subprocess.Popen[bytes]
 ) -> None:
     """As that of a container with the same folder, where another process has the number here."""
-    folder = folders.own_folder()
     started = registry.start_of(bystander.pid) + 1
-    registration = claimed(folder, "model", pid=bystander.pid, started=started)
+    claim("model").publish("model", pid=bystander.pid, started=started)
     refused = CliRunner().invoke(stop).exception
     assert isinstance(refused, ServiceError)
     assert "runs where its process cannot be seen from here" in str(refused)
-    os.close(registration.lock)
-    registration.listener.close()
 
 
 _HOLDS = """
-import os, signal, sys
-from dataclasses import replace
-from pathlib import Path
-from hotcold.jobs.kept import registry
-os.chdir(sys.argv[1])
-folder, deaf = Path(), sys.argv[2:]
-pid = os.getpid()
-one = registry.Record("model", pid, True, "m", "", {}, started=registry.start_of(pid))
-if deaf:
+import signal, sys
+from hotcold.jobs.running.registry import Registration
+if "deaf" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-with registry.locked(folder):
-    registration = registry.register(folder, one)
+registration = Registration(sys.argv[1], "")
+registration.add(sys.argv[1], {})
 print("ready", flush=True)
 signal.pause()
 """
 
 
-@pytest.mark.parametrize("is_deaf", [False, True])
-def test_the_process_that_holds_a_system_is_ended(
-    base: Path, is_deaf: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kept_commands, "_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(kept_commands, "_ENDING_S", 60.0 if not is_deaf else 0.5)
-    folder = folders.own_folder()
-    arguments = [sys.executable, "-c", _HOLDS, str(folder), *(["deaf"] if is_deaf else [])]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
+@contextmanager
+def holding(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has a system of that name."""
+    program = [sys.executable, "-c", _HOLDS, *arguments]
+    with subprocess.Popen(program, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("deaf", [[], ["deaf"]])
+def test_the_process_that_holds_a_system_is_ended(
+    base: Path, deaf: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_module, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(stop_module, "_ENDING_S", 0.5 if deaf else 60.0)
+    with holding("model", *deaf) as process:
         assert CliRunner().invoke(stop).output == "the system 'model' has ended\n"
-        ended_by = signal.SIGKILL if is_deaf else signal.SIGTERM
-        assert process.wait(60) == -ended_by
-    assert list(folder.iterdir()) == []
+        assert process.wait(60) == -(signal.SIGKILL if deaf else signal.SIGTERM)
+    assert list(base.glob("*.json")) == []
 
 
 def test_several_are_ended_by_their_names(base: Path) -> None:
-    folder, program = folders.own_folder(), _HOLDS.replace('"model", pid', "sys.argv[2], pid")
-    program = program.replace("sys.argv[2:]", "[]")
-    with ExitStack() as stack:
-        processes = []
-        for name in ("a", "b", "c"):
-            arguments = [sys.executable, "-c", program, str(folder), name]
-            process = stack.enter_context(subprocess.Popen(arguments, stdout=subprocess.PIPE))
-            stack.callback(process.kill)
-            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-            processes.append(process)
+    with holding("a") as a, holding("b") as b, holding("c") as c:
         said = "".join(f"the system '{name}' has ended\n" for name in ("c", "a"))
         assert CliRunner().invoke(stop, ["c", "a", "c"]).output == said
-        assert [process.wait(60) for process in processes[::2]] == [-signal.SIGTERM] * 2
+        assert [process.wait(60) for process in (a, c)] == [-signal.SIGTERM] * 2
         refused = CliRunner().invoke(stop, ["b", "d"]).exception
         assert "no system named 'd' is running; these do: b" in str(refused)
-        assert processes[1].poll() is None  # nothing is ended by a list with a wrong name
+        assert b.poll() is None  # nothing is ended by a list with a wrong name
 
 
 def test_scale_takes_one_name() -> None:
@@ -349,19 +345,14 @@ def test_the_same_options_are_the_same_system() -> None:
 
 
 def test_a_running_system_is_found_by_its_name(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    claim: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `hotcold ps` shows it; a model of that name comes before, and other options are told."""
-    monkeypatch.setattr(find_module, "_ready", lambda found, *rest: found[1].name)
+    monkeypatch.setattr(find_module, "_ready", lambda found, *rest: found.name)
     (tmp_path / "weights.gguf").write_bytes(b"GGUF")
     started = SystemOptions(context_length=64)
     model = model_text(str(tmp_path / "weights.gguf"))
-    running = claimed(
-        folders.own_folder(),
-        "mine",
-        identity=identity_of(model, started),
-        resolved={"mode": "exact", "context_length": 64},
-    )
+    claim("mine", identity_of(model, started), mode="exact", context_length=64)
 
     def named(name: str, **options: Any) -> Any:
         return find_system(name, SystemOptions(**options), 0.0, False)
@@ -379,7 +370,6 @@ def test_a_running_system_is_found_by_its_name(
     in_place(tmp_path / "weights.gguf")
     with pytest.raises(UsageError, match="'mine' runs with other options, cores or var"):
         named("mine")
-    running.remove()
 
 
 def test_a_copy_of_a_checkout_is_the_same_code(
@@ -450,7 +440,7 @@ def test_one_that_ends_before_it_answers_is_done_without(
     from hotcold.jobs.commands import generate
 
     resolved = {"model_path": str(DEMO_DIRECTORY), "max_batch": 8}
-    gone = KeptConnection(KeptSystem(base, record("model", resolved=resolved)), attends=False)
+    gone = Client(Record("model", 1, socket="model.sock", resolved=resolved))
     asked: list[GenerateRequest] = []
 
     def answer_here(path: Path, options: SystemOptions, request: Any) -> Any:
@@ -459,7 +449,7 @@ def test_one_that_ends_before_it_answers_is_done_without(
         about["max_positions"] = 9
         return Generation("said", [1], "length", 1, 0.1, 0.1), about
 
-    monkeypatch.setattr(generate, "find", lambda *asked, **options: gone)
+    monkeypatch.setattr(generate, "find_system", lambda *asked: gone)
     monkeypatch.setattr(generate, "_answer_here", answer_here)
     found = CliRunner().invoke(generate.generate, ["--prompt", "a", "--max-tokens", "3"])
     assert found.exit_code == 0 and "this command starts its own" in found.output
@@ -518,8 +508,8 @@ def test_what_a_command_imports_before_it_asks_is_little() -> None:
         "import sys, click\nfrom hotcold.jobs.cli import cli\n"
         "context = click.Context(cli)\n"
         "for name in sys.argv[1:]:\n    cli.get_command(context, name)\n"
-        "from hotcold.jobs.kept import client, find\n"
-        "heavy = 'torch ray numba numpy scipy rich psutil tokenizers huggingface_hub uvicorn'\n"
+        "from hotcold.jobs.running import client, find\n"
+        "heavy = 'torch ray numba numpy scipy rich psutil tokenizers huggingface_hub fastapi'\n"
         "print([name for name in heavy.split() if name in sys.modules])"
     )
     found = subprocess.run(
@@ -529,87 +519,19 @@ def test_what_a_command_imports_before_it_asks_is_little() -> None:
     assert found.stdout == "[]\n", found.stderr
 
 
-def test_a_silent_system_is_told_of(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_system_is_told_of(claim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process is stopped, or busy: whoever connects waits a while."""
-    monkeypatch.setattr("hotcold.jobs.kept.client._ASK_S", 0.05)
-    folder = folders.own_folder()
-    registration = claimed(folder, "model")
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("hotcold.jobs.kept.commands.found_folder", lambda: Path())
+    monkeypatch.setattr("hotcold.jobs.running.client._ASK_S", 0.05)
+    claim("model")
     out = CliRunner().invoke(ps).output.splitlines()
     assert out[1].split() == ["model", "model", "silent"]
-    registration.remove()
-    registration.listener.close()
-
-
-def test_a_socket_of_nobody_is_no_system(tmp_path: Path) -> None:
-    system = KeptSystem(tmp_path, record("model"))
-    with pytest.raises(GoneError):
-        system.state()
-    with pytest.raises(GoneError), system.attended():
-        pass
-
-
-def test_who_takes_a_connection_and_ends_is_no_system(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel takes a connection for a process that then never looks at it."""
-    folder = folders.own_folder()
-    registration = claimed(folder, "model")
-    monkeypatch.chdir(folder)
-
-    def end() -> None:
-        request_state = registration.listener.accept()[0]
-        request_state.recv(1000)
-        request_state.close()
-
-    thread = threading.Thread(target=end)
-    thread.start()
-    with pytest.raises(GoneError), KeptSystem(Path(), record("model")).attended():
-        pass
-    thread.join()
-    registration.remove()
-    registration.listener.close()
-
-
-def test_a_long_conversation_is_not_cut_off_for_not_reading(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It only holds its connection: what it is sent stays in a buffer that ends somewhere."""
-    backend: Any = SimpleNamespace(counts=[])
-    backend.attend = backend.counts.append
-    app = create_control_app(backend, IdleTimer(backend, 1.0), {})
-    sent: list[bytes] = []
-    real_sleep = asyncio.sleep
-
-    async def attend() -> None:
-        ended = asyncio.Event()
-
-        async def receive() -> dict[str, Any]:
-            if backend.counts:
-                await ended.wait()
-            return {"type": "http.disconnect" if ended.is_set() else "http.request"}
-
-        async def send(message: Any) -> None:
-            sent.append(message.get("body", b""))
-
-        monkeypatch.setattr(asyncio, "sleep", lambda seconds: real_sleep(0))
-        scope = {"type": "http", "method": "GET", "path": "/own/attend", "headers": []}
-        holding = asyncio.create_task(app(scope, receive, send))
-        for _ in range(1000):
-            await real_sleep(0)
-        assert backend.counts == [1] and not holding.done()
-        ended.set()
-        await holding
-
-    asyncio.run(attend())
-    assert b"".join(sent) == b"{}\n" and backend.counts == [1, -1]
 
 
 def test_a_conversation_whose_system_has_just_ended_has_its_own(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = KeptSystem(base, record("demo", resolved={"model_path": str(DEMO_DIRECTORY)}))
+    resolved = {"model_path": str(DEMO_DIRECTORY)}
+    gone = Client(Record("demo", 1, socket="demo.sock", resolved=resolved))
     started = []
 
     @contextmanager
@@ -622,30 +544,3 @@ def test_a_conversation_whose_system_has_just_ended_has_its_own(
     told = CliRunner().invoke(chat, input="/bye\n")
     assert (told.exit_code, started) == (0, [DEMO_DIRECTORY])
     assert "it has just ended, so this command starts its own" in told.output
-
-
-def test_how_long_a_system_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("hotcold.ui.control_api.time", SimpleNamespace(monotonic=lambda: now))
-    backend: Any = SimpleNamespace(is_idle=True, used_at=0.0, attend=lambda count: None)
-    timer, served, endless = (IdleTimer(backend, keep_s) for keep_s in (10.0, None, -1.0))
-    now = 104.0
-    assert (timer.idle_s, timer.left_s) == (4.0, 6.0)
-    backend.used_at = 103.0
-    assert timer.left_s == 9.0
-    backend.is_idle = False
-    assert (timer.idle_s, timer.left_s) == (0.0, 10.0)
-    backend.is_idle = True
-    now = 120.0
-    assert timer.left_s == 0.0  # not less: it ends at the next poll
-    timer.attend(1)
-    now = 121.0
-    assert timer.left_s == 9.0
-    timer.extend(None)
-    assert timer.left_s == 9.0
-    timer.extend(30.0)
-    assert timer.left_s == 29.0
-    timer.extend(1e300)
-    assert timer.left_s == 1e9 - 1
-    served.extend(5.0)  # a command does not end a server's
-    assert served.left_s is None and endless.left_s is None

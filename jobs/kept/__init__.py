@@ -1,1 +1,0 @@
-"""Kept systems: the registry of running ones, their daemons, and the client of commands."""
