@@ -1,1 +1,0 @@
-"""How a small mixture of ReGLU experts is trained, and what its routes are like."""
