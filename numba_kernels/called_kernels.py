@@ -31,6 +31,7 @@ from numba.core.typed_passes import NopythonTypeInference
 from numba.extending import overload
 from numba.np import arrayobj
 
+from hotcold.numba_kernels.by_address import num_arrays
 from hotcold.numba_kernels.kernel_cache import (
     being_compiled,
     is_called,
@@ -218,19 +219,10 @@ def _counts(dispatcher: Any) -> bool:
     return bool(dispatcher.targetoptions.get("_nrt", not is_ours))
 
 
-def _has_arrays(kind: Any) -> bool:
-    """Whether a type is one of arrays, or a tuple with some within."""
-    if isinstance(kind, types.Optional):
-        return _has_arrays(kind.type)
-    if isinstance(kind, types.BaseTuple):
-        return any(map(_has_arrays, kind.types))
-    return isinstance(kind, types.Array)
-
-
 def _check_result(caller: Any, callee: Any) -> None:
     """Raise TypeError where one alone counts references, and arrays are returned."""
     for each in callee.overloads.values():
-        if _has_arrays(each.signature.return_type):
+        if num_arrays(each.signature.return_type):
             names = " and ".join(each.py_func.__qualname__ for each in (caller, callee))
             raise TypeError(f"of {names} one alone has _nrt=True, and an array is returned")
 
@@ -324,7 +316,7 @@ def compile_called_kernels() -> None:
         if is_called():
             self.overloads[tuple(cres.signature.args)] = cres
         else:
-            if not _counts(self) and _has_arrays(cres.signature.return_type):
+            if not _counts(self) and num_arrays(cres.signature.return_type):
                 raise TypeError(f"{self.py_func.__qualname__} returns an array: say _nrt=True")
             add_overload(self, cres)
 
