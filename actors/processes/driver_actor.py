@@ -24,9 +24,9 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
     TokenEvent,
 )
+from hotcold.actors.setup.account import loaded_bytes
 from hotcold.actors.setup.assignment import neuron_owners
 from hotcold.actors.setup.connection import SpawnRelay
-from hotcold.actors.setup.memory_needs import loaded_bytes
 from hotcold.actors.telemetry.snapshot import WATCH_S, Telemetry
 from hotcold.numba_kernels.serve.mailbox import OPERATION, PING
 

@@ -18,6 +18,7 @@ from hotcold.actors.protocol.failures import ServiceLost, cause_of
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.ray_memory import free_bytes
 from hotcold.actors.protocol.topology import Topology
+from hotcold.actors.setup.account import PROCESS_BYTES
 from hotcold.actors.setup.connection import Connection
 from hotcold.actors.setup.shards import arena_layout, changed_specs, draft_config
 from hotcold.model.byte_sizes import binary_text
@@ -25,7 +26,6 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, MemoryBudgetError, ServiceError, UsageError
 from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP
-from hotcold.placement.memory import memory_need
 
 _START_S = 60.0
 _JOIN_S = 10.0
@@ -192,8 +192,8 @@ def hold_cpus(num_cpus: int, node_id: str | None) -> PlacementGroup:
 
 def _require_memory(system: SystemConfig, config: ModelConfig, layout: ArenaLayout) -> None:
     services = system.num_cpu_actors
-    need = memory_need(config, 0, services, layout.num_bytes, num_cpu_services=services)
-    needed = need.ffn_bytes + need.process_bytes + need.arena_bytes
+    needed = ffn_bytes(config, config.num_neurons, services)
+    needed += services * PROCESS_BYTES + layout.num_bytes
     if (drafting := draft_config(system, config)) is not None:
         needed += ffn_bytes(drafting, config.num_neurons)
     free = free_bytes()

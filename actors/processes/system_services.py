@@ -23,8 +23,8 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
 )
 from hotcold.actors.protocol.ray_memory import kept_bytes, require_object_store
+from hotcold.actors.setup.account import account, require_memory
 from hotcold.actors.setup.connection import Connection, SpawnRelay, service_nodes
-from hotcold.actors.setup.memory_needs import system_need
 from hotcold.actors.setup.modes import no_predictors_note, threshold_note
 from hotcold.actors.setup.placement_choice import plan_note
 from hotcold.actors.setup.shards import arena_layout, served_config, service_specs
@@ -33,7 +33,6 @@ from hotcold.model.config.build import read_config
 from hotcold.model.errors import HotcoldError, ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP
-from hotcold.placement.memory import require_memory
 
 if TYPE_CHECKING:
     from hotcold.actors.driver.driver import Driver
@@ -218,7 +217,7 @@ class SystemServices:
         storage = storage_beside_gpu(self.system, self.config)
         self.system = replace(self.system, storage=storage)
         if self.system.device == "cpu":  # no GPU after all: the host needs more memory
-            need = system_need(self.system, self.config)
+            need = account(self.system, self.config)
             require_memory(need, kept_bytes=kept_bytes())
         specs = service_specs(self.system, self.config)
         self.connection = Connection(self.system, specs, self.connection.handles, self.policy)

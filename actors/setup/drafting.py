@@ -14,13 +14,13 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
 )
 from hotcold.actors.protocol.options import AUTO_DRAFT, SystemOptions
-from hotcold.actors.setup.memory_needs import draft_bytes
+from hotcold.actors.setup.account import draft_bytes
 from hotcold.actors.setup.modes import require_predictable
 from hotcold.model.byte_sizes import size_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError, shown
 from hotcold.model.files.artifact import ModelIdentity, check_artifact
-from hotcold.placement.memory import weight_bytes
+from hotcold.model.weights.sizes import weight_bytes
 from hotcold.predictors.predictor_file import predictors_path
 
 _MOST = 0.7  # of the target's bytes: a draft's step that reads more is hardly a faster one

@@ -3,78 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.options import DEVICES
 from hotcold.cuda_kernels.device import first_gpu
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
-from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.placement.machine.description import Machine
 from hotcold.placement.machine.this_machine import measured_before
-from hotcold.placement.memory import MemoryNeed
-from hotcold.placement.solver.plan_devices import RESERVE_BYTES
 
 NO_EXPERT_PREDICTORS = "experts with predictors of their own run on the CPU only"
-_ASIDE_BYTES = 1 << 30  # of CUDA's context, graphs and workspace; an upper estimate
 
 
-def beside_gpu(need: MemoryNeed, gpu_memory_bytes: int) -> MemoryNeed:
-    """What the host holds of `need` if a GPU is filled up to its budget (0: all of its memory).
-
-    KV cache and attention go first, then the head, then neurons.
-    """
-    left, parts = _usable_bytes(gpu_memory_bytes, 0), {}
-    for name in ("kv_cache_bytes", "attention_bytes", "head_bytes", "ffn_bytes"):
-        taken = min(left, getattr(need, name))
-        parts[name] = getattr(need, name) - taken
-        left -= taken
-    return replace(need, **parts)
-
-
-def _usable_bytes(budget: int, reserve_bytes: int) -> int:
+def usable_gpu_bytes(budget: int, reserve_bytes: int) -> int:
     """Bytes of the GPU within `budget` (0: all but the reserve); the budget where none is seen."""
     found = first_gpu()
     return budget if isinstance(found, str) else min(budget or found[1] - reserve_bytes, found[1])
-
-
-def expected_share(need: MemoryNeed, system: SystemConfig, config: ModelConfig) -> SystemConfig:
-    """`system` with what its GPU is expected to hold of `need`; unchanged where that is known.
-
-    `need` is that of the whole system on all devices. This is a lower estimate but for rows that
-    are padded there: the GPU's own overhead is subtracted generously.
-    """
-    if system.device != "cuda" or system.num_hot_neurons >= 0:
-        return system
-    layers = config.num_layers
-    left = max(0, _usable_bytes(system.gpu_memory_bytes, RESERVE_BYTES) - _ASIDE_BYTES)
-    layer_bytes = -(-(need.attention_bytes + need.kv_cache_bytes) // layers)
-    num_layers = min(layers, left // layer_bytes)
-    left -= num_layers * layer_bytes
-    has_head = num_layers == layers and need.head_bytes <= left
-    left -= need.head_bytes * has_head
-    neuron_bytes = ffn_bytes(config, 1) - ffn_bytes(config, 0)
-    return replace(
-        system,
-        num_hot_neurons=min(left // neuron_bytes, config.num_neurons),
-        num_host_layers=layers - num_layers,
-        head_on_host=not has_head,
-    )
-
-
-def beside_share(need: MemoryNeed, system: SystemConfig, config: ModelConfig) -> MemoryNeed:
-    """What the host holds of `need` beside the share that `system` gives to its GPU."""
-    if system.device != "cuda":
-        return need
-    on_host = system.num_host_layers / config.num_layers
-    return replace(
-        need,
-        attention_bytes=round(need.attention_bytes * on_host),
-        kv_cache_bytes=round(need.kv_cache_bytes * on_host),
-        head_bytes=need.head_bytes * system.head_on_host,
-        ffn_bytes=ffn_bytes(config, num_cold_neurons(system, config)),
-    )
 
 
 def num_cold_neurons(system: SystemConfig, config: ModelConfig) -> int:

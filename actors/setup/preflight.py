@@ -8,8 +8,14 @@ from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.protocol.ray_memory import free_bytes, kept_bytes
+from hotcold.actors.setup.account import (
+    Account,
+    account,
+    expected_gpu,
+    in_memory_account,
+    require_memory,
+)
 from hotcold.actors.setup.choose import choose_system
-from hotcold.actors.setup.memory_needs import expected_gpu, memory_beside_gpu, system_need
 from hotcold.actors.setup.placement_choice import find_plan, own_profile
 from hotcold.actors.setup.shards import can_keep_transposed, served_config
 from hotcold.actors.setup.storage import fit_storage, has_bundles
@@ -20,7 +26,6 @@ from hotcold.model.errors import UsageError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.sampling import eos_ids
 from hotcold.model.weights.check import check_tensors, stored_config
-from hotcold.placement.memory import MemoryNeed, require_memory
 
 
 def prepare_system(
@@ -88,9 +93,9 @@ def _fits(
     limit = options.cpu_memory_bytes
     if limit is None:
         return True
-    need, has_plan = system_need(system, config), options.plan is not None
+    need, has_plan = account(system, config), options.plan is not None
     if system.device == "cuda" and not (has_plan or _plan(path, system, config, options)):
-        need = memory_beside_gpu(system, config)
+        need = in_memory_account(system, config)
     return need.total_bytes + extra_bytes <= min(limit, free_bytes())
 
 
@@ -131,11 +136,11 @@ def check_memory(
     Errors:  MemoryBudgetError, naming the --dtype that fits if there is one
     """
 
-    def with_extra(need: MemoryNeed) -> MemoryNeed:
+    def with_extra(need: Account) -> Account:
         return replace(need, process_bytes=need.process_bytes + extra_bytes)
 
     require_memory(
-        with_extra(system_need(system, config)),
+        with_extra(account(system, config)),
         options.cpu_memory_bytes,
         ((dtype, with_extra(need)) for dtype, need in _quantized_needs(path, options)),
         kept_bytes(),
@@ -153,7 +158,7 @@ def _storage(
     assert options.cpu_memory_bytes is not None
     free = min(options.cpu_memory_bytes, free_bytes())
     share = expected_gpu(system, config)
-    need = memory_beside_gpu(share, config)
+    need = in_memory_account(share, config)
     need = replace(need, process_bytes=need.process_bytes + extra_bytes)
     profile = own_profile(path, config)
     found = fit_storage(profile, need, share, config, free)
@@ -165,7 +170,7 @@ def _storage(
     return replace(found, memory_bytes=free - extra_bytes)
 
 
-def _quantized_needs(path: Path, options: SystemOptions) -> Iterator[tuple[str, MemoryNeed]]:
+def _quantized_needs(path: Path, options: SystemOptions) -> Iterator[tuple[str, Account]]:
     """The memory need of each smaller --dtype, the most precise first."""
     casts = ("f16",) if read_model(path).dtype == "float32" else ()
     for dtype in (*casts, *QUANTIZED_NAMES):
@@ -174,4 +179,4 @@ def _quantized_needs(path: Path, options: SystemOptions) -> Iterator[tuple[str, 
             system = choose_system(path, config, replace(options, weight_dtype=dtype))
         except UsageError:  # rows that are no whole groups, a quantized checkpoint, or a draft
             continue  # of as many bits
-        yield dtype, system_need(system, config)
+        yield dtype, account(system, config)

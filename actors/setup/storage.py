@@ -17,7 +17,7 @@ from hotcold.actors.protocol.offloaded_neurons import (
     NeuronStorage,
     OffloadedShare,
 )
-from hotcold.actors.setup.memory_needs import CUDA_BYTES, memory_beside_gpu, more_process_bytes
+from hotcold.actors.setup.account import CUDA_BYTES, Account, in_memory_account, more_process_bytes
 from hotcold.actors.setup.placement_choice import own_profile
 from hotcold.actors.setup.storage_shares import (
     divided,
@@ -34,7 +34,6 @@ from hotcold.model.byte_sizes import binary_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.files.artifact import ModelIdentity
-from hotcold.placement.memory import MemoryNeed
 from hotcold.placement.profile import ActivationProfile, rates_of
 from hotcold.placement.storage import least_in_memory
 
@@ -43,7 +42,7 @@ _GIB = 1 << 30
 
 def fit_storage(
     profile: ActivationProfile | None,
-    need: MemoryNeed,
+    need: Account,
     system: SystemConfig,
     config: ModelConfig,
     free_bytes: int,
@@ -63,7 +62,7 @@ def fit_storage(
 
 def storage_within(
     profile: ActivationProfile | None,
-    need: MemoryNeed,
+    need: Account,
     system: SystemConfig,
     config: ModelConfig,
     free_bytes: int,
@@ -89,7 +88,7 @@ def storage_beside_gpu(system: SystemConfig, config: ModelConfig) -> NeuronStora
     storage = system.storage
     if storage is None or not storage.memory_bytes:
         return storage
-    need = memory_beside_gpu(system, config)
+    need = in_memory_account(system, config)
     if system.device == "cpu":  # the GPU was tried: its service keeps that memory
         need = replace(need, process_bytes=need.process_bytes + CUDA_BYTES)
     path, free = Path(system.model_path), storage.memory_bytes
@@ -98,9 +97,7 @@ def storage_beside_gpu(system: SystemConfig, config: ModelConfig) -> NeuronStora
     return replace(found, memory_bytes=free, without=storage.without)
 
 
-def _least(
-    need: MemoryNeed, system: SystemConfig, config: ModelConfig
-) -> tuple[NeuronStorage, int]:
+def _least(need: Account, system: SystemConfig, config: ModelConfig) -> tuple[NeuronStorage, int]:
     """The smallest storage: slots for one whole layer, and the memory that the host then needs.
 
     For a whole layer, as a GPU may turn out to hold few of its neurons.

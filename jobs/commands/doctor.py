@@ -20,11 +20,11 @@ from hotcold.model.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from hotcold.actors.setup.account import Account
     from hotcold.jobs.support.doctor_checks import Finding
     from hotcold.model.config.model_config import ModelConfig
     from hotcold.placement.machine.description import Machine
     from hotcold.placement.machine.survey import MachineSurvey
-    from hotcold.placement.memory import MemoryNeed
 
 _READ_SIZES = 4 << 10, 16 << 10, 64 << 10, 1 << 20
 _MIN_FILE_BYTES = 64 << 20  # smaller ones say little of a disk
@@ -161,7 +161,7 @@ def _print_json(
     machine: MachineSurvey,
     measured: Machine | None,
     findings: list[Finding],
-    need: MemoryNeed | None,
+    need: Account | None,
     disk: dict[str, list[float]],
 ) -> None:
     sizes = None if need is None else {**asdict(need), "total_bytes": need.total_bytes}
@@ -188,20 +188,20 @@ def _model(model: str, weight_dtype: str | None) -> tuple[Path, ModelConfig]:
 
 def _need(
     path: Path, config: ModelConfig, context: int | None, weight_dtype: str | None
-) -> MemoryNeed:
+) -> Account:
+    from hotcold.actors.setup.account import account
     from hotcold.actors.setup.choose import choose_system
-    from hotcold.actors.setup.memory_needs import system_need
     from hotcold.actors.setup.preflight import SystemOptions, in_memory
 
     options = SystemOptions(context_length=context, weight_dtype=weight_dtype)
-    return system_need(*in_memory(path, choose_system(path, config, options), config))
+    return account(*in_memory(path, choose_system(path, config, options), config))
 
 
 def _print_report(
     machine: MachineSurvey,
     measured: Machine | None,
     findings: list[Finding],
-    need: MemoryNeed | None,
+    need: Account | None,
     disk: dict[str, list[float]],
 ) -> None:
     from rich.console import Console
@@ -264,7 +264,7 @@ def _disk_table(disk: dict[str, list[float]]) -> Table:
     return table
 
 
-def _need_table(machine: MachineSurvey, need: MemoryNeed) -> Table:
+def _need_table(machine: MachineSurvey, need: Account) -> Table:
     table = _table("the model in memory")
     for name, num_bytes in asdict(need).items():
         table.add_row(name.removesuffix("_bytes").replace("_", " "), size_text(num_bytes))

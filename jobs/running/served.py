@@ -19,7 +19,7 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
 )
 from hotcold.actors.protocol.options import OPTIONS, PATHS, SystemOptions
-from hotcold.actors.setup.memory_needs import system_need
+from hotcold.actors.setup.account import account
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.system import System
 from hotcold.jobs.running.identity import identity_of, model_text, resolved_options
@@ -77,7 +77,7 @@ def model_plans(models: Sequence[str], options: SystemOptions) -> list[ModelPlan
 def _plan(model: str | None, options: SystemOptions) -> ModelPlan:
     path = locate_model(model)
     system, config = prepare_system(path, options)
-    need = system_need(system, config)
+    need = account(system, config)
     shared = need.arena_bytes + need.predictor_bytes
     return ModelPlan(model_name(model, path), model_text(model), system, need.total_bytes, shared)
 

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from hotcold.actors.setup.account import Account
 from hotcold.actors.setup.modes import has_thresholds, own_thresholds, promise
 from hotcold.model.byte_sizes import size_text
 from hotcold.model.config.model_config import ModelConfig
@@ -19,7 +20,6 @@ from hotcold.placement.machine.memory_pages import ServiceMemory, probe_huge_pag
 from hotcold.placement.machine.pinning import may_bind_memory
 from hotcold.placement.machine.survey import MachineSurvey
 from hotcold.placement.machine.sysfs import Cpu, missing_features
-from hotcold.placement.memory import MemoryNeed
 
 if TYPE_CHECKING:
     from hotcold.numba_kernels.ir.tile_ir import Tiles
@@ -104,7 +104,7 @@ def check_measured(measured: Machine) -> list[Finding]:
     return [Finding("note", subject, text) for subject, text in found.items()]
 
 
-def check_model(machine: MachineSurvey, need: MemoryNeed) -> Finding:
+def check_model(machine: MachineSurvey, need: Account) -> Finding:
     """Say whether the model's parts fit in the memory that is available."""
     spare_bytes = machine.available_bytes - need.total_bytes
     if spare_bytes >= 0:

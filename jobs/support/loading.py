@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotcold.actors.protocol.messages import LoadProgress, SystemConfig
+from hotcold.actors.setup.account import expected_gpu
 from hotcold.actors.setup.drafting import draft_note
-from hotcold.actors.setup.memory_needs import expected_gpu
 from hotcold.actors.setup.shards import served_config
 from hotcold.actors.setup.storage import has_bundles, pack_model
 from hotcold.actors.setup.storage_shares import bytes_in_memory

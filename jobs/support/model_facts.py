@@ -26,8 +26,8 @@ from hotcold.model.weights.sizes import (
     num_parameters,
     num_unchosen_parameters,
     stored_bytes,
+    weight_bytes,
 )
-from hotcold.placement.memory import weight_bytes
 from hotcold.placement.profile import PROFILE_FILE, firing_share, read_profile
 from hotcold.predictors.powerinfer import has_predictors
 from hotcold.predictors.predictor_file import predictors_path

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.options import QUANTIZED, SystemOptions
-from hotcold.actors.setup.memory_needs import system_need
+from hotcold.actors.setup.account import account
 from hotcold.actors.setup.placement_choice import plan_request
 from hotcold.jobs.support.offload_plan import (
     OffloadPlan,
@@ -143,7 +143,7 @@ class Planning:
 
     def _asked(self, machine: Machine) -> Asked:
         system, config = self._in_memory
-        need = system_need(self._planned, config)
+        need = account(self._planned, config)
         budgets = self.options.gpu_memory_bytes, self.options.cpu_memory_bytes
         return (
             config,

@@ -14,8 +14,8 @@ import numpy as np
 
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.setup.account import account
 from hotcold.actors.setup.choose import choose_system
-from hotcold.actors.setup.memory_needs import system_need
 from hotcold.actors.setup.preflight import SystemOptions, read_model
 from hotcold.actors.system import System
 from hotcold.model.bundles.bundle_file import bundle_path
@@ -39,7 +39,7 @@ def main(model: Path, num_up_downs: int) -> None:
         for size in _PROMPTS:
             ids = draw.integers(0, config.vocab_size, size).tolist()
             running.complete(GenerateRequest(sampling, prompt_ids=ids))
-    print(json.dumps({"promised_bytes": system_need(system, config).total_bytes}))
+    print(json.dumps({"promised_bytes": account(system, config).total_bytes}))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from hotcold.actors.attention.cuda import fit as cuda_fit
 from hotcold.actors.attention.cuda.load import CudaLoading
 from hotcold.actors.protocol.messages import THRESHOLD, GenerateRequest, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-from hotcold.actors.setup import gpu_share, memory_needs, storage, storage_shares
-from hotcold.actors.setup.memory_needs import expected_gpu, memory_beside_gpu, system_need
+from hotcold.actors.setup import account as accounts
+from hotcold.actors.setup import gpu_share, storage, storage_shares
+from hotcold.actors.setup.account import account, expected_gpu, in_memory_account
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.setup.shards import service_specs
 from hotcold.actors.setup.storage import pack_model, storage_beside_gpu
@@ -123,13 +124,13 @@ def roomy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, System
     """
     path = make_tiny("llama-relu", tmp_path / "m", dtype="float32")
     monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", 8 << 30))
-    monkeypatch.setattr(gpu_share, "_ASIDE_BYTES", 1000)
+    monkeypatch.setattr(accounts, "_ASIDE_BYTES", 1000)
     monkeypatch.setattr(storage_shares, "READ_BYTES", 4096)
-    for module in (storage, memory_needs):
+    for module in (storage, accounts):
         monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 7)
         monkeypatch.setattr(module, "offloaded_ffn_bytes", kept_bytes)
     alone, config = prepare_system(path, SystemOptions(device="cpu"))
-    need = system_need(alone, config)
+    need = account(alone, config)
     budget = 1000 + need.attention_bytes + need.kv_cache_bytes + need.head_bytes
     return path, SystemOptions(gpu_memory_bytes=budget + 100 * NEURON_BYTES)
 
@@ -143,21 +144,21 @@ def test_what_the_gpu_does_not_hold_stays_in_memory_as_far_as_that_goes(
     uploads, _ = prepare_system(path, options)
     assert uploads.storage is None and uploads.neuron_upload_tokens > 0
     system = replace(uploads, neuron_upload_tokens=0)
-    need = memory_beside_gpu(system, config)
+    need = in_memory_account(system, config)
     assert need.attention_bytes == need.kv_cache_bytes == need.head_bytes == 0
     assert need.ffn_bytes == num_cold * NEURON_BYTES
 
     def prepared(num_bytes: int, **changes: Any) -> SystemConfig:
         return prepare_system(path, replace(options, cpu_memory_bytes=num_bytes, **changes))[0]
 
-    assert prepared(memory_beside_gpu(uploads, config).total_bytes) == uploads
+    assert prepared(in_memory_account(uploads, config).total_bytes) == uploads
     assert prepared(need.total_bytes) == system  # what is uploaded takes room in the arena
     least = need.total_bytes - need.ffn_bytes + 7 + config.ffn_size * SLOT_BYTES
     for limit in (need.total_bytes - 1, least):
         found = prepared(limit)
         assert found.storage is not None and found.storage.memory_bytes == limit
         assert found.device == "cuda" and found.neuron_upload_tokens == 0 and not found.plan_path
-        assert limit - SLOT_BYTES < system_need(found, config).total_bytes <= limit
+        assert limit - SLOT_BYTES < account(found, config).total_bytes <= limit
     with pytest.raises(MemoryBudgetError, match=rf"at least .* \({least} bytes\) with its"):
         prepared(least - 1)
     plans = offload_plans(stored_model(path, options), least, None, 0.5)
@@ -179,7 +180,7 @@ def test_memory_is_divided_anew_when_the_gpu_has_been_filled(
     config = read_model(path)
     every = config.num_neurons
     system = replace(prepare_system(path, options)[0], neuron_upload_tokens=0)
-    whole = memory_beside_gpu(system, config).total_bytes
+    whole = in_memory_account(system, config).total_bytes
     options = replace(options, cpu_memory_bytes=whole - 50 * NEURON_BYTES)
     system, _ = prepare_system(path, options)
     sizes = []
@@ -188,14 +189,14 @@ def test_memory_is_divided_anew_when_the_gpu_has_been_filled(
         fitted = replace(fitted, storage=storage_beside_gpu(fitted, config))
         assert fitted.storage is not None
         assert options.cpu_memory_bytes is not None
-        unused = options.cpu_memory_bytes - system_need(fitted, config).total_bytes
+        unused = options.cpu_memory_bytes - account(fitted, config).total_bytes
         assert 0 <= unused < SLOT_BYTES or num_hot == every
         shards = [spec.storage for spec in service_specs(fitted, config)[1:]]
         assert (None in shards) == (num_hot == every)  # nothing is read where no neuron is cold
         sizes.append(storage_shares.bytes_in_memory(config, fitted.storage))
     assert max(sizes[:3]) - min(sizes[:3]) < SLOT_BYTES
     head = replace(system, num_hot_neurons=0, head_on_host=True, num_host_layers=1)
-    assert system_need(head, config).head_bytes > 0
+    assert account(head, config).head_bytes > 0
     plain = replace(system, storage=NeuronStorage("file", 1000, 100))
     assert storage_beside_gpu(plain, config) is plain.storage  # nothing was promised
 
@@ -205,7 +206,7 @@ def test_a_gpu_that_was_tried_in_vain_costs_memory(roomy: tuple[Path, SystemOpti
     path, options = roomy
     config = read_model(path)
     system, _ = prepare_system(path, options)
-    limit = memory_beside_gpu(replace(system, neuron_upload_tokens=0), config).total_bytes - 1
+    limit = in_memory_account(replace(system, neuron_upload_tokens=0), config).total_bytes - 1
     system, _ = prepare_system(path, replace(options, cpu_memory_bytes=limit))
     no_gpu = replace(system, device="cpu")
     with pytest.raises(MemoryBudgetError, match="with its neurons on storage") as refused:
@@ -215,8 +216,8 @@ def test_a_gpu_that_was_tried_in_vain_costs_memory(roomy: tuple[Path, SystemOpti
     for more in (0, 1000):
         kept = replace(no_gpu.storage, memory_bytes=int(told[1]) + more)
         found = replace(no_gpu, storage=storage_beside_gpu(replace(no_gpu, storage=kept), config))
-        need = system_need(found, config).total_bytes
-        unused = kept.memory_bytes - memory_needs.CUDA_BYTES - need
+        need = account(found, config).total_bytes
+        unused = kept.memory_bytes - accounts.CUDA_BYTES - need
         assert 0 <= unused < SLOT_BYTES and (more == 0) == (unused == 0)
 
 
@@ -231,7 +232,7 @@ def test_no_more_is_expected_of_a_gpu_than_it_has(
     assert expected_gpu(system, config).num_hot_neurons == config.num_neurons
     monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", budget))
     assert expected_gpu(system, config).num_hot_neurons == 100
-    beside = memory_beside_gpu(replace(system, neuron_upload_tokens=0), config).total_bytes
+    beside = in_memory_account(replace(system, neuron_upload_tokens=0), config).total_bytes
     asked = replace(options, gpu_memory_bytes=4 << 30, cpu_memory_bytes=beside - 1)
     assert prepare_system(path, asked)[0].storage is not None
     monkeypatch.setattr(gpu_share, "first_gpu", lambda: "no driver")

@@ -18,10 +18,11 @@ from hotcold.actors.processes import host_setup
 from hotcold.actors.processes.host_setup import HostSetup
 from hotcold.actors.protocol.messages import GenerateRequest, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-from hotcold.actors.setup import choose, memory_needs, shards, storage, storage_shares
+from hotcold.actors.setup import account as accounts
+from hotcold.actors.setup import choose, shards, storage, storage_shares
+from hotcold.actors.setup.account import account as need_of
 from hotcold.actors.setup.choose import NUMA_ROOT, choose_system
 from hotcold.actors.setup.host_files import own_predictors
-from hotcold.actors.setup.memory_needs import system_need as need_of
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.setup.shards import arena_layout, service_specs
 from hotcold.actors.setup.storage import offloaded_share, pack_model
@@ -157,7 +158,7 @@ def test_bits_of_predictors_are_in_memory_once(
     make_model(path, resolve_shape("tiny", sizes))
     monkeypatch.setattr(storage_shares, "READ_BYTES", 4096)
     monkeypatch.setattr(storage_shares, "RING_DEPTH", 1)
-    for module in (memory_needs, storage):
+    for module in (accounts, storage):
         monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 0)
     config, file = read_model(path), two_bits(path, tmp_path / "p.safetensors")
     bits = 3 * 4096 * 2 * 8
@@ -185,9 +186,9 @@ def test_bits_of_predictors_are_in_memory_once(
 
 def test_memory_is_that_of_each_host(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts hold half of the neurons each, and as many processes as one with half of both."""
-    for module in (memory_needs, storage, storage_shares):
+    for module in (accounts, storage, storage_shares):
         monkeypatch.setattr(module, "offloaded_ffn_bytes", kept_bytes)
-    for module in (memory_needs, storage):
+    for module in (accounts, storage):
         monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 0)
     config, two = read_model(wide), SystemOptions(hosts=("a", "b"), num_cpu_actors=4)
     need = need_of(choose_system(wide, config, two), config)

@@ -18,7 +18,7 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import load_attention
 from hotcold.model.weights.embedding import load_embedding, load_head
 from hotcold.model.weights.ffn import load_ffn
-from hotcold.placement.memory import weight_bytes
+from hotcold.model.weights.sizes import weight_bytes
 from tests.gguf_files import small_llama
 from tests.tiny_models import make_tiny
 from tests.unit.test_quantized_weights import edited, load_all, refused
@@ -65,9 +65,9 @@ def test_a_system_takes_half_the_memory(tmp_path: Path) -> None:
     assert weight_bytes(cast[1]) < 0.6 * weight_bytes(plain[1])
     with pytest.raises(MemoryBudgetError, match="--dtype f16"):
         need = 1.01 * weight_bytes(cast[1])
-        from hotcold.actors.setup.memory_needs import system_need
+        from hotcold.actors.setup.account import account
 
-        total = system_need(*cast).total_bytes
+        total = account(*cast).total_bytes
         prepare_system(path, SystemOptions(cpu_memory_bytes=int(max(need, total))))
 
 

@@ -13,16 +13,16 @@ from hotcold.actors.attention.attention_service import load_attention_service
 from hotcold.actors.cpu.cpu_service import load_cpu_service
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.setup.account import account, loaded_bytes
 from hotcold.actors.setup.choose import choose_system
 from hotcold.actors.setup.drafting import draft_note
 from hotcold.actors.setup.host_files import weight_bytes
-from hotcold.actors.setup.memory_needs import loaded_bytes, system_need
 from hotcold.actors.setup.preflight import prepare_system, read_model
 from hotcold.actors.setup.shards import service_specs
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import MemoryBudgetError, UsageError
 from hotcold.model.files.artifact import ModelIdentity
-from hotcold.placement.memory import weight_bytes as config_bytes
+from hotcold.model.weights.sizes import weight_bytes as config_bytes
 from hotcold.predictors.predictor_file import Predictors, predictors_path, write_predictors
 from tests.predictor_layers import constant_layer
 from tests.quantized_models import make_model
@@ -74,7 +74,7 @@ def test_its_memory_is_counted(path: Path) -> None:
     assert plain.draft_system is None and draft_note(plain, config) == ""
     system, _ = prepare_system(path, Q4)
     quantized, q4_config = prepare_system(path, replace(options, weight_dtype="q4"))
-    needs = [system_need(one, config) for one in (plain, system)]
+    needs = [account(one, config) for one in (plain, system)]
     weights = config_bytes(q4_config)
     assert needs[1] == replace(needs[0], draft_bytes=weights)
     assert loaded_bytes(system, config) == config_bytes(config) + weights
@@ -114,7 +114,7 @@ def test_predictors_that_draft(path: Path, tmp_path: Path) -> None:
     write_predictors(file, ModelIdentity.of(path), Predictors(layers, "ffn_input"))
     found = choose_system(path, read_model(path), options)
     assert found.draft_predictors_path == str(file.resolve()) and found.mode == "exact"
-    assert system_need(found, read_model(path)).predictor_bytes == file.stat().st_size
+    assert account(found, read_model(path)).predictor_bytes == file.stat().st_size
     file.unlink()
 
 

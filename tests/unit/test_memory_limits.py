@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +27,6 @@ from hotcold.actors.protocol.ray_memory import (
 from hotcold.actors.setup.host_files import require_free_memory
 from hotcold.model.errors import MemoryBudgetError, ServiceError
 from hotcold.model.weights.memory import available_bytes, usable_bytes
-from hotcold.placement import memory
-from hotcold.placement.memory import MemoryNeed, require_memory
 from tests.numa_trees import write_tree
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -127,18 +124,6 @@ def test_what_rays_monitor_keeps_free(
     monkeypatch.setattr(ray_memory, "usable_bytes", lambda: 100 * GIB)
     monkeypatch.setattr(ray_memory, "available_bytes", lambda: 30 * GIB)
     assert (kept_bytes(), free_bytes()) == (kept, 30 * GIB - kept)
-
-
-def test_a_system_fits_beside_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 30 * GIB)
-    need = MemoryNeed(5 * GIB, 5 * GIB, 10 * GIB, 5 * GIB, 1 * GIB, 1 * GIB)
-    require_memory(need, kept_bytes=3 * GIB)
-    monkeypatch.setattr(memory, "memory_limit", lambda: None)
-    with pytest.raises(MemoryBudgetError, match=r"26.00 GiB .* free besides the 4.00 GiB that Ray"):
-        require_memory(need, kept_bytes=4 * GIB)
-    monkeypatch.setattr(memory, "memory_limit", lambda: 32 * GIB)
-    with pytest.raises(MemoryBudgetError, match=r"are free within a control group's limit of 32"):
-        require_memory(replace(need, arena_bytes=9 * GIB))
 
 
 def test_a_service_is_loaded_again_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:

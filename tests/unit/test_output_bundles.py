@@ -14,8 +14,8 @@ from hotcold.actors.protocol.lanes import runs_of_lanes, shard_lanes
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup import storage
+from hotcold.actors.setup.account import Account, account
 from hotcold.actors.setup.choose import choose_system
-from hotcold.actors.setup.memory_needs import system_need
 from hotcold.actors.setup.preflight import in_memory, packed_config, prepare_system, read_model
 from hotcold.actors.setup.shards import service_specs
 from hotcold.actors.setup.storage import offloaded_share, pack_model, storage_within
@@ -33,7 +33,6 @@ from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
 from hotcold.model.weights.ffn import load_ffn, load_ffn_biases
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.formats import WeightDtype
-from hotcold.placement.memory import MemoryNeed
 from tests.actors import test_gguf_experts, test_gguf_mixtures
 from tests.mxfp4_models import make_mxfp4
 
@@ -191,7 +190,7 @@ def test_an_expert_takes_what_its_file_takes(tmp_path: Path) -> None:
 
 def least_of(system: SystemConfig, config: ModelConfig) -> SystemConfig:
     """The system with the least on storage that the budget line names."""
-    need = MemoryNeed(0, 0, config.num_neurons * 10_000, 0, 0, 0)
+    need = Account(0, 0, config.num_neurons * 10_000, 0, 0, 0)
     with pytest.raises(MemoryBudgetError) as caught:
         storage_within(None, need, system, config, 0)
     least = int(str(caught.value).split("(")[1].split(" bytes")[0])
@@ -260,7 +259,7 @@ def test_a_system_beyond_memory_keeps_them(tmp_path: Path, monkeypatch: pytest.M
         "offloaded_ffn_bytes",
         lambda system, config, kept: bytes_in_memory(config, kept),
     )
-    total = system_need(whole, config).total_bytes
+    total = account(whole, config).total_bytes
     for mode in ("dense", "exact"):
         asked = replace(options, cpu_memory_bytes=total - 1, mode=mode)
         system, stored = prepare_system(path, asked)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,39 +10,15 @@ import pytest
 
 from hotcold.actors.protocol.lanes import num_shares
 from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup.account import account
 from hotcold.actors.setup.choose import choose_system, require_one_mode
-from hotcold.actors.setup.memory_needs import attention_parts_bytes, system_need
-from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
+from hotcold.actors.setup.preflight import SystemOptions, read_model
 from hotcold.actors.setup.shards import arena_layout, service_specs
-from hotcold.jobs.cli import main
-from hotcold.model.errors import MemoryBudgetError, UsageError
+from hotcold.model.errors import UsageError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.predictor_file import Predictors, Quality, predictors_path, write_predictors
-from tests.tiny_models import MAX_POSITIONS, make_tiny
-
-
-def without_dtype(path: Path) -> Path:
-    """The model, its config.json silent about the dtype."""
-    values = json.loads((path / "config.json").read_text())
-    for key in ("dtype", "torch_dtype"):
-        values.pop(key, None)
-    (path / "config.json").write_text(json.dumps(values))
-    return path
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_bytes_are_the_checkpoints(dtype: str, tmp_path: Path) -> None:
-    path = without_dtype(make_tiny("llama-relu", tmp_path, dtype=dtype))
-    config = read_model(path)
-    system = choose_system(path, config, SystemOptions())
-    need = system_need(system, config)
-    assert config.dtype == dtype
-    assert system.kv_dtype == ("float32" if dtype == "float32" else "float16")
-    weights = need.attention_bytes + need.head_bytes + need.ffn_bytes
-    in_file = (path / "model.safetensors").stat().st_size
-    assert weights == pytest.approx(in_file, rel=0.1)
-    assert need.arena_bytes == arena_layout(system, config).num_bytes
+from tests.tiny_models import make_tiny
 
 
 def test_a_cache_in_8_bits_is_chosen_and_counted_and_refused_beside_a_gpu(
@@ -53,55 +28,14 @@ def test_a_cache_in_8_bits_is_chosen_and_counted_and_refused_beside_a_gpu(
     config, options = read_model(path), SystemOptions(kv_dtype="q8")
     system = choose_system(path, config, options)
     dim = config.head_dim
-    whole = system_need(choose_system(path, config, SystemOptions()), config).kv_cache_bytes
-    found = system_need(system, config).kv_cache_bytes
+    whole = account(choose_system(path, config, SystemOptions()), config).kv_cache_bytes
+    found = account(system, config).kv_cache_bytes
     assert found * 2 * dim == whole * (dim + 4 * -(-dim // 32))
     monkeypatch.setattr("hotcold.actors.setup.choose.choose_device", lambda *_: "cuda")
     with pytest.raises(UsageError, match="--kv-dtype q8 is for the CPU"):
         choose_system(path, config, options)
     with pytest.raises(UsageError, match="no KV cache format 'q3'"):
         choose_system(path, config, SystemOptions(kv_dtype="q3"))
-
-
-def test_arenas_of_calls_are_counted(tmp_path: Path) -> None:
-    config = read_model(make_tiny("llama-relu", tmp_path))
-    system = SystemConfig(str(tmp_path), num_cpu_actors=3, exchange="calls")
-    assert system_need(system, config).arena_bytes == 5 * arena_layout(system, config).num_bytes
-
-
-def test_segments_of_long_contexts_are_counted(tmp_path: Path) -> None:
-    """As the service allocates them, once for the draft and the model."""
-    config = read_model(make_tiny("llama-gqa", tmp_path))
-    needs = []
-    for pages in (4, 400):
-        system = SystemConfig(str(tmp_path), context_length=64 * pages, max_batch=1)
-        parts = attention_parts_bytes(system, config)
-        heads, dim = config.num_heads, config.head_dim
-        num_tokens = min(32, arena_layout(system, config).max_tokens)
-        assert parts == num_tokens * (pages // 4) * heads * (dim + 2) * 4
-        needs.append(system_need(system, config).process_bytes - parts)
-    assert needs[0] == needs[1]
-
-
-def test_torch_is_counted_where_processes_import_it(tmp_path: Path) -> None:
-    """To read .bin files: 130 MiB in every process but the command's."""
-    path = make_tiny("llama-relu", tmp_path)
-    config, system = read_model(path), SystemConfig(str(path), num_cpu_actors=2)
-    plain = system_need(system, config).process_bytes
-    (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    assert system_need(system, config).process_bytes - plain == (2 + 2) * (130 << 20)
-
-
-def test_doctor_and_generate_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = without_dtype(make_tiny("opt-postnorm", tmp_path, dtype="float16"))
-    for context in ([], ["--context", "32"]):
-        assert main(["doctor", "--no-measure", "--json", *context, str(path)]) == 0
-        total = json.loads(capsys.readouterr().out.splitlines()[-1])["model"]["total_bytes"]
-        length = int(context[1]) if context else None
-        prepare_system(path, SystemOptions(context_length=length, cpu_memory_bytes=total))
-        with pytest.raises(MemoryBudgetError, match="--cpu-memory"):
-            prepare_system(path, SystemOptions(context_length=length, cpu_memory_bytes=total - 1))
-    assert main(["doctor", "--no-measure", "--context", str(MAX_POSITIONS + 1), str(path)]) == 1
 
 
 @pytest.mark.parametrize(("num_threads", "num_services"), [(1, 1), (3, 2), (7, 3), (1, 2)])
@@ -139,8 +73,8 @@ def test_requests_at_once_and_their_cache(tmp_path: Path) -> None:
     alone = replace(plain, speculate="4", max_batch=1)
     assert arena_layout(alone, config).max_logits == 8
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
-    assert system_need(plain, config).kv_cache_bytes == 128 * token_bytes  # whole pages
-    assert system_need(more, config).kv_cache_bytes == 1024 * token_bytes
+    assert account(plain, config).kv_cache_bytes == 128 * token_bytes  # whole pages
+    assert account(more, config).kv_cache_bytes == 1024 * token_bytes
     for options, says in (
         (SystemOptions(max_batch=0), "--parallel is 0; give a number from 1 to 32"),
         (SystemOptions(max_batch=33), "--parallel is 33"),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.setup.memory_needs import system_need
+from hotcold.actors.setup.account import account
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.setup.shards import service_specs
 from hotcold.model.config.build import read_config
@@ -229,7 +229,7 @@ def test_a_system_is_told_the_dtype(tmp_path: Path) -> None:
     assert (system.weight_dtype, config.dtype, system.kv_dtype) == ("q4", "q4", "float16")
     plain, stored = prepare_system(path, SystemOptions(num_threads=1))
     assert (plain.weight_dtype, stored.dtype) == ("", "float32")
-    weights = system_need(plain, stored).ffn_bytes / system_need(system, config).ffn_bytes
+    weights = account(plain, stored).ffn_bytes / account(system, config).ffn_bytes
     assert weights == pytest.approx(4 / (18 / 32), rel=0.15)
     for spec in service_specs(system, config):
         assert spec.system.weight_dtype == "q4"

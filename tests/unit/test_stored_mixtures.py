@@ -11,13 +11,13 @@ import pytest
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.setup.account import Account
 from hotcold.actors.setup.storage import storage_within
 from hotcold.actors.setup.storage_shares import bytes_in_memory, offloaded_ffn_bytes, token_reads
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError
-from hotcold.placement.memory import MemoryNeed
 from hotcold.placement.profile import ActivationProfile
 from hotcold.placement.storage import least_in_memory
 
@@ -69,7 +69,7 @@ def test_the_least_is_what_stays_and_one_layer(config: ModelConfig, tmp_path: Pa
     system = SystemConfig(str(tmp_path))
     least = least_in_memory([layer.ffn for layer in config.layers])
     assert least == 4096 + EXPERTS * SIZE
-    need = MemoryNeed(0, 0, config.num_neurons * 3 * 2 * HIDDEN, 0, 0, 0)
+    need = Account(0, 0, config.num_neurons * 3 * 2 * HIDDEN, 0, 0, 0)
     with pytest.raises(MemoryBudgetError, match="use --cpu-memory"):
         storage_within(None, need, system, config, GIB // 8)
     found = [storage_within(None, need, system, config, size) for size in (GIB, 3 * GIB // 2)]

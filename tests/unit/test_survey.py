@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from hotcold.actors.setup.account import Account
 from hotcold.cuda_kernels.device import Gpu, list_gpus
 from hotcold.cuda_kernels.timing import measure_gpu_bandwidth
 from hotcold.jobs.support.doctor_checks import Finding, check_machine, check_model
@@ -30,7 +31,6 @@ from hotcold.placement.machine.sysfs import (
     read_huge_page_setting,
     read_numa_nodes,
 )
-from hotcold.placement.memory import MemoryNeed
 
 CORES_PER_NODE = 16
 NODE_BYTES = 64 << 30
@@ -346,6 +346,6 @@ def test_checks_name_what_limits_this_process(
 
 def test_check_of_a_models_size() -> None:
     machine = replace(survey(), available_bytes=1000)
-    assert check_model(machine, MemoryNeed(100, 100, 100, 100, 100, 100)).level == "ok"
-    assert "--context" in check_model(machine, MemoryNeed(100, 100, 100, 1000, 100, 100)).text
-    assert "smaller model" in check_model(machine, MemoryNeed(100, 100, 5000, 100, 100, 100)).text
+    assert check_model(machine, Account(100, 100, 100, 100, 100, 100)).level == "ok"
+    assert "--context" in check_model(machine, Account(100, 100, 100, 1000, 100, 100)).text
+    assert "smaller model" in check_model(machine, Account(100, 100, 5000, 100, 100, 100)).text

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.setup.memory_needs import loaded_bytes
+from hotcold.actors.setup.account import loaded_bytes
 from hotcold.actors.setup.preflight import read_model
 from hotcold.actors.setup.shards import system_kv_bytes
 from hotcold.model.config.model_config import ModelConfig
