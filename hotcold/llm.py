@@ -7,7 +7,6 @@ import queue
 import sys
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Unpack, overload
@@ -467,13 +466,12 @@ def _connect(model: str | None, options: SystemOptions, keep_s: float, own: bool
     if keep_s or not is_in_ray:
         import logging
 
-        from hotcold.jobs.running.client import GoneError
         from hotcold.jobs.running.find import find_system
 
-        found = find_system(model, options, keep_s, own, logging.getLogger("hotcold").info)
+        say = logging.getLogger("hotcold").info
+        found = find_system(model, options, keep_s, own, say, attends=True)
         if found is not None:
-            with suppress(GoneError):
-                return found.attend()
+            return found
     from hotcold.jobs.running.own import start
 
     return start(locate_model(model), options)

@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,10 @@ from hotcold.actors.protocol.messages import (
     TokenEvent,
     TokenLogprob,
 )
-from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.answer_file import AnswerFile
 from hotcold.jobs.cli import run
 from hotcold.jobs.cluster_system import job_system
 from hotcold.jobs.request_lines import RequestLine, read_requests
-from hotcold.jobs.running.client import GoneError
 from hotcold.jobs.running.find import find_system
 from hotcold.jobs.running.in_flight import Connection, InFlight
 from hotcold.jobs.support.lazy_group import add_debug_option
@@ -86,7 +84,9 @@ def generate(
     options = split_system_options(values)
     with closing(AnswerFile(out, resume=resume)) as answers:
         started = time.monotonic()
-        connection = None if name or keep else _found(model, options, is_own)
+        connection: Connection | None = None
+        if not (name or keep):
+            connection = find_system(model, options, 0.0, is_own, attends=True)
         if connection is None:
             connection = job_system(model, options, name, keep)
         with closing(InFlight(connection)) as in_flight:
@@ -99,14 +99,6 @@ def generate(
             except ServiceError as error:
                 raise _with_advice(error, name) from error
     click.echo(f"{counts} in {time.monotonic() - started:.1f} s, in {answers.path}")
-
-
-def _found(model: str | None, options: SystemOptions, is_own: bool) -> Connection | None:
-    """One that runs already, and stays until this job has ended. Errors: HotcoldError."""
-    found = find_system(model, options, 0.0, is_own)
-    with suppress(GoneError):
-        return found and found.attend()
-    return None
 
 
 def _told(config: SystemConfig) -> str:

@@ -17,7 +17,7 @@ from hotcold.jobs.chat.commands import Settings
 from hotcold.jobs.chat.conversation import Conversation, Facts, Running
 from hotcold.jobs.chat.screen import PlainScreen, Screen
 from hotcold.jobs.chat.session import Session
-from hotcold.jobs.running.client import GONE, Client, GoneError
+from hotcold.jobs.running.client import Client
 from hotcold.jobs.running.find import find_system
 from hotcold.jobs.support.options import (
     given_sampling,
@@ -84,7 +84,7 @@ def talk(
     """Hold a conversation. `values` are of system and sampling options. Errors: HotcoldError."""
     is_rich = not plain and _has_cursor()
     options = split_system_options(values)
-    kept = find_system(model, options, keep_s, is_own)
+    kept = find_system(model, options, keep_s, is_own, attends=True)
     path = locate_model(model) if kept is None else kept.model_path
     given, defaults = given_sampling(values), SamplingParams.defaults(path)
     SamplingParams.of_given(given, defaults)  # for its errors
@@ -117,23 +117,14 @@ def _terminal(conversation: Conversation, settings: Settings) -> Screen:
 def _entered(
     stack: ExitStack, path: Path, kept: Client | None, options: SystemOptions, name: str
 ) -> tuple[Running, Facts]:
-    """A system that answers until `stack` ends; what has just ended is not the one."""
-    if kept is not None:
-        try:
-            return stack.enter_context(_attended(path, kept, name))
-        except GoneError:
-            click.echo(GONE, err=True)
-    return stack.enter_context(_started(path, options, name))
-
-
-@contextmanager
-def _attended(path: Path, kept: Client, name: str) -> Iterator[tuple[Client, Facts]]:
-    """A system that runs already, and stays for as long as the conversation. Errors: GoneError."""
-    with kept.attended() as state:
-        _require_chat(path, state["has_chat_template"])
-        positions = state["context_length"], state["max_positions"]
-        facts = Facts(name, state["mode"], state["device"], *positions)
-        yield kept, facts
+    """A system that answers until `stack` ends."""
+    if kept is None:
+        return stack.enter_context(_started(path, options, name))
+    stack.callback(kept.close)
+    state = kept.facts
+    _require_chat(path, state["has_chat_template"])
+    positions = state["context_length"], state["max_positions"]
+    return kept, Facts(name, state["mode"], state["device"], *positions)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import click
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.jobs.running.client import GONE, GoneError
+from hotcold.jobs.running.client import GoneError
 from hotcold.jobs.running.find import find_system
 from hotcold.jobs.running.in_flight import Connection, InFlight
 from hotcold.jobs.support.console import cut_short, json_option, print_json, tell
@@ -86,7 +86,7 @@ def answer(
         try:
             result, about = _answer(kept, asked), kept.facts
         except GoneError:
-            click.echo(GONE, err=True)
+            click.echo("it has just ended, so this command starts its own", err=True)
             result, about = _answer_here(path, options, asked)
     _show_end(result, about)
     if as_json:

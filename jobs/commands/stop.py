@@ -57,7 +57,7 @@ class _Process:
                 f"its process, {record.pid}"
             ) from None
         # A system's process locks its record: if it is locked, the pid was that process's.
-        if not registry.is_running(record):
+        if (record.name, record.pid) not in [(one.name, one.pid) for one in registry.running()]:
             self.close()
             self._descriptor = None
         elif not is_same:

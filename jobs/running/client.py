@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from hotcold.jobs.running.in_flight import Deliver
 from hotcold.jobs.running.registry import Record, found_folder
 from hotcold.model.errors import HotcoldError, PromptError, ServiceError, UsageError
 
-GONE = "it has just ended, so this command starts its own"  # said where one falls back
 SILENT = "silent"  # the status of a system that has not answered for ten seconds
 _ASK_S = 10.0
 _LOST = (OSError, http.client.HTTPException, ValueError, StopIteration)
@@ -83,7 +82,12 @@ class Client:
 
         Errors:  GoneError, LoadingError, ServiceError
         """
-        self._attending.enter_context(self.attended())
+        connection = self._connection(_ASK_S)
+        self._attending.callback(connection.close)
+        try:
+            self.facts = self._first(connection, "state", {"attend": "true"})
+        except TimeoutError:
+            raise self._silent() from None
         return self
 
     def __reduce__(self) -> Any:
@@ -193,19 +197,6 @@ class Client:
         """
         with closing(self._connection(None)) as connection:
             return self._first(connection, "scale", {}, {"num_cpu_actors": num_cpu_actors})
-
-    @contextmanager
-    def attended(self) -> Iterator[dict[str, Any]]:
-        """Within it the system does not end because it is idle; gives its state.
-
-        Errors:  GoneError, LoadingError, ServiceError
-        """
-        with closing(self._connection(_ASK_S)) as connection:
-            try:
-                state = self._first(connection, "state", {"attend": "true"})
-            except TimeoutError:
-                raise self._silent() from None
-            yield state
 
     def end_sharing(self) -> None:
         """Nothing: it is no system of this process's own."""

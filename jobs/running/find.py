@@ -49,12 +49,14 @@ def find_system(
     keep_s: float,
     is_own: bool,
     say: Say = say_on_stderr,
+    attends: bool = False,
 ) -> Client | None:
     """The running system of this model and these options, ready; None: the command starts its own.
 
     With a `keep_s` other than 0 a server is started, whose system stays so long after its last
     request. A line on standard error says which system is used. `is_own`: always None. A `model`
-    that is none, but the name of a running system, is that system.
+    that is none, but the name of a running system, is that system. `attends`: it does not end for
+    want of requests until the client's `close`.
     Errors:  HotcoldError
     """
     if is_own or not (keep_s or may_be_running()):
@@ -65,18 +67,18 @@ def find_system(
         found = _named(model, options)
         if found is not None:
             with contextlib.suppress(GoneError):
-                return _ready(found, keep_s, None, say)
+                return _ready(found, keep_s, None, say, attends)
         raise
     asked = identity_of(model, options)
     while True:
         found = _same_as(asked)
         if found is None and keep_s:
             with _Server.start(model, options, keep_s) as server:
-                return _ready(server.record(asked), keep_s, server, say)
+                return _ready(server.record(asked), keep_s, server, say, attends)
         if found is None:
             return None
         with contextlib.suppress(GoneError):
-            return _ready(found, keep_s, None, say)
+            return _ready(found, keep_s, None, say, attends)
 
 
 def _named(name: str | None, options: SystemOptions) -> Record | None:
@@ -106,7 +108,9 @@ def _same_as(asked: Identity) -> Record | None:
     return next(same, None)
 
 
-def _ready(record: Record, keep_s: float, server: _Server | None, say: Say) -> Client:
+def _ready(
+    record: Record, keep_s: float, server: _Server | None, say: Say, attends: bool
+) -> Client:
     """The system, once it has loaded. Errors: GoneError; ServiceError of the server."""
     system = Client(record, keep_s if keep_s and record.is_kept else None)
     state = _state(system, server)
@@ -114,6 +118,8 @@ def _ready(record: Record, keep_s: float, server: _Server | None, say: Say) -> C
         _await(system, server)
     # Complete since it has loaded.
     system.record = next(one for one in [*running(), record] if one.name == record.name)
+    if attends:
+        system.attend()
     if server is not None and server.pid == record.pid:
         stay = "until `hotcold stop`" if keep_s < 0 else f"for {keep_s:g} s after its last answer"
         say(f"the system {record.name!r} stays {stay}")

@@ -151,11 +151,6 @@ def named(name: str, records: list[Record]) -> Record:
     )
 
 
-def is_running(record: Record) -> bool:
-    """Whether the same system still runs."""
-    return any((one.name, one.pid) == (record.name, record.pid) for one in running())
-
-
 def systems_folder() -> Path:
     """The folder's path, whether it exists or not: in XDG_RUNTIME_DIR, else in TMPDIR or /tmp.
 

@@ -21,9 +21,7 @@ from click.testing import CliRunner
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.jobs.chat.conversation import Facts
 from hotcold.jobs.commands import stop as stop_module
-from hotcold.jobs.commands.chat import chat
 from hotcold.jobs.commands.ps import ps
 from hotcold.jobs.commands.scale import scale
 from hotcold.jobs.commands.stop import stop
@@ -527,20 +525,12 @@ def test_a_silent_system_is_told_of(claim: Any, monkeypatch: pytest.MonkeyPatch)
     assert out[1].split() == ["model", "model", "silent"]
 
 
-def test_a_conversation_whose_system_has_just_ended_has_its_own(
+def test_a_system_that_has_just_ended_is_found_no_more(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resolved = {"model_path": str(DEMO_DIRECTORY)}
-    gone = Client(Record("demo", 1, socket="demo.sock", resolved=resolved))
-    started = []
-
-    @contextmanager
-    def start(path: Path, *arguments: Any) -> Iterator[tuple[Any, Facts]]:
-        started.append(path)
-        yield None, Facts("demo", "exact", "cpu", 128)
-
-    monkeypatch.setattr("hotcold.jobs.commands.chat.find_system", lambda *arguments: gone)
-    monkeypatch.setattr("hotcold.jobs.commands.chat._started", start)
-    told = CliRunner().invoke(chat, input="/bye\n")
-    assert (told.exit_code, started) == (0, [DEMO_DIRECTORY])
-    assert "it has just ended, so this command starts its own" in told.output
+    """Its record was read a moment before; nobody listens any more."""
+    identity = identity_of(model_text(None), SystemOptions())
+    found = iter([[Record("demo", 1, socket="demo.sock", identity=identity)], []])
+    monkeypatch.setattr(find_module, "running", lambda: next(found))
+    monkeypatch.setattr(find_module, "may_be_running", lambda: True)
+    assert find_system(None, SystemOptions(), 0.0, False, attends=True) is None

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,8 +183,8 @@ def test_a_system_that_ends_is_told_of(path: Path, answer: bytes, kind: type[Ser
 def test_a_socket_of_nobody_is_no_system() -> None:
     with pytest.raises(GoneError):
         client().state()
-    with pytest.raises(GoneError), client().attended():
-        pass
+    with pytest.raises(GoneError):
+        client().attend()
 
 
 _ANSWER = b"HTTP/1.1 %s\r\nContent-Length: %d\r\n%s\r\n%s"
@@ -304,8 +304,8 @@ def test_who_attends_holds_it(server: Server) -> None:
     """Also for longer than any client may keep a server waiting."""
     server.backend.used_at = time.monotonic() - 100
     assert server.routes.left_s == 0.0
-    with client().attended() as state:
-        assert state["status"] == "ready" and server.backend.num_attending == 1
+    with closing(client().attend()) as system:
+        assert system.facts["status"] == "ready" and server.backend.num_attending == 1
         assert server.routes.left_s == 60.0
     end = time.monotonic() + _TIMEOUT_S
     while server.backend.num_attending:

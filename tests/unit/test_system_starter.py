@@ -79,7 +79,7 @@ def found() -> list[str]:
     return [one.name for one in registry.running()]
 
 
-def test_a_system_is_found_until_it_ends(made: Made) -> None:
+def test_a_system_is_found_until_it_ends_or_the_server_does(made: Made) -> None:
     starter, backend, system = made
     started = starter.start(backend)
     assert vars(started) is vars(system)
@@ -89,26 +89,29 @@ def test_a_system_is_found_until_it_ends(made: Made) -> None:
     starter.end(backend, started)
     assert system.has_ended and found() == []
     assert [path.name for path in own_folder().iterdir()] == ["demo.sock"]
-
-
-def test_a_server_that_ends_is_found_no_more(made: Made) -> None:
-    starter, backend, system = made
+    system.has_ended = False
     starter.start(backend)
-    starter.unregister_all()
-    starter.unregister_all()
-    assert found() == [] and not system.has_ended
+    for _ in range(2):
+        starter.unregister_all()
+        assert list(own_folder().iterdir()) == [] and not system.has_ended
 
 
-def test_nothing_is_left_of_a_start_that_fails(made: Made) -> None:
+def test_nothing_is_left_of_a_start_that_fails(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it has started; while its neurons are packed; once the server is to end."""
     starter, backend, system = made
     system.answers["describe"] = OSError("the disk is full")
     with pytest.raises(OSError, match="the disk is full"):
         starter.start(backend)
     assert system.has_ended and found() == []
+    system.has_started = False
 
+    def fail(config: SystemConfig) -> None:
+        assert config is CONFIG
+        raise ServiceError("no room for the bundles")
 
-def test_nothing_starts_any_more_once_it_is_closed(made: Made) -> None:
-    starter, backend, system = made
+    monkeypatch.setattr("hotcold.jobs.running.served.require_bundles", fail)
+    with pytest.raises(ServiceError, match="no room for the bundles"):
+        starter.start(backend)
     starter.close()
     with pytest.raises(ServiceError, match="the server is being stopped"):
         starter.start(backend)
@@ -174,18 +177,3 @@ def test_a_failed_system_is_told_of_once(made: Made, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Backend, "is_loaded", True)
     assert starter.lost() == [(backend, failure)]
     assert starter.lost() == []
-
-
-def test_neurons_are_packed_before_a_system_starts(
-    made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    starter, backend, system = made
-
-    def fail(config: SystemConfig) -> None:
-        assert config is CONFIG
-        raise ServiceError("no room for the bundles")
-
-    monkeypatch.setattr("hotcold.jobs.running.served.require_bundles", fail)
-    with pytest.raises(ServiceError, match="no room for the bundles"):
-        starter.start(backend)
-    assert not system.has_started and found() == []
