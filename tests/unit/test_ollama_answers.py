@@ -125,7 +125,12 @@ def test_logprobs_are_those_of_openais_route() -> None:
         ("/api/generate", {"prompt": "a", "raw": True, "system": "b"}, 400, "raw mode does not"),
         ("/api/generate", {"prompt": "a", "format": "xml"}, 400, "format must be"),
         ("/api/generate", {"prompt": 1}, 400, "prompt must be a text"),
-        ("/api/generate", {"prompt": "a", "options": {"top_p": 2}}, 400, "top_p must be at most 1"),
+        (
+            "/api/generate",
+            {"prompt": "a", "options": {"top_p": 2}},
+            400,
+            "option top_p is 2; give",
+        ),
         ("/api/generate", {"prompt": "a " * 999}, 400, "the context holds 512"),
         ("/api/chat", {"messages": [{"role": "user", "images": ["a"]}]}, 400, "support images"),
         ("/api/chat", {"messages": [{"role": "king"}]}, 400, "role must be"),

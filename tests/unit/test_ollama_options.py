@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from hotcold.ui.api.drawn import ollamas_sampling
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.ollama.options import other_fields, sampling_fields
 from tests.unit.ollama_routes import HELLO, Recording, post
 
 
@@ -56,24 +56,23 @@ def test_temperatures_are_ollamas_own() -> None:
     ],
 )
 def test_options_without_effect(options: Any, expected: dict[str, Any]) -> None:
-    assert sampling_fields(options) == expected
+    assert ollamas_sampling(options) == expected
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"tfs_z": 0.5}, {"mirostat": "1"}, {"typical_p": "1"}, {"dry_sequence_breakers": "x"},
+        {"tfs_z": 0.5}, {"mirostat": "1"}, {"typical_p": "1"}, {"dry_sequence_breakers": [5]},
         {"temperature": "1"}, {"temperature": True}, {"top_k": 1e300}, {"seed": float("nan")},
-        {"stop": "x"}, {"stop": [1]}, {"num_predict": []},
+        {"stop": 5}, {"stop": [1]}, {"num_predict": []},
     ],
 )  # fmt: skip
 def test_options_that_cannot_be_had_are_told(options: dict[str, Any]) -> None:
     with pytest.raises(ApiError, match=f"option {next(iter(options))} ") as refusal:
-        sampling_fields(options)
-        other_fields(options)
+        ollamas_sampling(options)
     assert refusal.value.status == 400
 
 
 def test_an_unknown_option_is_told() -> None:
     with pytest.raises(ApiError, match="option 'tempreture' is not known here"):
-        sampling_fields({"tempreture": 1})
+        ollamas_sampling({"tempreture": 1})

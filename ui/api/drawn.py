@@ -1,4 +1,4 @@
-"""Fields of requests that say how tokens are drawn: those of `model.sampling.PARAMETERS`."""
+"""How tokens are drawn: fields of requests and Ollama's options, of `model.sampling.PARAMETERS`."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,10 +16,22 @@ from hotcold.model.parameters import (
     Whole,
 )
 from hotcold.model.sampling import PARAMETERS, SamplingParams
+from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.fields import Request
 
 _MAX_STOP_IDS = 64
 _MAX_BIASES = 1024
+
+_BY_OLLAMAS = {one.ollama: (name, one.kind) for name, one in PARAMETERS.items() if one.ollama}
+# Ollama's options that would change tokens, each with the value that has no effect.
+_UNCHANGING = {"tfs_z": 1}
+# Memory and speed, which the server's own options set. A prompt is never cut to num_ctx: a longer
+# one than the context is refused. The last ones only matter with an option above.
+_OLLAMAS_OWN = frozenset(
+    ("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap",
+     "use_mlock", "low_vram", "f16_kv", "numa", "vocab_only", "logits_all", "embedding_only",
+     "draft_num_predict", "penalize_newline")
+)  # fmt: skip
 
 # Lists stop at the first wrong item: each would be an error otherwise.
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -78,3 +90,43 @@ class Drawn(_Fields):
         if values["seed"] is not None:
             values["seed"] &= LARGEST_SEED
         return SamplingParams.of_given(values, defaults)
+
+
+def ollamas_sampling(options: dict[str, Any] | None) -> dict[str, Any]:
+    """Ollama's `options` as fields of `SamplingParams`; no limit or seed: left out.
+
+    Penalties are over the last tokens, the prompt's too, as in Ollama.
+    Errors:  ApiError 400 for an unknown name, which Ollama ignores; for a wrong value; for an
+             unsupported option that would change tokens
+    """
+    found: dict[str, Any] = {}
+    for key, value in (options or {}).items():
+        if value is None or key in _OLLAMAS_OWN or _UNCHANGING.get(key) == value:
+            continue
+        if key in _UNCHANGING:
+            text = f"is not supported here; leave it out, or {_UNCHANGING[key]}"
+            raise ApiError(400, f"option {key} {text}", param=f"options.{key}")
+        if key not in _BY_OLLAMAS:
+            text = f"option {key[:50]!a} is not known here; leave it out"
+            raise ApiError(400, text, param="options")
+        name, kind = _BY_OLLAMAS[key]
+        found[name] = _of_ollama(key, kind, value)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _of_ollama(key: str, kind: Kind, value: Any) -> Any:
+    """An option's value, None for none; whole numbers may be written 3.0. Errors: ApiError 400."""
+    if isinstance(kind, Whole) and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is int and key == "num_predict":  # below 1 it is no limit
+        return min(value, (1 << 31) - 1) if value > 0 else None
+    if type(value) is int and key == "seed":
+        return None if value == -1 else value & LARGEST_SEED
+    if type(value) is int and key == "top_k":
+        value = max(value, 0)
+    value = kind.kept(value)
+    try:
+        kind.check(f"option {key}", value)
+    except UsageError as error:
+        raise ApiError(400, str(error), param=f"options.{key}") from None
+    return value

@@ -17,9 +17,9 @@ from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenE
 from hotcold.model.text.tools import CallSyntax
 from hotcold.ui.api import sse
 from hotcold.ui.api.backend import Answers, Backend
+from hotcold.ui.api.drawn import ollamas_sampling
 from hotcold.ui.api.errors import LOADING_TOOK, as_api_error, refusal, timed_out
 from hotcold.ui.api.logprobs import ContentLogprobs
-from hotcold.ui.api.ollama.options import other_fields
 from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaGenerate
 from hotcold.ui.api.requests import chat_requests, completion_requests
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
@@ -52,7 +52,7 @@ class OllamaAnswer:
         self._started_ns = time.monotonic_ns()
         self._load_ns = 0
         self._request = _request(backend, body)
-        self._sampling = other_fields(body.options)
+        self._sampling = ollamas_sampling(body.options)
         syntax: CallSyntax | None = None
         if isinstance(self._request, ChatRequest) and self._request.callable is not None:
             syntax = backend.call_syntax

@@ -10,7 +10,6 @@ from hotcold.model.errors import shown
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.fields import MAX_MESSAGES, MAX_TOOLS, Request, StrictModel
-from hotcold.ui.api.ollama.options import sampling_fields
 
 # As Go writes durations. Nothing that was read is given back: there is one way to read a time.
 _UNIT = r"(?:ns|[uµμ]s|ms|s|m|h)"
@@ -73,10 +72,6 @@ class _Answered(OllamaRequest):
         """Whether to stream; the default."""
         return self.stream is not False
 
-    def _fields(self) -> dict[str, Any]:
-        """The fields of a `SamplingRequest`. Errors: ApiError 400."""
-        return {**sampling_fields(self.options), "response_format": self._response_format()}
-
     def _thinking(self) -> dict[str, Any]:
         """Whether, or how much, to think, as fields of a `ChatRequest`."""
         if isinstance(self.think, str):
@@ -130,7 +125,7 @@ class OllamaGenerate(_Answered):
         if self.context:
             text = "no context is kept here: send the conversation to /api/chat"
             raise ApiError(400, text, param="context")
-        fields = self._fields()
+        fields: dict[str, Any] = {"response_format": self._response_format()}
         has_template = tokenizer is not None and tokenizer.has_chat_template
         if self.raw or not has_template:
             if self.think:
@@ -211,7 +206,7 @@ class OllamaChat(_Answered):
         if any(message.images for message in self.messages):
             raise self.unable("images", "messages.images")
         return {
-            **self._fields(),
+            "response_format": self._response_format(),
             **self._thinking(),
             "messages": [message.as_message() for message in self.messages],
             "tools": [{"type": "function", **tool} for tool in self.tools or ()] or None,

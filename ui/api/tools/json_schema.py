@@ -26,6 +26,7 @@ _MAX_TRIED = 1 << 19  # characters that the repair of one schema tries, besides 
 _COST_OF_TRY = 2000  # as many characters
 _MAX_CACHED = 1 << 14  # characters of a schema whose reading is cached
 _MAX_COUNTED = 1 << 20  # more than any answer's tokens
+_LARGEST = 1 << 53  # beyond it neighbouring whole numbers are one float
 _MAX_REPEATED = 10_000  # of a pattern's counts, multiplied
 _MAX_PATTERN_CHARS = 5000
 _MAX_PATTERN_NAMES = 16  # each is compared with each
@@ -36,6 +37,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions")  # name -> 
 _UNIONS = ("anyOf", "oneOf", "allOf")  # lists of schemas, which apply in place
 _SINGLE = ("additionalProperties", "additionalItems", "items")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # Not for llguidance: the drafts that it knows, and addresses that nothing here refers to.
 _LEFT_OUT = frozenset(("$schema", "$id", "id", "x-guidance"))
 # Keywords that llguidance lacks, with the values that say nothing.
@@ -237,6 +239,8 @@ class _Reader:
         if keyword in _COUNTS:
             is_count = type(value) in (int, float) and 0 <= value <= _MAX_COUNTED
             return int(value) if is_count and int(value) == value else _LOST
+        if keyword in _BOUNDS and not isinstance(value, bool):  # as in draft 4
+            return value if type(value) in (int, float) and abs(value) <= _LARGEST else _LOST
         if keyword == "pattern":
             return value if isinstance(value, str) and is_possible_pattern(value) else _LOST
         if keyword == "$ref" and isinstance(value, str) and value.startswith(("#/", "http")):
