@@ -23,7 +23,7 @@ from hotcold.actors.system import System
 from hotcold.model.errors import PromptError, ServiceError
 from tests.actors.batching import Background
 from tests.actors.kept_system import CONTEXT, NAME, KeptSystem, all_gone, greedy, wait_until
-from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
+from tests.conftest import TinyCheckpoint
 from tests.e2e.word_model import words_of
 from tests.ray_doors import environment_to_attach
 from tests.tiny_models import VOCAB_SIZE
@@ -45,33 +45,6 @@ def running(kept: KeptSystem) -> System:
 
 
 # --- serving ---------------------------------------------------------------------------------
-
-
-def test_greedy_tokens(running: System, llama: TinyCheckpoint) -> None:
-    result = running.complete(greedy(llama))
-    assert result.ids == llama.greedy_ids
-    assert result.finish_reason == "length"
-    assert 0 < result.neurons_computed < 1
-    assert running.call("describe").model_path == str(llama.path)
-
-
-def test_stream_shows_every_token(running: System, llama: TinyCheckpoint) -> None:
-    events = list(running.generate(greedy(llama)))
-    assert sum(event.num_tokens for event in events) == GREEDY_TOKENS
-    assert [event.result is not None for event in events] == [False] * (len(events) - 1) + [True]
-    words = "".join(event.text for event in events).split()
-    assert words == words_of(llama.greedy_ids)
-
-
-def test_text_prompt_and_stop_string(running: System, llama: TinyCheckpoint) -> None:
-    prompt = " ".join(words_of(llama.ids[:10]))
-    words = words_of(llama.greedy_ids)
-    stop = " " + words[20]
-    request = replace(greedy(llama, stop=(stop,)), prompt=prompt, prompt_ids=None)
-    result = running.complete(request)
-    text = "".join(" " + word for word in words)
-    assert result.text == text[: text.index(stop)]
-    assert result.finish_reason == "stop"
 
 
 def test_many_streams_at_once(running: System, llama: TinyCheckpoint) -> None:
@@ -126,11 +99,6 @@ def test_idle_services_use_no_processor(running: System, llama: TinyCheckpoint) 
 
     # Once idle they prepare for long prompts, for as long as compiling takes; then for nothing.
     assert any(used_while_idle() < 0.05 for _ in range(100))
-
-
-def test_exchange_can_be_measured(running: System) -> None:
-    times_ns = running.call("measure_exchange", 200)
-    assert times_ns.shape == (200,) and (times_ns > 0).all()
 
 
 def test_another_process_attaches_by_name(running: System, llama: TinyCheckpoint) -> None:

@@ -94,10 +94,6 @@ NOTHING = {
 }  # fmt: skip
 
 
-def test_without_settings_nothing_changes(given: Given) -> None:
-    assert _values(given("run")) == NOTHING
-
-
 def test_the_file_sets_options_of_all_commands_and_of_one(given: Given) -> None:
     file = """
     mode = "sign"
