@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numba.core import types
-from numba.extending import overload
 
-from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.compiler import by_types, inlined_by_types, njit
 from hotcold.numba_kernels.decode.activations import activate, activate_up, passes
 from hotcold.numba_kernels.decode.candidates import FIRED_END
 from hotcold.numba_kernels.decode.rows import block_products, rows_ahead, rows_at_once
@@ -76,13 +75,9 @@ def thread_lists(lists, thread, num_tokens):
     )
 
 
+@inlined_by_types
 def gathered(x, width, lists):  # type: ignore[no-untyped-def]
     """What `gather` wrote for x, as kernels take it; for compiled code."""
-    raise NotImplementedError("gathered() is for compiled code")
-
-
-@overload(gathered, inline="always")
-def _gathered(x, width, lists):  # type: ignore[no-untyped-def]
     if not isinstance(x, types.Array):
         return lambda x, width, lists: lists.vectors
 
@@ -92,16 +87,12 @@ def _gathered(x, width, lists):  # type: ignore[no-untyped-def]
     return floats
 
 
+@by_types
 def gather(x, tokens, width, lists):  # type: ignore[no-untyped-def]
     """Copy `tokens` of x, `quantize_activations` of vectors (T, width), side by side.
 
     For compiled code.
     """
-    raise NotImplementedError("gather() is for compiled code")
-
-
-@overload(gather)
-def _gather(x, tokens, width, lists):  # type: ignore[no-untyped-def]
     return _gather_floats if isinstance(x, types.Array) else _gather_vectors
 
 

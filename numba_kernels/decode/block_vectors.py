@@ -4,10 +4,8 @@ Those of all chosen blocks lie together in one row of numbers, a block's `count`
 numbers from `begin` on; quantized, where the matrix is, in the same places of `QuantizedVectors`.
 """
 
-from numba.extending import overload
-
 from hotcold.numba_kernels.block_rows import block_matrix
-from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.compiler import inlined_by_types, njit
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors
 from hotcold.numba_kernels.formats import QUANT_GROUP
 from hotcold.numba_kernels.ir.quantized_ir import format_of
@@ -22,16 +20,12 @@ def part_of_row(numbers, begin, count, width):
     return numbers[begin : begin + count * width].reshape(count, width)
 
 
+@inlined_by_types
 def block_vectors(weights, numbers, begin, count, width, inputs, thread):  # type: ignore[no-untyped-def]
     """The vectors as products with `weights` take them, once `quantize_block` has written them.
 
     For compiled code.
     """
-    raise NotImplementedError("block_vectors() is for compiled code")
-
-
-@overload(block_vectors, inline="always")
-def _block_vectors(weights, numbers, begin, count, width, inputs, thread):  # type: ignore[no-untyped-def]
     if not format_of(weights.dtype):
         return lambda weights, numbers, begin, count, width, inputs, thread: part_of_row(
             numbers, begin, count, width
@@ -49,13 +43,9 @@ def _block_vectors(weights, numbers, begin, count, width, inputs, thread):  # ty
     return quantized
 
 
+@inlined_by_types
 def _quantize(weights, source, vectors):  # type: ignore[no-untyped-def]
     """Write `vectors` of source (m, N), where rows like `weights` need them; for compiled code."""
-    raise NotImplementedError("_quantize() is for compiled code")
-
-
-@overload(_quantize, inline="always")
-def _choose_quantize(weights, source, vectors):  # type: ignore[no-untyped-def]
     if not format_of(weights.dtype):
         return lambda weights, source, vectors: None
 

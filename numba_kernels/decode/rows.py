@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 from numba.core import types
-from numba.extending import overload
 
 from hotcold.numba_kernels.checks import float_array, optional_floats, weight_rows
-from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.compiler import by_types, njit
 from hotcold.numba_kernels.decode.vectors import activation_space, quantize_activations
 from hotcold.numba_kernels.formats import (
     CHUNK,
@@ -81,13 +80,9 @@ def _token_by_token(weights, x, out, first, last, column):
         t += 1
 
 
+@by_types
 def _row_by_row(weights, x, out, first, last, column):  # type: ignore[no-untyped-def]
     """`_token_by_token` for float rows, each read once for all tokens; for compiled code."""
-    raise NotImplementedError("_row_by_row() is for compiled code")
-
-
-@overload(_row_by_row)
-def _overload_row_by_row(weights, x, out, first, last, column):  # type: ignore[no-untyped-def]
     return _never if format_of(weights.dtype) else _float_rows
 
 
@@ -112,6 +107,7 @@ def _float_rows(weights, x, out, first, last, column):  # type: ignore[no-untype
             out[t, column + row] = dot_row(weights, row, x, t)
 
 
+@by_types
 def _tiles(weights, row, count, is_first, x, out, column):  # type: ignore[no-untyped-def]
     """out[t, column + r] = weights[row + r] . x[t] for r < count, all tokens; for compiled code.
 
@@ -119,11 +115,6 @@ def _tiles(weights, row, count, is_first, x, out, column):  # type: ignore[no-un
     the rows into the cache, or a read without products does, or the block before, which there is
     unless `is_first`. No checks.
     """
-    raise NotImplementedError("_tiles() is for compiled code")
-
-
-@overload(_tiles)
-def _overload_tiles(weights, row, count, is_first, x, out, column):  # type: ignore[no-untyped-def]
     row_format = format_of(weights.dtype)
     if row_format and UNPACKS:
         return _unpacked_tiles
@@ -166,16 +157,12 @@ def _quantized_tiles(reads_first: bool) -> Callable[..., None]:
     return tiles
 
 
+@by_types
 def _first_tokens(weights, row, x, out, column):  # type: ignore[no-untyped-def]
     """`_tiles` of a block for the first tokens, which read it from memory; returns their number.
 
     For compiled code.
     """
-    raise NotImplementedError("_first_tokens() is for compiled code")
-
-
-@overload(_first_tokens)
-def _overload_first_tokens(weights, row, x, out, column):  # type: ignore[no-untyped-def]
     # Four bytes are read faster by one token.
     return _first_four if HAS_STREAMS and weights.dtype != types.float32 else _first_alone
 
@@ -234,26 +221,20 @@ def rows_at_once(weights):
     return max(1, most // (rows * tiles)) * rows * tiles
 
 
+@by_types
 def rows_a_panel(weights, num_tokens):  # type: ignore[no-untyped-def]
     """`rows_at_once` for so many tokens: AMX packs them once for all rows; for compiled code."""
-    raise NotImplementedError("rows_a_panel() is for compiled code")
 
-
-@overload(rows_a_panel)
-def _overload_rows_a_panel(weights, num_tokens):  # type: ignore[no-untyped-def]
     def most(weights, num_tokens):  # type: ignore[no-untyped-def]
         return _MAX_ROWS if num_tokens > _STEP_TOKENS else rows_at_once(weights)
 
     return most if takes_bytes(weights.dtype) else lambda weights, num_tokens: rows_at_once(weights)
 
 
+@by_types
 def _by_byte_tiles(weights, x, out, first, last, column):  # type: ignore[no-untyped-def]
     """Whether the tiles of AMX have made all products; for compiled code."""
-    raise NotImplementedError("_by_byte_tiles() is for compiled code")
 
-
-@overload(_by_byte_tiles)
-def _overload_by_byte_tiles(weights, x, out, first, last, column):  # type: ignore[no-untyped-def]
     def many(weights, x, out, first, last, column):  # type: ignore[no-untyped-def]
         is_dense = out.strides[1] == out.itemsize
         if out.shape[0] <= _STEP_TOKENS or last - first < _FEWEST_ROWS or not is_dense:
@@ -324,6 +305,7 @@ def split_range(length, part, num_parts, unit):
     return min(first, length), min(last, length)
 
 
+@by_types
 def add_in_order(weights, source, target, first, last):  # type: ignore[no-untyped-def]
     """target[first:last] += what `axpy4` summed of `weights` into `source`; for compiled code.
 
@@ -331,11 +313,6 @@ def add_in_order(weights, source, target, first, last):  # type: ignore[no-untyp
     of group g of a chunk at 16 * i + g, and in the last chunk, where vectors hold several steps, by
     those. `first` and `last` are then multiples of 512 or the end.
     """
-    raise NotImplementedError("add_in_order() is for compiled code")
-
-
-@overload(add_in_order)
-def _add_in_order(weights, source, target, first, last):  # type: ignore[no-untyped-def]
     row_format = format_of(weights.dtype)
     if not row_format:
 

@@ -5,10 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 from numba.core import types
-from numba.extending import overload
 from numpy.typing import DTypeLike
 
-from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.compiler import by_types, njit
 from hotcold.numba_kernels.formats import QUANT_GROUP
 from hotcold.numba_kernels.ir.quantized_ir import format_of
 from hotcold.numba_kernels.ir.target import LINE_BYTES, has_feature
@@ -85,17 +84,13 @@ def copy_numbers(x, out):
         out[i] = x[i]
 
 
+@by_types
 def quantize_activations(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
     """x (T, d) float32 as dot products with `weights` take it; for compiled code.
 
     Written to thread `thread`'s part of `scratch`, an `ActivationSpace`: for quantized formats
     `QuantizedVectors`, for float ones the numbers as they are. One token's are x itself.
     """
-    raise NotImplementedError("quantize_activations() is for compiled code")
-
-
-@overload(quantize_activations)
-def _quantize_activations(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
     if not format_of(weights.dtype):
         return _place_floats
     assert isinstance(scratch, types.NamedTuple)

@@ -20,9 +20,8 @@ or of `TransposedArrays`.
 from typing import Any
 
 import numpy as np
-from numba.extending import overload
 
-from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.compiler import by_types, inlined_by_types, njit
 from hotcold.numba_kernels.decode.batch_ffn import (
     keep_some_kernel,
     scale_by_products,
@@ -69,11 +68,8 @@ def _choice(source: Any, *choices: Any) -> Any:
 def _step(*choices: Any) -> Any:
     """A step in compiled code: the one of `choices` for its source's type."""
 
+    @by_types
     def step(source, share, scratch):  # type: ignore[no-untyped-def]
-        raise NotImplementedError("a step of layer_ffn is for compiled code")
-
-    @overload(step)
-    def choose(source, share, scratch):  # type: ignore[no-untyped-def]
         return _choice(source, *choices)
 
     return step
@@ -91,35 +87,23 @@ _add = _step(rows.add, transposed.add, rows.add, experts.add, experts.add_transp
 _add_up = _step(rows.add_up, transposed.add_up, rows.add_up, rows.add_up, experts.add_up_transposed)
 
 
+@inlined_by_types
 def _layer_rows(source, layer):  # type: ignore[no-untyped-def]
     """`FfnArrays` of a layer; for compiled code."""
-    raise NotImplementedError("_layer_rows() is for compiled code")
-
-
-@overload(_layer_rows, inline="always")
-def _choose_rows(source, layer):  # type: ignore[no-untyped-def]
     return _choice(
         source, rows.layer_rows, transposed.layer_rows, offloaded.layer_rows, experts.layer_rows
     )
 
 
+@inlined_by_types
 def _places(source, fired_ids, first):  # type: ignore[no-untyped-def]
     """Places of up and down rows of `fired_ids`, a thread's; for compiled code."""
-    raise NotImplementedError("_places() is for compiled code")
-
-
-@overload(_places, inline="always")
-def _choose_places(source, fired_ids, first):  # type: ignore[no-untyped-def]
     return _choice(source, rows.places, rows.places, offloaded.places, experts.places)
 
 
+@inlined_by_types
 def note_reads(source, reply):  # type: ignore[no-untyped-def]
     """The reply says what was read so far; for compiled code."""
-    raise NotImplementedError("note_reads() is for compiled code")
-
-
-@overload(note_reads, inline="always")
-def _choose_note(source, reply):  # type: ignore[no-untyped-def]
     return _choice(
         source, rows.note_reads, rows.note_reads, offloaded.note_reads, experts.note_reads
     )

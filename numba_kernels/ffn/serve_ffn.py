@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numba.core import types
-from numba.extending import overload
 
-from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.compiler import by_types, njit
 from hotcold.numba_kernels.decode.candidates import FIRST, LAST, list_spans, shift_of
 from hotcold.numba_kernels.ffn.expert_predictors import counting_neurons
 from hotcold.numba_kernels.ffn.layer_ffn import layer_ffn, note_reads
@@ -48,17 +47,11 @@ class NeuronBuckets(NamedTuple):
     sizes: np.ndarray
 
 
+@by_types
 def _chosen(  # type: ignore[no-untyped-def]
     thread, num_threads, cells, service, layer, selection, starts, x, predictors, scratch
 ):  # fmt: skip
     """The neurons that a request computes; for compiled code."""
-    raise NotImplementedError("_chosen() is for compiled code")
-
-
-@overload(_chosen)
-def _choose(  # type: ignore[no-untyped-def]
-    thread, num_threads, cells, service, layer, selection, starts, x, predictors, scratch
-):  # fmt: skip
     if isinstance(predictors, types.NoneType):
         return _as_selected
     return counting_neurons.py_func

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba.core import types
-from numba.extending import overload
 
 from hotcold.numba_kernels import block_rows as places_of_blocks
 from hotcold.numba_kernels.block_rows import (
@@ -19,7 +18,7 @@ from hotcold.numba_kernels.block_rows import (
     ROW_ITEMS,
     BlockRows,
 )
-from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.compiler import by_types, njit
 
 block_matrix = njit(nogil=True, cache=True)(places_of_blocks.block_matrix)
 
@@ -207,21 +206,18 @@ def _starts(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
+def _is_a(rows: Any, kind: type) -> bool:
+    return getattr(rows, "instance_class", None) is kind
+
+
+@by_types
 def block_rows(rows, tokens, block):  # type: ignore[no-untyped-def]
     """A matrix with the rows of a block's choices, and their places in it; for compiled code.
 
     `rows`: `ChoiceRows`, `CutRows`, `LaneSums` at the block's level, or an array (T, width) with a
     row for each token
     """
-    raise NotImplementedError("block_rows() is for compiled code")
 
-
-def _is_a(rows: Any, kind: type) -> bool:
-    return getattr(rows, "instance_class", None) is kind
-
-
-@overload(block_rows)
-def _block_rows(rows, tokens, block):  # type: ignore[no-untyped-def]
     def of_choices(rows, tokens, block):  # type: ignore[no-untyped-def]
         count = tokens.starts[block + 1] - tokens.starts[block]
         values = rows.values[rows.starts[block] : rows.starts[block + 1]]
@@ -267,37 +263,25 @@ def is_summed(out: Any) -> bool:
     return _is_a(out, LaneSums)
 
 
+@by_types
 def adds_rows(out, block):  # type: ignore[no-untyped-def]
     """Whether a block's products are added to `out`, instead of written; for compiled code."""
-    raise NotImplementedError("adds_rows() is for compiled code")
-
-
-@overload(adds_rows)
-def _adds_rows(out, block):  # type: ignore[no-untyped-def]
     if _is_a(out, LaneSums):
         return lambda out, block: out.steps[block, IS_WHOLE] == 0
     return lambda out, block: False
 
 
+@by_types
 def num_outputs(out, height):  # type: ignore[no-untyped-def]
     """How many numbers of a row of `out` threads share: of `LaneSums` all; for compiled code."""
-    raise NotImplementedError("num_outputs() is for compiled code")
-
-
-@overload(num_outputs)
-def _num_outputs(out, height):  # type: ignore[no-untyped-def]
     if _is_a(out, LaneSums):
         return lambda out, height: out.out.shape[1]
     return lambda out, height: height
 
 
+@by_types
 def begin_sums(out, block, first, last):  # type: ignore[no-untyped-def]
     """Clear columns first..last-1 where `LaneSums` say so; for compiled code."""
-    raise NotImplementedError("begin_sums() is for compiled code")
-
-
-@overload(begin_sums)
-def _begin_sums(out, block, first, last):  # type: ignore[no-untyped-def]
     if _is_a(out, LaneSums):
         return lambda out, block, first, last: clear_level(out, block, first, last)
     return lambda out, block, first, last: None
@@ -310,13 +294,9 @@ def clear_level(out, block, first, last):
         level_rows(out, out.steps[block, LEVEL])[:, first:last] = 0
 
 
+@by_types
 def end_sums(out, block, row, end_row, first, last):  # type: ignore[no-untyped-def]
     """Add up levels of `LaneSums` after a block's products, of some rows; for compiled code."""
-    raise NotImplementedError("end_sums() is for compiled code")
-
-
-@overload(end_sums)
-def _end_sums(out, block, row, end_row, first, last):  # type: ignore[no-untyped-def]
     if _is_a(out, LaneSums):
         return _merge_some
     return lambda out, block, row, end_row, first, last: None

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import numpy as np
 from numba.core import types
-from numba.extending import overload
 
+from hotcold.numba_kernels.compiler import by_types
 from hotcold.numba_kernels.formats import CHUNK
 from hotcold.numba_kernels.ir.amx_ir import AMX_ITEMS, AMX_ROWS
 from hotcold.numba_kernels.ir.lane_tile import TILE_ROWS
@@ -48,48 +48,33 @@ def row_stride(items: np.ndarray, dtype: type) -> np.ndarray:
     return items | AMX_ITEMS if dtype == np.uint32 else items
 
 
+@by_types
 def numbers_an_item(items):  # type: ignore[no-untyped-def]
     """2 of pairs, else 1; for compiled code, as the functions below."""
-    raise NotImplementedError
-
-
-@overload(numbers_an_item)
-def _numbers_an_item_of(items):  # type: ignore[no-untyped-def]
     number = 1 if items.dtype == types.float32 else 2
     return lambda items: number
 
 
+@by_types
 def items_in(width, items):  # type: ignore[no-untyped-def]
     """`num_items` for compiled code."""
-    raise NotImplementedError
-
-
-@overload(items_in)
-def _items_in_of(width, items):  # type: ignore[no-untyped-def]
     if items.dtype == types.float32:
         return lambda width, items: width
     numbers = 2 * (AMX_ITEMS if items.dtype == types.uint32 else 1)
     return lambda width, items: (width + numbers - 1) // numbers * (numbers // 2)
 
 
+@by_types
 def unit_of(items):  # type: ignore[no-untyped-def]
     """`row_unit` for compiled code."""
-    raise NotImplementedError
-
-
-@overload(unit_of)
-def _unit_of(items):  # type: ignore[no-untyped-def]
     unit = AMX_ROWS if items.dtype == types.uint32 else TILE_ROWS
     return lambda items: unit
 
 
+@by_types
 def fill_items(matrix, row, first, last, out):  # type: ignore[no-untyped-def]
     """out = items first..last-1 of matrix[row], zeros beyond its end."""
-    raise NotImplementedError
 
-
-@overload(fill_items)
-def _fill_items_of(matrix, row, first, last, out):  # type: ignore[no-untyped-def]
     def floats(matrix, row, first, last, out):  # type: ignore[no-untyped-def]
         fill_row(matrix, row, first, last - first, out)
 
@@ -103,25 +88,17 @@ def _fill_items_of(matrix, row, first, last, out):  # type: ignore[no-untyped-de
     return floats if out.dtype == types.float32 else pairs
 
 
+@by_types
 def end_of_block(rows, column, last, most):  # type: ignore[no-untyped-def]
     """Where a block of `combine` ends that begins at `column`; a quantized one has one chunk."""
-    raise NotImplementedError
-
-
-@overload(end_of_block)
-def _end_of_block_of(rows, column, last, most):  # type: ignore[no-untyped-def]
     if format_of(rows.dtype):
         return lambda rows, column, last, most: min((column // CHUNK + 1) * CHUNK, last)
     return lambda rows, column, last, most: min(column + most, last)
 
 
+@by_types
 def part_of_row(rows, column, count):  # type: ignore[no-untyped-def]
     """Of `count` columns from `column` on: the index of their first item in a row, and bytes."""
-    raise NotImplementedError
-
-
-@overload(part_of_row)
-def _part_of_row_of(rows, column, count):  # type: ignore[no-untyped-def]
     row_format = format_of(rows.dtype)
     if not row_format:
         return lambda rows, column, count: (column, count * rows.itemsize)
@@ -129,29 +106,21 @@ def _part_of_row_of(rows, column, count):  # type: ignore[no-untyped-def]
     return lambda rows, column, count: (column // CHUNK * chunk_bytes, chunk_bytes)
 
 
+@by_types
 def is_in_lanes(rows, column, count):  # type: ignore[no-untyped-def]
     """Whether these columns are a whole chunk of quantized rows, unpacked with a group a lane."""
-    raise NotImplementedError
-
-
-@overload(is_in_lanes)
-def _is_in_lanes_of(rows, column, count):  # type: ignore[no-untyped-def]
     if format_of(rows.dtype):
         return lambda rows, column, count: count == CHUNK
     return lambda rows, column, count: False
 
 
+@by_types
 def fill_block(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
     """out[k // LANES, i - first, k % LANES] = column k of item i, for k < count, first <= i < last.
 
     Items are of `rows` from `column` on. Quantized columns are of one chunk; a whole one's are in
     the order of `is_in_lanes`. space (2, CHUNK) float32
     """
-    raise NotImplementedError
-
-
-@overload(fill_block)
-def _fill_block_of(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]
     is_quantized, has_pairs = format_of(rows.dtype) is not None, out.dtype != types.float32
 
     def floats(rows, first, last, column, count, out, space):  # type: ignore[no-untyped-def]

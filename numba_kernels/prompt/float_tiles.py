@@ -4,8 +4,8 @@ The dtype of items says what multiplies them: AMX (uint32) or vectors whose lane
 """
 
 from numba.core import types
-from numba.extending import overload
 
+from hotcold.numba_kernels.compiler import by_types, inlined_by_types
 from hotcold.numba_kernels.ir.amx_ir import (
     AMX_ROWS,
     add_tiles_11,
@@ -30,24 +30,17 @@ BUFFER_ITEMS = max(
 MAX_SUMS = _SHAPES[2][0]  # rows of sums that a kernel wants
 
 
+@by_types
 def shapes_of(items):  # type: ignore[no-untyped-def]
     """Of a tile, a block of `linear` and one of `combine`; for compiled code, as all below."""
-    raise NotImplementedError
-
-
-@overload(shapes_of)
-def _shapes_of(items):  # type: ignore[no-untyped-def]
     shapes = _AMX_SHAPES if items.dtype == types.uint32 else _SHAPES
     return lambda items: shapes
 
 
+@by_types
 def ahead_of_turn(items, turn, turns):  # type: ignore[no-untyped-def]
     """Of a tile's rows those that its turn with some tokens prefetches: the first, how many."""
-    raise NotImplementedError
 
-
-@overload(ahead_of_turn)
-def _ahead_of_turn(items, turn, turns):  # type: ignore[no-untyped-def]
     def each(items, turn, turns):  # type: ignore[no-untyped-def]
         count = (2 * AMX_ROWS + turns - 1) // turns
         return turn * count, count
@@ -58,30 +51,23 @@ def _ahead_of_turn(items, turn, turns):  # type: ignore[no-untyped-def]
     return each if items.dtype == types.uint32 else halves
 
 
+@by_types
 def start_tiles(items):  # type: ignore[no-untyped-def]
     """Before the first tile of a kernel, as `stop_tiles` after the last one."""
-    raise NotImplementedError
-
-
-@overload(start_tiles)
-def _start_tiles_of(items):  # type: ignore[no-untyped-def]
     if items.dtype == types.uint32:
         return lambda items: begin_tiles()
     return lambda items: None
 
 
+@by_types
 def stop_tiles(items):  # type: ignore[no-untyped-def]
     """See `start_tiles`."""
-    raise NotImplementedError
-
-
-@overload(stop_tiles)
-def _stop_tiles_of(items):  # type: ignore[no-untyped-def]
     if items.dtype == types.uint32:
         return lambda items: end_tiles()
     return lambda items: None
 
 
+@inlined_by_types
 def add_tiles(tokens, group, weights, row, first, last, sums, ahead):  # type: ignore[no-untyped-def]
     """`panel_ir.add_tile` of as many rows and groups as there are, at most those of a tile.
 
@@ -89,11 +75,6 @@ def add_tiles(tokens, group, weights, row, first, last, sums, ahead):  # type: i
     ahead: an array, the first row and column of it that are prefetched, bytes of a row for each
     item, and the number of rows
     """
-    raise NotImplementedError
-
-
-@overload(add_tiles, inline="always")
-def _add_tiles(tokens, group, weights, row, first, last, sums, ahead):  # type: ignore[no-untyped-def]
     return _add_amx_tiles if tokens.dtype == types.uint32 else _add_lane_tiles
 
 

@@ -1,8 +1,6 @@
 """Matmul of quantized weights and many tokens (prefill), by integers."""
 
-from numba.extending import overload
-
-from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.compiler import by_types, njit
 from hotcold.numba_kernels.decode.rows import block_products, rows_a_panel, split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors
 from hotcold.numba_kernels.ir.vector_ir import quantize_vector
@@ -74,16 +72,13 @@ def matmul_kernel(weights, places, tokens, vectors, sums, out, thread, num_threa
             end_sums(out, b, 0, own.shape[0], first, last)
 
 
+@by_types
 def _put_products(weights, vectors, sums, out, b, own, ids, begin, end, first, last):  # type: ignore[no-untyped-def]
     """Of rows first..last-1 and choices begin..end-1 of block b; for compiled code.
 
     `own` are rows of `out`, and ids their places.
     """
-    raise NotImplementedError("_put_products() is for compiled code")
 
-
-@overload(_put_products)
-def _choose_put(weights, vectors, sums, out, b, own, ids, begin, end, first, last):  # type: ignore[no-untyped-def]
     def put(weights, vectors, sums, out, b, own, ids, begin, end, first, last):  # type: ignore[no-untyped-def]
         block_products(weights, vectors, own[begin:end], first, last, first)
 

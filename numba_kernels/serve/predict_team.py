@@ -9,9 +9,8 @@ doorbell, the driver scores alone, by the same functions.
 from typing import NamedTuple
 
 import numpy as np
-from numba.extending import overload
 
-from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.compiler import by_types, njit
 from hotcold.numba_kernels.decode.predict import (
     lowrank_hidden_kernel,
     lowrank_scores_kernel,
@@ -222,13 +221,9 @@ def _score_task(thread, team, buffers):
         _lowrank_task(thread, num_threads, layer, x, team.lowrank, work)
 
 
+@by_types
 def _lowrank_task(thread, num_threads, layer, x, predictors, work):  # type: ignore[no-untyped-def]
     """This thread's part of a layer that has a low-rank predictor; for compiled code."""
-    raise NotImplementedError("_lowrank_task() is for compiled code")
-
-
-@overload(_lowrank_task)
-def _overload_lowrank_task(thread, num_threads, layer, x, predictors, work):  # type: ignore[no-untyped-def]
     return _scored if predictors.instance_class is LowRankPredictors else _never
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,20 +21,10 @@ import pytest
 import ray
 
 from hotcold.actors.attention.attention_service import AttentionService
-from hotcold.actors.cpu import matmul
 from hotcold.actors.cpu.cpu_service import CpuService
-from hotcold.actors.cpu.kernel_matmul import (
-    AmxMatmul,
-    Bfloat16Matmul,
-    Float32Matmul,
-    Int16Matmul,
-    QuantizedMatmul,
-)
-from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.exchange.watch import ActorWatch
-from hotcold.actors.processes.system_services import SystemServices
-from hotcold.actors.protocol.failures import CacheLost, RequestError, ServiceLost
+from hotcold.actors.protocol.failures import CacheLost, RequestError
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
 from hotcold.actors.setup.connection import Connection
@@ -42,7 +32,6 @@ from hotcold.actors.system import System
 from hotcold.model.config.model_config import RopeConfig
 from hotcold.model.sampling import SamplingParams
 from hotcold.model.weights.rope_frequencies import inv_freq, rope_cache_path
-from hotcold.numba_kernels.formats import Q4, Q6, Q8
 from tests.actors.batching import batching, complete, start
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
@@ -115,53 +104,6 @@ def test_steps_and_prompts_do_without_torch(tiny: Tiny) -> None:
     assert json.loads(done.stdout) == [False, False, False]
 
 
-def test_a_matmul_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-
-    class Counted(matmul.Matmul):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            made.append(self)
-
-    monkeypatch.setattr(matmul, "Matmul", Counted)
-    late = LazyMatmul(2, [np.dtype(np.uint16)])
-    assert not made
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(late.get())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(made) == 1 and found == made * 4
-    late.close()
-    with pytest.raises(RuntimeError), made[0].at_once():
-        made[0].then(lambda thread: None)
-
-
-ZEN_4 = {"avx512bf16", "avx512vnni"}  # and Zen 5, Cooper Lake
-SAPPHIRE_RAPIDS = {"amx-bf16", *ZEN_4}
-
-
-@pytest.mark.parametrize(
-    ("features", "halves", "quantized_sums"),
-    [
-        (SAPPHIRE_RAPIDS, (AmxMatmul, AmxMatmul), AmxMatmul),
-        (ZEN_4, (Bfloat16Matmul, Bfloat16Matmul), Bfloat16Matmul),
-        ({"avx512vnni"}, (Int16Matmul, Float32Matmul), Float32Matmul),
-        (set(), (Float32Matmul, Float32Matmul), Float32Matmul),
-    ],
-    ids=["AMX", "BF16", "VNNI", "AVX2"],
-)
-def test_features_and_format_choose_the_kind(
-    features: set[str], halves: tuple[type, type], quantized_sums: type
-) -> None:
-    for half in (np.uint16, np.int16):
-        assert matmul.matmul_kinds(np.dtype(half), features) == halves
-    for quantized in (Q8, Q4, Q6):
-        assert matmul.matmul_kinds(quantized, features) == (QuantizedMatmul, quantized_sums)
-    assert matmul.matmul_kinds(np.dtype(np.float32), features) == (Float32Matmul, Float32Matmul)
-
-
 def test_a_long_prompt_says_what_fails(tiny: Tiny) -> None:
     """The driver's hook is called before long prompts and before counts, and for nothing else."""
     checkpoint = tiny("llama-relu")
@@ -199,42 +141,6 @@ def test_a_long_prompt_says_what_fails(tiny: Tiny) -> None:
         driver.close()
 
 
-def test_all_services_prepare_before_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may compile meanwhile, so the watch waits for them as while they start."""
-    prepared: list[str] = []
-
-    def handle(name: str) -> Any:
-        def prepare() -> None:
-            assert connection.watch.starting
-            prepared.append(name)
-
-        return SimpleNamespace(
-            prepare_prompts=SimpleNamespace(remote=prepare),
-            ping=SimpleNamespace(remote=lambda: pytest.fail("all have answered")),
-        )
-
-    connection: Any = Connection.__new__(Connection)
-    connection.names = ["gpu", "cpu0"]
-    connection.handles = [handle(name) for name in connection.names]
-    connection.topology = SimpleNamespace(services=[0, 1])
-    connection.watch = ActorWatch(connection.names, connection.handles)
-    connection.watch.has_started = True
-    connection.replacer = SimpleNamespace(prepares_prompts=False)
-    monkeypatch.setattr(ray, "wait", lambda calls, **options: (list(calls), []))
-
-    def lost(call: Any, timeout: float) -> Any:
-        raise ray.exceptions.RayActorError
-
-    monkeypatch.setattr(ray, "get", lost)
-    with pytest.raises(ServiceLost, match="the gpu service died"):
-        connection.prepare_prompts()
-    assert not connection.has_matmul and not connection.watch.starting
-    monkeypatch.setattr(ray, "get", lambda call, timeout: call)
-    connection.prepare_prompts()
-    assert prepared == connection.names * 2
-    assert connection.has_matmul and not connection.watch.starting
-
-
 def test_two_prepare_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the second of them does, and not for longer, services may be slow."""
     may_end = [threading.Event(), threading.Event()]
@@ -267,49 +173,6 @@ def test_two_prepare_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     may_end[1].set()
     threads[1].join(60)
     assert not connection.watch.starting
-
-
-def test_a_lost_service_is_replaced_before_the_rest_prepare() -> None:
-    host: Any = SystemServices.__new__(SystemServices)
-    renewed = []
-    answers: list[Any] = [ServiceLost(1, "the cpu0 service died; start again"), None]
-
-    class Services:
-        has_matmul = False
-
-        def prepare_prompts(self) -> None:
-            answer = answers.pop(0)
-            if answer is not None:
-                raise answer
-            self.has_matmul = True
-
-    class Exchange:
-        def renew(self, causes: Mapping[int, str]) -> None:
-            renewed.append(causes)
-
-    host.connection, host.exchange = Services(), Exchange()
-    host.prepare_matmul()
-    host.prepare_matmul()  # once is enough
-    assert renewed == [{1: "the cpu0 service died"}]
-    assert not answers
-
-
-def test_services_prepare_in_the_background() -> None:
-    host: Any = SystemServices.__new__(SystemServices)
-    going_on, calls = threading.Event(), []
-
-    def prepare() -> None:
-        calls.append(1)
-        assert going_on.wait(60)
-
-    host._preparing = None
-    host.connection = SimpleNamespace(has_matmul=False, await_prompts=prepare)
-    assert not host.begin_matmul(0.0) and not host.begin_matmul(0.01)
-    going_on.set()
-    assert host.begin_matmul(60.0) and len(calls) == 1
-    assert host.begin_matmul(60.0) and len(calls) == 2  # it failed, where it is not noted
-    host.connection.has_matmul = True
-    assert host.begin_matmul(0.0) and len(calls) == 2
 
 
 def test_others_go_on_while_services_prepare(tiny: Tiny) -> None:

@@ -1,4 +1,4 @@
-"""Prompts of mixtures: tokens with the experts that they chose, in float64; bits as alone."""
+"""The FFN of prefill, of dense layers and of mixtures, in float64; a token's bits are as alone."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from hotcold.actors.cpu import prompt_ffn as of_prompts
 from hotcold.actors.cpu.matmul import Matmul
 from hotcold.actors.cpu.prompt_ffn import LayerPredictors, prompt_ffn
-from hotcold.model.config.activations import activated, activated_up
+from hotcold.model.config.activations import SPARSE_ACTIVATION_FNS, activated, activated_up
 from hotcold.numba_kernels.block_rows import BlockRows, block_places
+from hotcold.numba_kernels.checks import ACTIVATION_CODES
 from hotcold.numba_kernels.decode.activations import activation
+from hotcold.numba_kernels.decode.selection import NO_WEIGHTS
 from hotcold.numba_kernels.ffn_arrays import (
     NO_NORMS,
     ExpertPredictors,
@@ -22,8 +25,12 @@ from hotcold.numba_kernels.ffn_arrays import (
     TransposedArrays,
 )
 from hotcold.numba_kernels.load.convert import to_float32
+from hotcold.numba_kernels.load.quantize import quantize_rows
+from hotcold.numba_kernels.prompt.block_tokens import ChoiceRows, every_token, one_block
+from hotcold.numba_kernels.prompt.prompt_ffn import activate_kernel
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.quantized_rows import KINDS, SUMMED, random_rows
+from tests.kernels.reference import narrowed
 from tests.kernels.sources import block_rows
 
 pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.sweep]
@@ -32,6 +39,7 @@ WIDTH, CHOSEN = 256, 2
 SIZES = np.array([[512, 0, 0, 0, 0, 0], [256, 256, 0, 256, 256, 768]])
 STARTS = np.concatenate([[0], np.cumsum(SIZES)])
 LIMITS = {"fatrelu": 0.5, "clamped_silu": 1.0}
+NOTHING = np.empty(0, np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +103,8 @@ def of_float64(
 ) -> np.ndarray:
     """The layer's output, token by token and expert by expert."""
     out = np.zeros((len(x), WIDTH))
+    if not weights.size:
+        weights = np.ones((len(x), arrays.starts.shape[1] - 1))
 
     def wide(rows: np.ndarray) -> np.ndarray:
         return to_float32(rows).astype(np.float64)
@@ -106,12 +116,12 @@ def of_float64(
         if first == last or not ids.size:
             continue
         part, exact = slice(first, last), x[ids].astype(np.float64)
-        gates, ups = exact @ wide(arrays.gate[part]).T, exact @ wide(arrays.up[part]).T
-        if arrays.gate_bias.size:
-            gates, ups = gates + arrays.gate_bias[part], ups + arrays.up_bias[part]
-        limit = LIMITS.get(name, 0.0)
-        h = activated(name, torch.from_numpy(gates), limit).numpy()
-        h = h * activated_up(name, torch.from_numpy(ups), limit).numpy() * weights[ids, block, None]
+        limit, has_bias = LIMITS.get(name, 0.0), arrays.gate_bias.size > 0
+        gates = exact @ wide(arrays.gate[part]).T + (arrays.gate_bias[part] if has_bias else 0)
+        h = activated(name, torch.from_numpy(gates), limit).numpy() * weights[ids, block, None]
+        if len(arrays.up):
+            ups = exact @ wide(arrays.up[part]).T + (arrays.up_bias[part] if has_bias else 0)
+            h = h * activated_up(name, torch.from_numpy(ups), limit).numpy()
         if predictors is not None and len(predictors.outer.matrix(layer, block)):
             own = slice(*predictors.inner_starts[layer, block : block + 2])
             hidden = np.maximum(exact @ wide(predictors.inner[own]).T, 0)
@@ -175,6 +185,9 @@ def test_predictors_say_which_neurons_count(matmul: Matmul, kind: str) -> None:
         assert found.tobytes() == together[company].tobytes()
 
 
+FEW_KINDS = [
+    (kind, name) for kind in ("f16", "bf16", "q8", "q4") for name in ("relu", "drelu", "silu")
+]
 LAYOUTS = [("rows", kind) for kind in [*BITS, *SUMMED]] + [("transposed", k) for k in KINDS]
 
 
@@ -241,3 +254,128 @@ def test_no_expert_but_the_chosen_ones_is_read(matmul: Matmul) -> None:
     for rows in (arrays.gate, arrays.up, arrays.down):
         rows[first:last] = np.nan
     assert output(matmul, arrays, 1, "silu", x, weights).tobytes() == expected.tobytes()
+
+
+def few_and_many(num_tokens: int) -> np.ndarray:
+    """Tokens for which hardly any neuron of `a_layer` fires; for every third one most do."""
+    x = random_floats(7, num_tokens, WIDTH) / 2
+    x[:, 0] = np.where(np.arange(num_tokens) % 3, -12, 12)
+    return x
+
+
+def a_layer(kind: str, is_gated: bool) -> FfnArrays:
+    """Neurons in two blocks, with biases; a gate's first number is one."""
+    gate, up, down = random_floats(8, 3, 300, WIDTH) / 16
+    gate[:, 0] = 1
+    gate, up, down = (as_rows(kind, matrix) for matrix in (gate, up if is_gated else up[:0], down))
+    gate_bias, up_bias = random_floats(9, 2, 300) / 8
+    down_bias = random_floats(10, 1, 2, WIDTH)
+    starts = np.array([[0, 100, 300]])
+    return FfnArrays(starts, gate, up, down, gate_bias, up_bias, down_bias, NO_NORMS)
+
+
+def as_rows(kind: str, matrix: np.ndarray) -> np.ndarray:
+    """A matrix in a format."""
+    return quantize_rows(matrix, KINDS[kind]) if kind in KINDS else narrowed(matrix, BITS[kind])
+
+
+@pytest.mark.parametrize("has_weights", [False, True], ids=["plain", "weights"])
+@pytest.mark.parametrize("is_gated", [True, False], ids=["three", "two"])
+@pytest.mark.parametrize(("kind", "name"), [("f32", name) for name in ACTIVATION_CODES] + FEW_KINDS)
+def test_few_neurons_one_by_one_and_many_as_matmuls(
+    matmul: Matmul,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    name: str,
+    is_gated: bool,
+    has_weights: bool,
+) -> None:
+    """Each token as alone, also side by side."""
+    arrays, x = a_layer(kind, is_gated), few_and_many(100)
+    weights = np.abs(random_floats(11, 100, 2)) if has_weights else NO_WEIGHTS
+    ways: list[tuple[str, int]] = []
+
+    def note(way: str) -> None:
+        add = getattr(of_prompts._Rest, way)
+
+        def noted(rest: Any, parts: Any, *others: Any) -> None:
+            ways.append((way, parts.tokens.ids.size))
+            add(rest, parts, *others)
+
+        monkeypatch.setattr(of_prompts._Rest, way, noted)
+
+    note("_combine")
+    note("_add_fired")
+    everyone = np.arange(100)
+    together = output(matmul, arrays, 0, name, x, weights)
+    all_ways = [("_combine", 68), ("_add_fired", 132)]  # of two blocks each
+    assert ways == (all_ways if name in SPARSE_ACTIVATION_FNS else [("_combine", 200)])
+    exact = of_float64(arrays, 0, name, x, weights)
+    share = np.abs(together - exact).max() / np.abs(exact).max()
+    assert share < (1e-5 if kind == "f32" else 0.03)
+    for ids in (everyone[::3], everyone[1::3], [0], [1], everyone[::-1], [5, 3, 4]):
+        own = weights[ids] if has_weights else weights
+        assert output(matmul, arrays, 0, name, x[ids], own).tobytes() == together[ids].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "skip_silent", "order"),
+    [
+        ("relu", True, ["matmul", "up_down", "matmul"]),
+        ("relu", False, ["up_down", "matmul"]),
+        ("drelu", True, ["up_down", "matmul", "matmul"]),
+    ],
+)
+def test_when_up_and_down_rows_are_awaited(
+    matmul: Matmul,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    skip_silent: bool,
+    order: list[str],
+) -> None:
+    arrays, x = a_layer("f32", is_gated=True), random_floats(2, 40, WIDTH)
+    late = np.full_like(arrays.up, np.nan), np.full_like(arrays.down, np.nan)
+    seen: list[str] = []
+    run = matmul.run
+
+    def noted_run() -> None:
+        seen.append("matmul")
+        run()
+
+    def await_up_down() -> None:
+        seen.append("up_down")
+        late[0][:], late[1][:] = arrays.up, arrays.down
+
+    options = {"skip_silent": skip_silent}
+    expected = output(matmul, arrays, 0, name, x, NO_WEIGHTS, **options)
+    assert np.abs(expected).max() > 1
+    monkeypatch.setattr(matmul, "run", noted_run)
+    without = arrays._replace(up=late[0], down=late[1])
+    found = output(matmul, without, 0, name, x, NO_WEIGHTS, await_up_down=await_up_down, **options)
+    np.testing.assert_array_equal(found, expected)
+    assert seen == order
+
+
+@pytest.mark.parametrize("name", list(ACTIVATION_CODES))
+def test_activations(name: str) -> None:
+    """Of numbers of all sizes, in any column: the vectors' and the last ones."""
+    values = np.concatenate([np.linspace(-12, 12, 4001), [-1e4, -100, -0.0, 1e-30, 100, 1e4]])
+    values = values.astype(np.float32)
+    threshold = {"fatrelu": 0.5, "clamped_silu": 7.0}.get(name, 0.0)
+    function = activation(name, threshold)
+    h, num_fired = np.stack([values, np.roll(values, 7)]), np.empty((1, 2), np.int64)
+
+    def activate(last: int) -> None:
+        none, ends = ChoiceRows(NOTHING, np.zeros(2, np.int64)), np.array([0, values.size])
+        of_rows = none, none, np.array([[0, values.size]]), one_block(h), num_fired
+        tokens = every_token(2)
+        activate_kernel(function, NOTHING, NOTHING, NOTHING, ends, tokens, *of_rows, 0, last)
+
+    activate(2)
+    exact = activated(name, torch.from_numpy(values.astype(np.float64)), threshold).numpy()
+    assert (np.abs(h[0] - exact) <= 4e-7 * np.maximum(np.abs(values), np.abs(exact))).all()
+    assert h[0].tobytes() == np.roll(h[1], -7).tobytes()
+    assert num_fired[0].tolist() == np.count_nonzero(h, axis=1).tolist()
+    h[0, :20] = np.nan
+    activate(1)
+    assert np.isnan(h[0, :20]).all() and np.isfinite(h[0, 20:]).all()

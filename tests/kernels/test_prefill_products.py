@@ -1,0 +1,226 @@
+"""Products of prefill, in every way that there is, against float64 of the numbers they are made of.
+
+Ways are columns of `matmul_kinds`, whose instructions this CPU must have. The last column's are
+those of the CPU that kernels are compiled for: `tests/kernels/test_other_cpus.py` has AVX2's.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hotcold.actors.cpu.kernel_matmul import (
+    AmxMatmul,
+    Bfloat16Matmul,
+    Float32Matmul,
+    Int16Matmul,
+    QuantizedMatmul,
+)
+from hotcold.actors.cpu.matmul import matmul_kinds
+from hotcold.numba_kernels.ir.target import has_feature
+from tests.kernels.arrays import BITS, random_bits, random_floats
+from tests.kernels.products import combine, in_turn, linear
+from tests.kernels.quantized_rows import IN_BLOCKS, KINDS, SUMMED, random_matrix
+from tests.kernels.reference import widened
+
+pytestmark = pytest.mark.sweep
+ROOT = Path(__file__).resolve().parents[2]
+COLUMN_GROUP = 64  # of int16
+ZEN_4 = {"avx512bf16", "avx512vnni"}  # and Zen 5, Cooper Lake
+# A CPU's features, the one that must be here, the kinds of 16 bits, and of sums of quantized rows.
+WAYS = {
+    "amx": ({"amx-bf16", *ZEN_4}, "amx-bf16", (AmxMatmul, AmxMatmul), AmxMatmul),
+    "bf16": (ZEN_4, "avx512bf16", (Bfloat16Matmul, Bfloat16Matmul), Bfloat16Matmul),
+    "vnni": ({"avx512vnni"}, "avx512vnni", (Int16Matmul, Float32Matmul), Float32Matmul),
+    "plain": (set[str](), "", (Float32Matmul, Float32Matmul), Float32Matmul),
+}
+# Rows of floats, and what is summed of quantized ones; the others' are in the test of places.
+FLOATS = [(name, kind) for name in ("linear", "combine") for kind in BITS]
+SUMS = [("combine", kind) for kind in SUMMED]
+ALL = [*FLOATS, *SUMS, *(("linear", kind) for kind in KINDS)]
+SHAPES = [
+    (1, 1, 1), (5, 37, 71), (16, 6, 2), (33, 101, 1027), (70, 97, 1184), (130, 600, 96),
+    (130, 600, 64),
+]  # fmt: skip
+each_way = pytest.mark.parametrize("way", WAYS)
+
+
+def kind_of(way: str, name: str, dtype: np.dtype) -> Any:
+    features, needed, *_ = WAYS[way]
+    if needed and not has_feature(needed):
+        pytest.skip(f"this CPU has no {needed}")
+    return matmul_kinds(dtype, features)[name == "combine"]
+
+
+def run(matmul: Any, name: str, x: np.ndarray, weights: np.ndarray, width: int) -> np.ndarray:
+    """x @ weights.T ("linear") or x @ weights ("combine"), so many columns."""
+    out = np.full((len(x), width), np.nan, np.float32)
+    (linear if name == "linear" else combine)(matmul, x, weights, out)
+    return out
+
+
+def rounded(kind: type, array: np.ndarray, most: int) -> np.ndarray:
+    """What is multiplied: numbers as they are, as the nearest bfloat16, or of int16.
+
+    Of int16 each group of 64 columns is whole multiples of its largest magnitude / most; quotients
+    are float32, because it matters where they are midway between two numbers.
+    """
+    if kind is Float32Matmul:
+        return array.astype(np.float64)
+    if kind is not Int16Matmul:
+        floats = torch.from_numpy(array.astype(np.float32))
+        return floats.to(torch.bfloat16).double().numpy()
+    found = np.zeros(array.shape)
+    for first in range(0, array.shape[1], COLUMN_GROUP):
+        part = array[:, first : first + COLUMN_GROUP].astype(np.float32)
+        top = np.abs(part).max(axis=1, keepdims=True)
+        factor = np.float32(most) / np.where(top == 0, np.float32(1), top)
+        scale = top.astype(np.float64) / most
+        found[:, first : first + COLUMN_GROUP] = np.rint(part * factor) * scale
+    return found
+
+
+@each_way
+def test_features_and_format_choose_the_kind(way: str) -> None:
+    features, _, halves, sums = WAYS[way]
+    for dtype in (np.dtype(np.uint16), np.dtype(np.int16)):
+        assert matmul_kinds(dtype, features) == halves
+    for dtype in KINDS.values():
+        assert matmul_kinds(dtype, features) == (QuantizedMatmul, sums)
+    assert matmul_kinds(np.dtype(np.float32), features) == (Float32Matmul, Float32Matmul)
+
+
+@each_way
+@pytest.mark.parametrize(("name", "kind"), [*FLOATS, *SUMS])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums(way: str, name: str, kind: str, shape: tuple[int, int, int]) -> None:
+    """Of rounded numbers, to what float32 sums may lose."""
+    num_tokens, height, width = shape
+    if kind in KINDS:  # whole groups, of the K formats whole blocks
+        unit = 256 if kind in IN_BLOCKS else 32
+        width = -(-width // unit) * unit
+    weights, wide = random_matrix(1, kind, height, width)
+    of_kind = kind_of(way, name, weights.dtype)
+    x = random_floats(2, num_tokens, width if name == "linear" else height)
+    near_x, near = rounded(of_kind, x, 8191), rounded(of_kind, wide, 4095)
+    near = near.T if name == "linear" else near
+    exact, sizes = near_x @ near, np.abs(near_x) @ np.abs(near)
+    for num_threads in (1, 3):
+        found = run(in_turn(of_kind, num_threads), name, x, weights, near.shape[1])
+        assert (np.abs(found - exact) <= 2e-6 * sizes + 1e-30).all()
+
+
+@each_way
+@pytest.mark.parametrize(("name", "kind"), ALL)
+def test_bits_do_not_depend_on_company_or_place(way: str, name: str, kind: str) -> None:
+    height, width = 101, 1280
+    weights, _ = random_matrix(1, kind, height, width)
+    matmul = in_turn(kind_of(way, name, weights.dtype), 2)
+    x = random_floats(2, 512, width if name == "linear" else height)
+    columns = height if name == "linear" else width
+    expected = run(matmul, name, x, weights, columns)
+    assert np.isfinite(expected).all()
+    draw = np.random.default_rng(3)
+    for count in (1, 33, 64, 65, 200, 512):
+        ids = draw.choice(len(x), count, replace=False)
+        company = x[ids] * 1
+        found = run(matmul, name, company, weights, columns)
+        assert found.tobytes() == expected[ids].tobytes(), count
+        company[1:] *= 100  # others with other numbers
+        found = run(matmul, name, company, weights, columns)
+        assert found[0].tobytes() == expected[ids[0]].tobytes()
+
+
+@each_way
+@pytest.mark.parametrize(("name", "kind"), FLOATS)
+@pytest.mark.parametrize("width", [51, 128])
+def test_what_is_not_finite_stays_in_its_place(way: str, name: str, kind: str, width: int) -> None:
+    """A NaN of any bits, or an infinity, reaches what it is multiplied into and nothing else."""
+    weights, height, token = random_bits(5, BITS[kind], 40, width), 40, 7
+    of_kind = kind_of(way, name, weights.dtype)
+    x = random_floats(6, 20, width if name == "linear" else height)
+    columns, column = (height, 9) if name == "linear" else (width, 11)
+
+    def product(x: np.ndarray) -> np.ndarray:
+        return run(in_turn(of_kind, 1), name, x, weights, columns)
+
+    for bits in (0xFFFFFFFF, 0x7F800000):  # rounding the first as a number would make it 0
+        spoiled = x.copy()
+        spoiled.view(np.uint32)[token, 3] = bits
+        found = product(spoiled)
+        assert not np.isfinite(found[token]).any()
+        assert np.isfinite(np.delete(found, token, axis=0)).all()
+    not_finite: dict[str, tuple[float, float]] = {
+        "f32": (np.nan, np.inf),
+        "f16": (0x7C01, 0x7C00),
+        "bf16": (0x7F81, 0x7F80),
+    }
+    for is_infinite, number in enumerate(not_finite[kind]):
+        weights[9, 11] = number
+        found = product(np.abs(x))
+        assert not np.isfinite(found[:, column]).any()
+        assert np.isfinite(np.delete(found, column, axis=1)).all()
+        if of_kind is not Int16Matmul:
+            assert (np.isposinf if is_infinite else np.isnan)(found[:, column]).all()
+
+
+@each_way
+def test_space_that_held_other_numbers_does_not_matter(way: str) -> None:
+    """One object for matrices of many sizes, as a service has it."""
+    kinds = [kind_of(way, name, np.dtype(np.uint16)) for name in ("linear", "combine")]
+    matmuls = [in_turn(kind, 2) for kind in kinds]
+    for seed, (num_tokens, height, width) in enumerate([(64, 97, 600), (3, 7, 5), (40, 61, 33)]):
+        weights = random_bits(seed, BITS["f16"], height, width)
+        weights[0, 0] = 0x7C00 if seed == 0 else weights[0, 0]
+        for name, kind, matmul in zip(("linear", "combine"), kinds, matmuls, strict=True):
+            inner, columns = (width, height) if name == "linear" else (height, width)
+            x = random_floats(9 + seed, num_tokens, inner)
+            found = run(matmul, name, x, weights, columns)
+            assert found.tobytes() == run(in_turn(kind, 2), name, x, weights, columns).tobytes()
+
+
+@each_way
+def test_the_largest_and_the_least_numbers(way: str) -> None:
+    """All of a group at the top, of one sign: the largest sums there can be."""
+    x, weights = np.full((20, 192), -3e4, np.float32), np.full((13, 192), 0x7BFF, np.uint16)
+    of_kind = kind_of(way, "linear", weights.dtype)
+
+    def product(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        return run(in_turn(of_kind, 1), "linear", x, weights, len(weights))
+
+    exact = rounded(of_kind, x, 8191) @ rounded(of_kind, widened(weights), 4095).T
+    np.testing.assert_allclose(product(x, weights), exact, rtol=1e-6)
+    assert np.abs(product(np.full_like(x, 1e-42), weights)).max() <= 1e-30
+    assert not product(np.zeros_like(x), weights).any()
+    assert not product(x, np.zeros_like(weights)).any()
+
+
+MULTIPLY = """
+import numpy as np
+from hotcold.actors.cpu.kernel_matmul import Int16Matmul
+from tests.kernels.products import in_turn, linear
+
+weights = np.full((3, 64), 0x3C00, np.uint16)  # 1 in float16
+out = np.zeros((2, 3), np.float32)
+linear(in_turn(Int16Matmul, 1), np.ones((2, 64), np.float32), weights, out)
+assert np.allclose(out, 64)
+"""
+
+
+@pytest.mark.skipif(not has_feature("avx512vnni"), reason="a CPU with AVX512-VNNI")
+def test_a_process_that_was_killed_while_it_compiled_harms_no_later_one(tmp_path: Path) -> None:
+    """What it leaves are functions of a kernel that has to be compiled again with them."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", MULTIPLY], env=environment, cwd=ROOT, check=True)
+        kernels = list(tmp_path.rglob("*linear_int16_kernel*"))
+        assert kernels
+        for file in kernels:
+            file.unlink()
