@@ -49,7 +49,7 @@ from hotcold.numba_kernels.serve.serve_attention import (
 from hotcold.numba_kernels.serve.work_stealing import new_block_counters
 
 if TYPE_CHECKING:
-    from hotcold.numba_kernels.prompt.serve_prompts import PromptScratch
+    from hotcold.numba_kernels.prefill.serve_prefill import PromptScratch
 
 _ROWS = 64  # queries, of tokens of one sequence, that read a segment together
 
@@ -149,7 +149,7 @@ class AttentionService(Service):
 
     def _prompts(self) -> PromptScratch:
         """Work space of the compiled loop for prompts, made at the first call, in any thread."""
-        from hotcold.numba_kernels.prompt.serve_prompts import new_prompt_scratch
+        from hotcold.numba_kernels.prefill.serve_prefill import new_prompt_scratch
 
         with self._making:
             if self._prompt_scratch is None:
@@ -167,7 +167,7 @@ class AttentionService(Service):
         if self._loops_prompts:
             self._serve_prompts(0, NO_NUMBER, NO_PROMPTS)
         else:
-            from hotcold.actors.attention.prompt_attention import compile_prompt_attention
+            from hotcold.actors.attention.prefill_attention import compile_prompt_attention
 
             self._matmul.get()
             compile_prompt_attention(self.buffers, self.arrays)
@@ -183,7 +183,7 @@ class AttentionService(Service):
     def serve(self, thread: int, seen: int) -> int:
         """Run the loop of `numba_kernels.serve.serve_attention`, and the kernel of hot neurons.
 
-        While there are prompts, that of `numba_kernels.prompt.serve_prompts`.
+        While there are prompts, that of `numba_kernels.prefill.serve_prefill`.
         """
         while True:
             seen = self._serve_attention(thread, seen)
@@ -221,7 +221,7 @@ class AttentionService(Service):
         return bool(request[OPERATION] == ATTENTION and not few)
 
     def _serve_prompts(self, thread: int, seen: int, most_tokens: int) -> int:
-        from hotcold.numba_kernels.prompt.serve_prompts import serve_prompts
+        from hotcold.numba_kernels.prefill.serve_prefill import serve_prompts
 
         return int(
             serve_prompts(
@@ -253,7 +253,7 @@ class AttentionService(Service):
 
     def answer_in_python(self) -> None:
         """Attention, head or hot neurons for many tokens."""
-        from hotcold.actors.attention.prompt_attention import prompt_attention, prompt_head
+        from hotcold.actors.attention.prefill_attention import prompt_attention, prompt_head
 
         operation = self.buffers.requests[self.index, OPERATION]
         if operation == ATTENTION:

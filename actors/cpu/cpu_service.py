@@ -55,7 +55,7 @@ from hotcold.numba_kernels.serve.mailbox import (
 )
 
 if TYPE_CHECKING:
-    from hotcold.numba_kernels.ffn.serve_prompts import PromptFfnScratch
+    from hotcold.numba_kernels.ffn.serve_prefill import PromptFfnScratch
 
 _Made = TypeVar("_Made", bound="CpuService")
 
@@ -125,7 +125,7 @@ class CpuService(Service):
 
     def _prompts(self) -> PromptFfnScratch:
         """Work space of the compiled loop for prompts, made at the first call, in any thread."""
-        from hotcold.numba_kernels.ffn.serve_prompts import new_prompt_ffn_scratch
+        from hotcold.numba_kernels.ffn.serve_prefill import new_prompt_ffn_scratch
 
         assert isinstance(self.arrays, TransposedArrays)
         with self._making:
@@ -166,7 +166,7 @@ class CpuService(Service):
         if self._loops_prompts:
             self._serve_prompts(0, NO_NUMBER, NO_PROMPTS)
         else:
-            from hotcold.actors.cpu.prompt_ffn import compile_prompt_ffn
+            from hotcold.actors.cpu.prefill_ffn import compile_prompt_ffn
 
             self._matmul.get()
             compile_prompt_ffn(self.arrays, self.function)
@@ -193,7 +193,7 @@ class CpuService(Service):
         return bool(request[OPERATION] == FFN and request[NUM_TOKENS] > self._scratch.sums.shape[1])
 
     def _serve_prompts(self, thread: int, seen: int, most_tokens: int) -> int:
-        from hotcold.numba_kernels.ffn.serve_prompts import serve_prompt_ffn
+        from hotcold.numba_kernels.ffn.serve_prefill import serve_prompt_ffn
 
         return int(
             serve_prompt_ffn(
@@ -251,7 +251,7 @@ class CpuService(Service):
             return
         if request[OPERATION] not in (FFN, COUNT_FFN):
             raise ValueError(f"{self.name} knows no operation {request[OPERATION]}")
-        from hotcold.actors.cpu.prompt_ffn import LayerPredictors, prompt_ffn
+        from hotcold.actors.cpu.prefill_ffn import LayerPredictors, prompt_ffn
 
         layer, num_tokens = int(request[LAYER]), int(request[NUM_TOKENS])
         arrays, index = self.layer_arrays(layer)

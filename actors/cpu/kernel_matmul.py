@@ -18,28 +18,28 @@ from hotcold.numba_kernels.decode.vectors import QuantizedVectors, empty_vectors
 from hotcold.numba_kernels.formats import QUANT_GROUP
 from hotcold.numba_kernels.ir.int16_ir import GROUP_PAIRS
 from hotcold.numba_kernels.ir.target import LANES
-from hotcold.numba_kernels.prompt import float_tiles, int16_matmul
-from hotcold.numba_kernels.prompt.block_tokens import (
+from hotcold.numba_kernels.prefill import float_tiles, int16_matmul
+from hotcold.numba_kernels.prefill.block_tokens import (
     BlockTokens,
     CutRows,
     LaneSums,
     Rows,
     WeightBlocks,
 )
-from hotcold.numba_kernels.prompt.float_items import num_items, row_stride, row_unit
-from hotcold.numba_kernels.prompt.float_matmul import (
+from hotcold.numba_kernels.prefill.float_items import num_items, row_stride, row_unit
+from hotcold.numba_kernels.prefill.float_matmul import (
     combine_kernel,
     linear_kernel,
     num_groups,
     pack_rows_kernel,
     pack_tokens_kernel,
 )
-from hotcold.numba_kernels.prompt.int16_matmul import (
+from hotcold.numba_kernels.prefill.int16_matmul import (
     linear_int16_kernel,
     num_column_groups,
     pack_int16_kernel,
 )
-from hotcold.numba_kernels.prompt.quantized_matmul import (
+from hotcold.numba_kernels.prefill.quantized_matmul import (
     SUM_ROWS,
     TOKENS_AT_ONCE,
     matmul_kernel,
@@ -92,7 +92,7 @@ class FloatMatmul:
     Each token's sums have one order, whatever its batch-mates and however many threads there are.
     """
 
-    _items: type  # what numbers are multiplied as; see `numba_kernels.prompt.float_matmul`
+    _items: type  # what numbers are multiplied as; see `numba_kernels.prefill.float_matmul`
     # Up to this share of a choice's neurons that fire, one by one is faster than `combine`, and
     # what makes its numbers, over all (docs/decisions.md).
     few = 0.18

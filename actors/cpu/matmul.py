@@ -29,7 +29,7 @@ from hotcold.numba_kernels.decode.vectors import QuantizedVectors
 from hotcold.numba_kernels.formats import CHUNK, is_quantized, row_items
 from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.layer_rows import LayerRows
-from hotcold.numba_kernels.prompt.block_tokens import (
+from hotcold.numba_kernels.prefill.block_tokens import (
     BlockTokens,
     CutRows,
     LaneSums,
@@ -108,7 +108,7 @@ class Matmul:
         """`num_threads` cores, each with its own rows; thread t kept on thread_cores[t] if any.
 
         Kernels of `linear` for weights of `dtypes` are compiled at once; `combine` is for down rows
-        alone, whose service compiles it (`actors.cpu.prompt_ffn`).
+        alone, whose service compiles it (`actors.cpu.prefill_ffn`).
         """
 
         def begin(thread: int) -> None:

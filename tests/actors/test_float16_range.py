@@ -12,7 +12,7 @@ from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.protocol.failures import NotFiniteError
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
-from tests.actors.test_prompt_loops import IDS
+from tests.actors.test_prefill_loops import IDS
 from tests.quantized_models import make_model
 from tests.reference import reference_logits
 from tests.unit.test_reference import relative_difference

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from hotcold.actors.cpu import prompt_ffn as of_prompts
+from hotcold.actors.cpu import prefill_ffn as of_prompts
 from hotcold.actors.cpu.matmul import Matmul
-from hotcold.actors.cpu.prompt_ffn import LayerPredictors, prompt_ffn
+from hotcold.actors.cpu.prefill_ffn import LayerPredictors, prompt_ffn
 from hotcold.model.config.activations import SPARSE_ACTIVATION_FNS, activated, activated_up
 from hotcold.numba_kernels.block_rows import BlockRows, block_places
 from hotcold.numba_kernels.checks import ACTIVATION_CODES
@@ -26,8 +26,8 @@ from hotcold.numba_kernels.ffn_arrays import (
 )
 from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.numba_kernels.load.quantize import quantize_rows
-from hotcold.numba_kernels.prompt.block_tokens import ChoiceRows, every_token, one_block
-from hotcold.numba_kernels.prompt.prompt_ffn import activate_kernel
+from hotcold.numba_kernels.prefill.block_tokens import ChoiceRows, every_token, one_block
+from hotcold.numba_kernels.prefill.ffn import activate_kernel
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.quantized_rows import KINDS, SUMMED, random_rows
 from tests.kernels.reference import narrowed

@@ -13,7 +13,7 @@ from hotcold.actors.cpu.thread_team import Then
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.formats import row_width
 from hotcold.numba_kernels.load.convert import widen_kernel
-from hotcold.numba_kernels.prompt.block_tokens import (
+from hotcold.numba_kernels.prefill.block_tokens import (
     IS_WHOLE,
     BlockTokens,
     CutRows,

@@ -9,7 +9,12 @@ import numpy as np
 
 from hotcold.actors.cpu.kernel_matmul import QuantizedMatmul
 from hotcold.numba_kernels.decode import rows
-from hotcold.numba_kernels.prompt.block_tokens import every_token, one_block, one_sum, weight_blocks
+from hotcold.numba_kernels.prefill.block_tokens import (
+    every_token,
+    one_block,
+    one_sum,
+    weight_blocks,
+)
 from tests.kernels.arrays import random_floats
 from tests.kernels.products import in_turn
 from tests.kernels.quantized_rows import random_rows

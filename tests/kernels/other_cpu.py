@@ -36,8 +36,8 @@ from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.ir.vector_ir import dot_ahead
 from tests.kernels.arrays import random_bits, random_floats
 from tests.kernels.page_end import at_page_end
+from tests.kernels.prefill_texts import a_text, attend
 from tests.kernels.products import combine, linear
-from tests.kernels.prompt_texts import a_text, attend
 from tests.kernels.quantized_rows import (
     IN_BLOCKS,
     LIMITS,

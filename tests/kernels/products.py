@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.numba_kernels.prompt.block_tokens import (
+from hotcold.numba_kernels.prefill.block_tokens import (
     every_token,
     one_block,
     one_sum,

@@ -4,7 +4,7 @@ from hotcold.numba_kernels.compiler import by_types, njit
 from hotcold.numba_kernels.decode.rows import block_products, rows_a_panel, split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors
 from hotcold.numba_kernels.ir.vector_ir import quantize_vector
-from hotcold.numba_kernels.prompt.block_tokens import (
+from hotcold.numba_kernels.prefill.block_tokens import (
     adds_rows,
     begin_sums,
     block_matrix,

@@ -1,7 +1,7 @@
 """The loop of an attention service's thread for prompts of quantized weights, layer after layer.
 
-It computes what `actors/attention/prompt_attention.py` does, to the bit, without Python: a layer of
-a small model takes less time than Python's part in it would. The order of norms, attention and
+It computes what `actors/attention/prefill_attention.py` does, to the bit, without Python: a layer
+of a small model takes less time than Python's part in it would. The order of norms, attention and
 residual is that of `numba_kernels.serve.serve_attention`, whose steps these are, each thread for
 tokens of its own.
 """
@@ -14,12 +14,12 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.router import route_tokens
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, aligned_zeros, empty_vectors
-from hotcold.numba_kernels.prompt.prompt_attention import (
+from hotcold.numba_kernels.prefill.attention import (
     prompt_attention_kernel,
     prompt_scratch_shapes,
 )
-from hotcold.numba_kernels.prompt.quantized_matmul import vectors_part
-from hotcold.numba_kernels.prompt.shared_rows import (
+from hotcold.numba_kernels.prefill.quantized_matmul import vectors_part
+from hotcold.numba_kernels.prefill.shared_rows import (
     quantize_for_layer,
     quantize_tokens,
     share_layer,

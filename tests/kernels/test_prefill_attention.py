@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from hotcold.numba_kernels.ir.exp_ir import LOG2_E, exp2, tanh_of_exponent
 from hotcold.numba_kernels.ir.vec import F32, Arguments, Vec, codegen_of
 from tests.kernels import reference
-from tests.kernels.prompt_texts import DTYPES, NAN, Text, a_text, attend, numbers_in
+from tests.kernels.prefill_texts import DTYPES, NAN, Text, a_text, attend, numbers_in
 
 pytestmark = pytest.mark.sweep
 

@@ -14,7 +14,7 @@ import numpy as np
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, read_page
 from hotcold.numba_kernels.ir.exp_ir import LOG2_E
-from hotcold.numba_kernels.ir.prompt_attention_ir import (
+from hotcold.numba_kernels.ir.prefill_attention_ir import (
     GROUPS,
     TILE_ROWS,
     add_values,
@@ -34,7 +34,7 @@ _PAD = LANES  # floats behind a page's row: a power of two between rows would fi
 def prompt_scratch_shapes(head_dim: int) -> list[tuple[int, ...]]:
     """The shapes of a thread's work space: the kernel's queries, page_keys .. weighted.
 
-    float32, each array aligned to 64 bytes; what they are: `numba_kernels.ir.prompt_attention_ir`.
+    float32, each array aligned to 64 bytes; what they are: `numba_kernels.ir.prefill_attention_ir`.
     """
     width = -(-head_dim // TILE_ROWS) * TILE_ROWS
     page = PAGE_POSITIONS, -(-width // LANES) * LANES + _PAD

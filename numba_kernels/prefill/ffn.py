@@ -29,7 +29,7 @@ from hotcold.numba_kernels.ir.vector_ir import (
     dot_rows4,
     prefetch_part,
 )
-from hotcold.numba_kernels.prompt.block_tokens import (
+from hotcold.numba_kernels.prefill.block_tokens import (
     CLEARS,
     LEVEL,
     MERGES,

@@ -21,7 +21,7 @@ from hotcold.numba_kernels.ir.int16_ir import (
 )
 from hotcold.numba_kernels.ir.lane_tile import MAX_GROUPS, ROWS_AHEAD, TILE_ROWS
 from hotcold.numba_kernels.ir.target import LANES
-from hotcold.numba_kernels.prompt.block_tokens import (
+from hotcold.numba_kernels.prefill.block_tokens import (
     adds_rows,
     begin_sums,
     block_matrix,
@@ -29,8 +29,8 @@ from hotcold.numba_kernels.prompt.block_tokens import (
     end_sums,
     num_outputs,
 )
-from hotcold.numba_kernels.prompt.float_items import Count
-from hotcold.numba_kernels.prompt.float_matmul import num_groups_of, store_sums
+from hotcold.numba_kernels.prefill.float_items import Count
+from hotcold.numba_kernels.prefill.float_matmul import num_groups_of, store_sums
 
 _ROWS, _GROUPS = 16 * TILE_ROWS, 16  # of a block: 96 x 1024
 _PART = 4  # groups of columns: 64 tokens' 32 KiB

@@ -12,7 +12,7 @@ from hotcold.numba_kernels.decode.attention import softcap_kernel
 from hotcold.numba_kernels.decode.norm import norm_rows_kernel
 from hotcold.numba_kernels.decode.router import route_tokens
 from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.prompt.prompt_attention import (
+from hotcold.numba_kernels.prefill.attention import (
     prompt_attention_kernel,
     prompt_scratch_shapes,
 )

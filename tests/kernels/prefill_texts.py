@@ -10,7 +10,7 @@ import numpy as np
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.numba_kernels.ir.attention_ir import CACHE_BLOCK
-from hotcold.numba_kernels.prompt.prompt_attention import (
+from hotcold.numba_kernels.prefill.attention import (
     prompt_attention_kernel,
     prompt_scratch_shapes,
 )

@@ -29,7 +29,7 @@ from hotcold.numba_kernels.decode.selection import NO_WEIGHTS
 from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, FfnArrays, TransposedArrays
 from hotcold.numba_kernels.formats import CHUNK, row_items
 from hotcold.numba_kernels.ir.operands import PART_COLUMNS
-from hotcold.numba_kernels.prompt.block_tokens import (
+from hotcold.numba_kernels.prefill.block_tokens import (
     CLEARS,
     IS_WHOLE,
     LEVEL,
@@ -49,7 +49,7 @@ from hotcold.numba_kernels.prompt.block_tokens import (
     weight_blocks,
     whole_rows,
 )
-from hotcold.numba_kernels.prompt.prompt_ffn import (
+from hotcold.numba_kernels.prefill.ffn import (
     activate_kernel,
     add_bias_kernel,
     empty_fired,

@@ -1,7 +1,7 @@
 """The loop of a CPU service's thread for prompts of quantized weights, layer after layer.
 
 Of neurons in memory, in one block, whose down rows are an output each. It computes what
-`actors/cpu/prompt_ffn.py` does, to the bit, without Python: a layer of a small model takes less
+`actors/cpu/prefill_ffn.py` does, to the bit, without Python: a layer of a small model takes less
 time than Python's part in it would.
 """
 
@@ -17,14 +17,14 @@ from hotcold.numba_kernels.decode.vectors import QuantizedVectors, copy_numbers,
 from hotcold.numba_kernels.ffn.in_memory import layer_span, part_of
 from hotcold.numba_kernels.ffn.transposed import merge_lanes
 from hotcold.numba_kernels.ir.vector_ir import quantize_vector
-from hotcold.numba_kernels.prompt.prompt_ffn import activate_row, scale_row
-from hotcold.numba_kernels.prompt.quantized_matmul import (
+from hotcold.numba_kernels.prefill.ffn import activate_row, scale_row
+from hotcold.numba_kernels.prefill.quantized_matmul import (
     ROWS,
     SUM_ROWS,
     TOKENS_AT_ONCE,
     vectors_part,
 )
-from hotcold.numba_kernels.prompt.shared_rows import quantize_tokens, share_rows
+from hotcold.numba_kernels.prefill.shared_rows import quantize_tokens, share_rows
 from hotcold.numba_kernels.serve.doorbell import now_ns
 from hotcold.numba_kernels.serve.mailbox import (
     FFN,

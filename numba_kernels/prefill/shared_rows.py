@@ -6,7 +6,7 @@ The products are those of `quantized_matmul`, to the bit.
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.rows import block_products, rows_a_panel, split_range
 from hotcold.numba_kernels.ir.vector_ir import quantize_vector
-from hotcold.numba_kernels.prompt.quantized_matmul import ROWS, TOKENS_AT_ONCE, vectors_part
+from hotcold.numba_kernels.prefill.quantized_matmul import ROWS, TOKENS_AT_ONCE, vectors_part
 from hotcold.numba_kernels.serve.work_stealing import next_block
 
 

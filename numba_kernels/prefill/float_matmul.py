@@ -19,7 +19,7 @@ from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.formats import CHUNK
 from hotcold.numba_kernels.ir.panel_ir import transpose
 from hotcold.numba_kernels.ir.target import LANES
-from hotcold.numba_kernels.prompt.block_tokens import (
+from hotcold.numba_kernels.prefill.block_tokens import (
     adds_rows,
     begin_sums,
     block_matrix,
@@ -27,7 +27,7 @@ from hotcold.numba_kernels.prompt.block_tokens import (
     end_sums,
     num_outputs,
 )
-from hotcold.numba_kernels.prompt.float_items import (
+from hotcold.numba_kernels.prefill.float_items import (
     Count,
     end_of_block,
     fill_block,
@@ -38,7 +38,7 @@ from hotcold.numba_kernels.prompt.float_items import (
     part_of_row,
     unit_of,
 )
-from hotcold.numba_kernels.prompt.float_tiles import (
+from hotcold.numba_kernels.prefill.float_tiles import (
     MAX_SUMS,
     PAD,
     add_tiles,
