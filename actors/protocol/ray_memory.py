@@ -8,12 +8,12 @@ checked as a whole before anything is written.
 """
 
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 
 from hotcold.model.errors import MemoryBudgetError, ServiceError
 from hotcold.model.weights.memory import (
@@ -38,13 +38,18 @@ _LARGER = (
 
 def kept_bytes() -> int:
     """Bytes that Ray's memory monitor keeps free; 0 for a private Ray, which has none."""
-    is_ours = not (ray.is_initialized() or os.environ.get("RAY_ADDRESS"))
+    is_ours = not (_is_in_ray() or os.environ.get("RAY_ADDRESS"))
     if os.environ.get(MONITOR_EVERY_MS, "0" if is_ours else "") == "0":
         return 0
     total = usable_bytes()
     kept = round(total * (1 - float(os.environ.get(_THRESHOLD, _USUAL_THRESHOLD))))
     least = int(os.environ.get(_MIN_FREE, "-1"))
     return kept if least < 0 else min(kept, least)
+
+
+def _is_in_ray() -> bool:
+    """Whether this process belongs to a Ray; one that has not imported Ray belongs to none."""
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def free_bytes() -> int:
@@ -83,6 +88,8 @@ def require_object_store(num_bytes: int) -> None:
     Errors:  as `put_arena`
     """
     if not is_reserved(int(os.environ.get(_RAYLET_PID, "0"))):
+        import ray  # a command reckons before it imports Ray
+
         require_shared_memory(num_bytes)
         require_in_memory(ray.get(ray.put(np.zeros(_TRIAL_BYTES, np.uint8))))
 
@@ -94,6 +101,8 @@ def put_arena(arena: np.ndarray) -> tuple[Any, np.ndarray]:
     """
     if not is_reserved(int(os.environ.get(_RAYLET_PID, "0"))):
         require_shared_memory(arena.nbytes)
+    import ray
+
     ref = ray.put(arena)
     mapped: np.ndarray = ray.get(ref)  # its views keep the pages mapped
     require_in_memory(mapped)

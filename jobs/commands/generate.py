@@ -97,12 +97,13 @@ def _answer_here(
     path: Path, options: SystemOptions, asked: GenerateRequest
 ) -> tuple[Generation, dict[str, Any]]:
     """Answer with a system of this command's own; also what is said of that system."""
-    share_imports()
-    from hotcold.actors.driver.prompts import Prompts
     from hotcold.actors.setup.preflight import prepare_system
-    from hotcold.jobs.running.own import start_prepared
 
     system, config = prepare_system(path, options)
+    share_imports()
+    from hotcold.actors.driver.prompts import Prompts
+    from hotcold.jobs.running.own import start_prepared
+
     prompts = Prompts(path, config, system.context_length)
     request = prompts.checked(asked)
     connection = start_prepared(system)

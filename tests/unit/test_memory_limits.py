@@ -120,7 +120,7 @@ def test_what_rays_monitor_keeps_free(
         monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(ray_memory.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_memory, "_is_in_ray", lambda: False)
     monkeypatch.setattr(ray_memory, "usable_bytes", lambda: 100 * GIB)
     monkeypatch.setattr(ray_memory, "available_bytes", lambda: 30 * GIB)
     assert (kept_bytes(), free_bytes()) == (kept, 30 * GIB - kept)
