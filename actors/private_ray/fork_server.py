@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hotcold.actors.private_ray.signal_timer import stop_signal_timer
 from hotcold.model.current_folder import environment_of_python
 
 ADDRESS = "HOTCOLD_FORK_SERVER"  # in the raylet's environment: the socket's path
@@ -230,9 +231,8 @@ def _leave_owner(owner: socket.socket) -> None:
     from ray._raylet import setproctitle
     from ray.util import serialization_addons
 
-    setproctitle(
-        f"{__package__}.fork_server"
-    )  # where processes are listed; the owner's options are overwritten
+    # Where processes are listed; the owner's options are overwritten.
+    setproctitle(f"{__package__}.fork_server")
     # Else each worker imports Pydantic and Starlette, a hundred modules and 10 MB, which Ray can
     # send: our messages are plain.
     serialization_addons.apply = lambda context: None
@@ -284,6 +284,7 @@ def _be_program(connection: socket.socket, server: int, added: dict[str, str]) -
     sys.argv = [path, *arguments]
     if module == _WORKER:
         connection.send(b"forked")
+        stop_signal_timer()
     connection.close()
     runpy.run_path(path, run_name="__main__")
 
