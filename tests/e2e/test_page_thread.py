@@ -67,7 +67,8 @@ def wait_for_texts(page: Any, *texts: str) -> None:
 def test_a_text_of_everything_is_shown_whole(open_page, book, view) -> None:
     page = open_page(**view)
     answered(page, book, EVERYTHING)
-    page.wait_for_selector("#chat .mermaid svg")
+    page.wait_for_selector("#chat .mermaid .node rect")
+    page.wait_for_selector("#chat .mermaid .nodeLabel")
     page.wait_for_function("document.querySelectorAll('#chat .bot .katex').length == 4")
     assert page.locator("#chat .bot .katex-display").count() == 2
     assert page.locator("#chat .bot annotation").nth(1).text_content() == "a < b"
