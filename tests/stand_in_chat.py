@@ -34,8 +34,8 @@ def f(x):
 class StandIn:
     """Answers with what was asked last, in pieces; some questions are special.
 
-    "cut" is answered up to a length, "full" up to the context's end; "endless" and "never" until
-    they are cancelled, the one with words.
+    "cut" is answered up to a length, "full" up to the context's end; "endless" until it is
+    cancelled.
     """
 
     def __init__(self, pause_s: float = 0.0) -> None:
@@ -52,9 +52,6 @@ class StandIn:
         if question == "endless":
             while not self._cancelled.wait(0.02):
                 yield TokenEvent("w ", None, 1, num_prompt_tokens=NUM_ASKED)
-            return
-        if question == "never":
-            self._cancelled.wait()
             return
         text = ANSWER if question == "markdown" else f"echo of {question}"
         pieces = [text[at : at + 5] for at in range(0, len(text), 5)]

@@ -6,6 +6,7 @@ Or, where it is to refuse something, in this process, where it can start nothing
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -14,8 +15,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,12 +35,25 @@ class Outcome:
     status: int
     out: str
     err: str
-    started_ray: bool
-    left: list[str]  # processes that outlived the command
+    started_ray: bool = False
+    left: list[str] = field(default_factory=list)  # processes that outlived the command
 
     @property
     def error_lines(self) -> list[str]:
         return self.err.splitlines()
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The JSON of a command that did well."""
+        assert self.status == 0, self.err
+        return dict(json.loads(self.out.splitlines()[-1]))
+
+    @property
+    def refusal(self) -> str:
+        """The one line of a command that was refused."""
+        assert self.status in (1, 2) and self.out == "", (self.status, self.out)
+        (line,) = self.error_lines
+        return line
 
 
 @contextmanager
@@ -93,9 +108,7 @@ def run(
         )
 
 
-def run_here(
-    *arguments: str | Path, stdin: str | bytes = "", stdin_errors: str = "strict"
-) -> Outcome:
+def run_here(*arguments: object, stdin: str | bytes = "", stdin_errors: str = "strict") -> Outcome:
     """Run a command in this process; `stdin_errors` is Python's treatment of what is no UTF-8.
 
     Errors:  AssertionError where it starts Ray or a process
@@ -110,7 +123,15 @@ def run_here(
     ):
         patch.setattr("sys.stdin", io.TextIOWrapper(given, "utf-8", stdin_errors))
         status = main([*map(str, arguments)])
-    return Outcome(status, out.getvalue(), err.getvalue(), started_ray=False, left=[])
+    return Outcome(status, out.getvalue(), err.getvalue())
+
+
+def run_main(*arguments: object) -> Outcome:
+    """Run a command in this process, which may start what it needs there."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = main([*map(str, arguments)])
+    return Outcome(status, out.getvalue(), err.getvalue())
 
 
 def processes_left(folder: Path, timeout_s: float = _NO_PROCESS_LEFT_S) -> list[str]:

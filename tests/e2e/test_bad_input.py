@@ -7,7 +7,6 @@ runs it, and so do those whose mistake is found only by a process of its own.
 from __future__ import annotations
 
 import json
-import math
 import os
 import pickle
 import shutil
@@ -29,9 +28,6 @@ IDS = ["--prompt-ids", "1,2,3"]
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
-FFN_SIZE, HIDDEN_SIZE = 88, 48  # of llama-relu
-QUERY = "model.layers.0.self_attn.q_proj.weight"
-UP_SHOWN, QUERY_SHOWN = UP.removeprefix("model."), QUERY.removeprefix("model.")
 
 
 @pytest.fixture(scope="module")
@@ -102,83 +98,14 @@ def truncate(num_bytes: int) -> Damage:
     return lambda model: os.truncate(model / WEIGHTS, num_bytes)
 
 
-def read_header(model: Path) -> dict[str, Any]:
-    """The entries of the tensors."""
-    data = (model / WEIGHTS).read_bytes()
+def poison(model: Path) -> None:
+    """Put NaN in the middle of a tensor."""
+    data = bytearray((model / WEIGHTS).read_bytes())
     (length,) = struct.unpack("<Q", data[:8])
-    header: dict[str, Any] = json.loads(data[8 : 8 + length])
-    header.pop("__metadata__", None)
-    return header
-
-
-def change_header(change: Callable[[dict[str, Any]], None]) -> Damage:
-    def damage(model: Path) -> None:
-        data = (model / WEIGHTS).read_bytes()
-        (length,) = struct.unpack("<Q", data[:8])
-        header = json.loads(data[8 : 8 + length])
-        change(header)
-        text = json.dumps(header).encode()
-        (model / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
-
-    return damage
-
-
-def overlap(header: dict[str, Any]) -> None:
-    first, last = header[UP]["data_offsets"]
-    header[UP]["data_offsets"] = [first - 4, last - 4]
-
-
-def misdeclare(header: dict[str, Any]) -> None:
-    header[UP]["dtype"] = "F16"
-
-
-def reshape(header: dict[str, Any]) -> None:
-    rows, columns = header[UP]["shape"]
-    header[UP]["shape"] = [rows // 2, columns * 2]
-
-
-def set_weight(name: str, value: float) -> Damage:
-    """Put `value` in the middle of a tensor."""
-
-    def damage(model: Path) -> None:
-        data = bytearray((model / WEIGHTS).read_bytes())
-        (length,) = struct.unpack("<Q", data[:8])
-        first, last = json.loads(data[8 : 8 + length])[name]["data_offsets"]
-        at = 8 + length + (first + last) // 8 * 4
-        data[at : at + 4] = np.float32(value).tobytes()
-        (model / WEIGHTS).write_bytes(data)
-
-    return damage
-
-
-def huge_checkpoint(model: Path) -> None:
-    """Terabytes, of which the disk holds only the header."""
-    sizes = {FFN_SIZE: 1 << 20, HIDDEN_SIZE: 64 * HIDDEN_SIZE}
-    num_layers = 32
-    change_config(
-        intermediate_size=sizes[FFN_SIZE],
-        hidden_size=sizes[HIDDEN_SIZE],
-        head_dim=sizes[HIDDEN_SIZE] // 4,
-        num_hidden_layers=num_layers,
-    )(model)
-    shapes: dict[str, list[int]] = {}
-    for name, entry in read_header(model).items():
-        shape = [sizes.get(size, size) for size in entry["shape"]]
-        if ".layers.0." in name:
-            for layer in range(num_layers):
-                shapes[name.replace(".0.", f".{layer}.")] = shape
-        elif ".layers." not in name:
-            shapes[name] = shape
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        first, end = end, end + 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [first, end]}
-    text = json.dumps(header).encode()
-    (model / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text)
-    try:
-        os.truncate(model / WEIGHTS, 8 + len(text) + end)
-    except OSError:
-        pytest.skip("this file system holds no file of terabytes, even an empty one")
+    first, last = json.loads(data[8 : 8 + length])[UP]["data_offsets"]
+    at = 8 + length + (first + last) // 8 * 4
+    data[at : at + 4] = np.float32("nan").tobytes()
+    (model / WEIGHTS).write_bytes(data)
 
 
 class _Payload:
@@ -220,39 +147,20 @@ CASES = [
     # weights
     Case("no-weights", ("no model.safetensors", "give a directory"), remove(WEIGHTS)),
     Case("truncated-data", ("model.safetensors", "truncated", "download"), truncate(150_000)),
-    Case("truncated-header", ("header is incomplete", "download"), truncate(100)),
-    Case("empty-file", ("header is incomplete", "download"), truncate(0)),
-    Case("text-as-weights", ("model.safetensors", "download"), write(WEIGHTS, "<html>" * 99)),
     Case("weights-a-folder", (WEIGHTS, "directory"), make_folder(WEIGHTS)),
-    Case("overlap", ("overlaps", "download"), change_header(overlap)),
-    Case("misdeclared", ("declared F16", "download"), change_header(misdeclare)),
-    Case("index-names-missing-file", ("model-7.safetensors", "not there", "download"),
-         index_names("model-7.safetensors")),
     Case("index-leads-elsewhere", ("../../etc/passwd", "download"),
          index_names("../../etc/passwd")),
     Case("pickle", ("pytorch_model.bin", "download"), pickle_weights),
     # config.json
     Case("no-config", ("holds weights without config.json", "download"), remove("config.json")),
     Case("config-not-json", ("config.json", "not valid JSON"), write("config.json", "{'a': 1}")),
-    Case("config-empty", ("config.json", "not valid JSON"), write("config.json", "")),
-    Case("config-a-list", ("config.json", "not an object"), write("config.json", "[1, 2]")),
-    Case("config-binary", ("config.json", "not valid JSON"), write("config.json", b"\x93\0\xff")),
     Case("config-deep", ("config.json", "not valid JSON"), write("config.json", "[" * 200_000)),
-    Case("config-a-folder", ("config.json", "directory"), make_folder("config.json")),
     Case("huge-number", ("hidden_size", "give a whole number"), change_config(hidden_size=10**40)),
-    Case("huge-float", ("num_hidden_layers", "give"), change_config(num_hidden_layers=1e300)),
-    Case("endless-number", ("config.json", "not valid JSON"),
-         write("config.json", '{"hidden_size": ' + "9" * 100_000 + "}")),
     Case("architecture", ("MambaForCausalLM", "with ForCausalLM: Llama, "),
          change_config(architectures=["MambaForCausalLM"], model_type="mamba")),
-    Case("activation", ("hidden_act", "swiglu_oai", "supported"),
-         change_config(hidden_act="swiglu_oai")),
-    Case("generation-config", ("generation_config.json", "not valid JSON"),
-         write("generation_config.json", "{")),
     Case("end-token-out-of-range", ("generation_config.json", "eos_token_id", "give token ids"),
          write("generation_config.json", '{"eos_token_id": 5000}')),
     # memory
-    Case("terabytes", ("needs", "GiB", "free", "use a smaller model"), huge_checkpoint),
     Case("cpu-memory", ("needs", "KiB are allowed", "--cpu-memory"),
          arguments=(*IDS, "--cpu-memory", "1MB")),
     # MODEL
@@ -269,7 +177,6 @@ CASES = [
          status=USAGE, own_process=True),
     Case("unknown-command", ("generat", "generate"), command="generat", status=USAGE),
     option("--threads", "0", "--threads", "from 1 to"),
-    option("--threads", "2.5", "--threads", status=USAGE),
     option("--cpu-actors", "99", "--cpu-actors", "from 1 to"),
     option("--context", str(10**9), "--context", f"to {MAX_POSITIONS}"),
     option("--mode", "xyz", "--mode", "dense", "exact", status=USAGE),
@@ -279,36 +186,24 @@ CASES = [
     option("--top-p", "7"),
     option("--temperature", "nan"),
     option("--temperature", "-1"),
-    option("--min-p", "inf"),
-    option("--top-k", "-2"),
-    option("--max-tokens", "0"),
     option("--seed", str(10**30)),
     option("--stop", ""),
     option("--stop", "x", "--stop", "no tokenizer"),
     option("--gpu-memory", "8GiB", "--gpu-memory", "leave it out"),
     option("--device", "cuda", "--device", "leave it out"),
-    option("--device", "tpu", "--device", "auto", status=USAGE),
     option("--cpu-memory", "lots", "--cpu-memory", "8GiB", status=USAGE),
-    option("--cpu-memory", "-8GiB", "--cpu-memory", "8GiB", status=USAGE),
     option("--cpu-memory", "9" * 400, "--cpu-memory", "8GiB", status=USAGE),
-    option("--cpu-memory", "nan", "--cpu-memory", "8GiB", status=USAGE),
     # prompts
     Case("ids-no-numbers", ("a,b", "1,2,3"), arguments=("--prompt-ids", "a,b"), status=USAGE),
-    Case("ids-endless", ("--prompt-ids", "1,2,3"), arguments=("--prompt-ids", "1" * 50_000),
-         status=USAGE),
-    Case("ids-gap", ("1,,2", "1,2,3"), arguments=("--prompt-ids", "1,,2"), status=USAGE),
     Case("ids-none", ("empty", "at least one"), arguments=("--prompt-ids", "")),
     Case("id-too-large", (str(VOCAB_SIZE), f"0..{VOCAB_SIZE - 1}"),
          arguments=("--prompt-ids", f"1,{VOCAB_SIZE}")),
     Case("id-negative", ("-1", "vocabulary"), arguments=("--prompt-ids", "-1")),
     Case("both-prompts", ("--prompt", "--prompt-ids", "leave one out"), arguments=(*IDS, *TEXT)),
-    Case("ids-and-chat", ("--chat", "--prompt"), arguments=(*IDS, "--chat")),
     Case("empty-prompt", ("empty",), add_tokenizer, arguments=("--prompt", "")),
     Case("stdin-empty", ("empty",), add_tokenizer, arguments=()),
     Case("stdin-closed", ("no prompt", "--prompt"), add_tokenizer, arguments=(), stdin=None,
          own_process=True),
-    Case("stdin-not-utf8", ("Unicode", "UTF-8"), add_tokenizer, arguments=(), stdin=b"\xff\xfew1",
-         changes={"PYTHONIOENCODING": "utf-8:strict"}, own_process=True),
     Case("stdin-bytes-kept", ("Unicode", "UTF-8"), add_tokenizer, arguments=(), stdin=b"\xff\xfew1",
          stdin_errors="surrogateescape"),
     Case("prompt-huge", ("5000000 characters", "shorten"), add_tokenizer, arguments=(),
@@ -320,14 +215,10 @@ CASES = [
     Case("no-tokenizer", ("no tokenizer", "--prompt-ids"), arguments=TEXT),
     Case("tokenizer-damaged", ("tokenizer.json", "download"), write("tokenizer.json", '{"model":'),
          arguments=TEXT),
-    Case("tokenizer-of-other-kind", ("tokenizer.json", "download"), write("tokenizer.json", "[]"),
-         arguments=TEXT),
     Case("no-template", ("no chat template", "plain prompt"), add_tokenizer, arguments=CHAT),
     Case("template-syntax", ("chat_template.jinja",), add_template("{% if %}"), arguments=CHAT),
     Case("template-escapes", ("chat_template.jinja", "unsafe"),
          add_template("{{ messages.__class__.__mro__ }}"), arguments=CHAT),
-    Case("template-endless", ("chat_template.jinja", "runs longer than"),
-         add_template("{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4), arguments=CHAT),
     Case("template-refuses", ("refuses", "no questions"),
          add_template("{{ raise_exception('no questions') }}"), arguments=CHAT),
     Case("chat-no-template", ("no tokenizer", "use generate"), command="chat", arguments=()),
@@ -338,14 +229,10 @@ CASES = [
          changes={"RAY_TMPDIR": "{model}/config.json"}, own_process=True),
     Case("ray-folder-too-long", ("path is too long", "RAY_TMPDIR"),
          changes={"RAY_TMPDIR": "{model}/" + "x" * 100}, own_process=True),
-    Case("shape-contradicts-config", (UP_SHOWN, "shape", "configuration"), change_header(reshape)),
     Case("tensor-missing", ("layers.3.", "missing", "download"),
          change_config(num_hidden_layers=4)),
     # found only while services load
-    Case("nan-weight", (UP_SHOWN, "NaN", "download"), set_weight(UP, float("nan")),
-         own_process=True, starts_ray=True),
-    Case("infinite-weight", (QUERY_SHOWN, "infinite", "download"),
-         set_weight(QUERY, float("-inf")), arguments=(*IDS, "--exchange", "calls"),
+    Case("nan-weight", (UP.removeprefix("model."), "NaN", "download"), poison,
          own_process=True, starts_ray=True),
 ]  # fmt: skip
 
@@ -378,6 +265,7 @@ def test_bad_input_is_one_line_and_a_status(case: Case, good: Path, tmp_path: Pa
     assert outcome.out == ""
     assert outcome.started_ray == case.starts_ray
     assert outcome.left == []
+    assert not (tmp_path / "model" / "executed").exists()  # by a pickle
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
@@ -390,14 +278,6 @@ def test_a_file_that_may_not_be_read(good: Path, tmp_path: Path) -> None:
         f"hotcold: error: {model / WEIGHTS}: cannot be read (Permission denied)"
     ]
     assert outcome.status == FAILURE
-
-
-def test_what_a_pickle_holds_is_not_run(good: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(good, model)
-    pickle_weights(model)
-    assert run_here("generate", model, *IDS).status == FAILURE
-    assert not (model / "executed").exists()
 
 
 def test_debug_adds_the_traceback(good: Path) -> None:

@@ -14,7 +14,7 @@ from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 from tests.tiny_models import VARIANTS
 
 
-@pytest.mark.sweep(keep=10)
+@pytest.mark.sweep(keep=5)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_tokens_equal_transformers(
     variant: str, tiny: Callable[..., TinyCheckpoint]

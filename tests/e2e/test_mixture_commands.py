@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.jobs.cli import main
 from hotcold.model.config.build import read_config
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.placement.profile import rates_of, read_profile
+from tests.e2e.commands import run_here, run_main
 from tests.e2e.word_model import add_tokenizer
 from tests.tiny_models import make_tiny
 
@@ -36,101 +35,84 @@ def text(tmp_path: Path) -> Path:
     return file
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
-    """Run a command in this process; its JSON."""
-    capsys.readouterr()
-    status = main([*map(str, arguments), "--json"])
-    out, err = capsys.readouterr()
-    assert status == 0, err
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return found
+def report(*arguments: str | Path) -> dict[str, Any]:
+    return run_main(*arguments, *OPTIONS, "--json").report
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    capsys.readouterr()
-    assert main([*map(str, arguments)]) != 0
-    line = capsys.readouterr().err.strip()
-    assert "\n" not in line
-    return line
+def refused(*arguments: str | Path) -> str:
+    return run_here(*arguments).refusal
 
 
-def generated(capsys: pytest.CaptureFixture[str], model: Path) -> list[int]:
+def generated(model: Path, *more: str) -> list[int]:
     options = ("--prompt", "w5 w6 w7", "--max-tokens", "12", "--temperature", "0")
-    found: list[int] = run(capsys, "generate", model, *options, *OPTIONS)["ids"]
+    found: list[int] = report("generate", model, *options, *more)["ids"]
     return found
 
 
-def test_profile_plan_and_answer(
-    local_ray: None, capsys: pytest.CaptureFixture[str], model: Path, text: Path
-) -> None:
-    before = generated(capsys, model)
-    report = run(capsys, "profile", model, "--text", text, *OPTIONS)
+def test_profile_plan_and_answer(local_ray: None, model: Path, text: Path) -> None:
+    before = generated(model)
+    told = report("profile", model, "--text", text)
     config = read_config(model)
-    profile = read_profile(Path(report["path"]), ModelIdentity.of(model), config)
+    profile = read_profile(Path(told["path"]), ModelIdentity.of(model), config)
     assert config.experts is not None and profile.chosen is not None
     num_answers, num_prompt = 5, 16  # the first 16 of 90 tokens, and of four other places
     num_written = min(128, config.max_positions - num_prompt)
     num_tokens = NUM_TOKENS + num_answers * (num_prompt + num_written)
-    assert report["inputs_path"] is None and profile.num_tokens == num_tokens
+    assert told["inputs_path"] is None and profile.num_tokens == num_tokens
     num_experts = config.experts.router.num_experts
     for layer, spec in enumerate(config.layers):
         if spec.ffn.router is not None:
             routed = profile.chosen[layer, :num_experts]
             assert routed.sum() == num_tokens * spec.ffn.router.num_chosen
-            assert report["never_chosen"][layer] == (routed == 0).sum()
-            assert report["hot_experts"][layer] is not None
+            assert told["never_chosen"][layer] == (routed == 0).sum()
+            assert told["hot_experts"][layer] is not None
     num_choices = config.num_experts // num_experts * config.experts.router.num_chosen
     assert profile.distances is not None  # but of the first 64 steps, one of which is a prompt's
     assert profile.distances.sum() == (num_answers * num_written - 63) * num_choices
-    missed = [report["missed_experts"][share] for share in ("25%", "50%", "75%")]
+    missed = [told["missed_experts"][share] for share in ("25%", "50%", "75%")]
     assert 1 >= missed[0] > missed[1] > missed[2] >= 0
-    plan = run(capsys, "plan", model, "--gpu-memory", "0", *OPTIONS)
+    plan = report("plan", model, "--gpu-memory", "0")
     held = {device["name"]: device["neurons"] for device in plan["devices"]}
     assert sum(held.values()) == config.num_neurons
     assert max(held.values()) - min(held.values()) <= 2
-    assert generated(capsys, model) == before  # by the plan, which is found beside the model
-    with_plan = ("--plan", plan["path"], "--gpu-memory", "0")
-    options = ("--prompt", "w5 w6 w7", "--max-tokens", "12", "--temperature", "0")
-    assert run(capsys, "generate", model, *options, *OPTIONS, *with_plan)["ids"] == before
+    assert generated(model) == before  # by the plan, which is found beside the model
+    assert generated(model, "--plan", plan["path"], "--gpu-memory", "0") == before
 
 
-def test_what_takes_predictors_is_refused(
-    capsys: pytest.CaptureFixture[str], model: Path, text: Path
-) -> None:
+def test_what_takes_predictors_is_refused(model: Path, text: Path) -> None:
     said = "is for models without experts"
     for mode in ("sign", "lowrank"):
-        assert said in refused(capsys, "generate", model, "--prompt", "w5", "--mode", mode)
-    assert said in refused(capsys, "generate", model, "--prompt", "w5", "--draft", "predicted")
-    assert said in refused(capsys, "train-predictors", model)
-    assert said in refused(capsys, "profile", model, "--text", text, "--inputs", "5")
+        assert said in refused("generate", model, "--prompt", "w5", "--mode", mode)
+    assert said in refused("generate", model, "--prompt", "w5", "--draft", "predicted")
+    assert said in refused("train-predictors", model)
+    assert said in refused("profile", model, "--text", text, "--inputs", "5")
     if read_config(model).is_sparse:
-        told = refused(capsys, "profile", model, "--text", text, "--target-kl", "0.1")
+        told = refused("profile", model, "--text", text, "--target-kl", "0.1")
         assert "this one's is relu; leave them out" in told
 
 
 def test_thresholds_within_experts(
-    local_ray: None, capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, text: Path
+    local_ray: None, model: Path, tmp_path: Path, text: Path
 ) -> None:
     config = read_config(model)
     if config.is_sparse:
         pytest.skip("its experts have silent neurons")
     own = copytree(model, tmp_path / "own", ignore=lambda *_: {"hotcold"})
-    told = refused(capsys, "generate", own, "--prompt", "w5", "--mode", "threshold")
-    assert "`hotcold profile --target-kl 0.03` makes one" in told
-    report = run(capsys, "profile", own, "--text", text, "--target-kl", "0.05", *OPTIONS)
-    assert 0 < report["mean_kld"] <= 0.05 and 0.3 < report["ffn_bytes_share"] < 1
-    profile = read_profile(Path(report["path"]), ModelIdentity.of(own), config)
+    refusal = refused("generate", own, "--prompt", "w5", "--mode", "threshold")
+    assert "`hotcold profile --target-kl 0.03` makes one" in refusal
+    told = report("profile", own, "--text", text, "--target-kl", "0.05")
+    assert 0 < told["mean_kld"] <= 0.05 and 0.3 < told["ffn_bytes_share"] < 1
+    profile = read_profile(Path(told["path"]), ModelIdentity.of(own), config)
     assert profile.chosen is not None and config.experts is not None
     rates = rates_of(config, profile)
     assert (rates.fired <= rates.chosen).all()
     share = rates.fired.sum(axis=1) / rates.chosen.sum(axis=1)
-    expected = (np.array(report["up_share"]) + np.array(report["down_share"])) / 2
+    expected = (np.array(told["up_share"]) + np.array(told["down_share"])) / 2
     np.testing.assert_allclose(share, expected, atol=0.03)
-    scored = run(
-        capsys, "perplexity", own, "--text", text, "--mode", "threshold", "--context-window", "64",
-        *OPTIONS,
-    )  # fmt: skip
+    scored = report(
+        "perplexity", own, "--text", text, "--mode", "threshold", "--context-window", "64"
+    )
     assert 0.01 < scored["mean_kld"] < 0.25
     chosen = rates.chosen.sum() / config.num_neurons
-    ups = np.average(report["up_share"], weights=rates.chosen.sum(axis=1))
+    ups = np.average(told["up_share"], weights=rates.chosen.sum(axis=1))
     assert scored["ups_computed"] == pytest.approx(chosen * ups, abs=0.05)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from hotcold.jobs.cli import main
-from tests.e2e.commands import CHECKOUT, run
+from tests.e2e.commands import CHECKOUT, run, run_here, run_main
 from tests.e2e.word_model import add_tokenizer
 from tests.tiny_checkpoint import TinyCheckpoint
 from tests.tiny_models import MAX_POSITIONS, make_tiny
@@ -20,8 +17,6 @@ from tests.tiny_models import MAX_POSITIONS, make_tiny
 DEMO = CHECKOUT / "demo"
 HELD_OUT = DEMO / "heldout.txt"
 COMPARED = ("ppl_dense", "mean_kld", "kld_stderr", "same_top_p", "same_top_p_stderr")
-
-Outcome = tuple[int, str, str]
 
 
 @pytest.fixture(scope="module")
@@ -40,20 +35,6 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def command(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Outcome:
-    """Run in this process; the exit status, standard output and standard error."""
-    capsys.readouterr()
-    status = main(["perplexity", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
-def last_line(outcome: Outcome) -> dict[str, Any]:
-    status, out, err = outcome
-    assert status == 0, err
-    return json.loads(out.splitlines()[-1])
-
-
 def perplexity(model: Path, windows: list[list[int]]) -> float:
     """By transformers in float32, of each window's second half."""
     checkpoint = TinyCheckpoint(model)
@@ -65,7 +46,7 @@ def perplexity(model: Path, windows: list[list[int]]) -> float:
     return math.exp(np.mean(nll))
 
 
-def test_the_demo_model(local_ray: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_model(local_ray: None) -> None:
     """Windows cut as llama.cpp cuts them: the text opens with bos, and so does each window."""
     from transformers import PreTrainedTokenizerFast
 
@@ -74,11 +55,15 @@ def test_the_demo_model(local_ray: None, capsys: pytest.CaptureFixture[str]) -> 
     ids = tokenizer(HELD_OUT.read_text("utf-8")[:10_000])["input_ids"]
     windows = [[1, *ids[1:size]], [1, *ids[size + 1 : 2 * size]]]
     assert ids[0] == 1 and ids[size] != 1
-    outcome = command(
-        capsys, "--text", HELD_OUT, "--mode", "exact", "--context-window", str(size),
+    done = run_main(
+        "perplexity", "--text", HELD_OUT, "--mode", "exact", "--context-window", str(size),
         "--max-windows", "2", "--json",
     )  # fmt: skip
-    found = last_line(outcome)
+    found = done.report
+    assert (
+        done.out.startswith("ppl ") and " ± " in done.out and "recall" not in done.out.split("{")[0]
+    )
+    assert "same likeliest token 100.000% ± 0.000%" in done.out and not done.err
     # float16 weights are the same numbers in both, but the KV cache is float16 here.
     assert found["ppl"] == pytest.approx(perplexity(DEMO, windows), rel=1e-3)
     assert found["ppl_dense"] == pytest.approx(found["ppl"], rel=1e-5)
@@ -92,99 +77,56 @@ def test_the_demo_model(local_ray: None, capsys: pytest.CaptureFixture[str]) -> 
     assert found["tokens_per_s"] > 0
 
 
-def test_plain_output(local_ray: None, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = command(
-        capsys, "--text", HELD_OUT, "--max-windows", "2", "--context-window", "64"
-    )
-    assert (status, err) == (0, "")
-    assert out.startswith("ppl ") and " ± " in out and "tokens/s" in out
-    assert "same likeliest token 100.000% ± 0.000%" in out
-    assert "neurons computed" in out and "recall" not in out
-
-
-def test_dense_is_compared_with_nothing(
-    local_ray: None, words: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dense_is_compared_with_nothing(local_ray: None, words: Path, text: Path) -> None:
     """Without bos, windows are the text's own ids; what fills no window is left out."""
-    options: list[str | Path] = [words, "--text", text, "--context-window", "32"]
+    line: list[str | Path] = ["perplexity", words, "--text", text, "--context-window", "32"]
     windows = [list(range(32)), list(range(32, 64))]
-    outcome = command(capsys, *options, "--mode", "dense", "--json")
-    found = last_line(outcome)
-    expected = perplexity(words, windows)
+    done = run_main(*line, "--mode", "dense", "--json")
+    found, expected = done.report, perplexity(words, windows)
     assert found["ppl"] == pytest.approx(expected, rel=1e-4)
     assert all(found[name] is None for name in COMPARED)
     assert found["neurons_computed"] == 1 and found["tokens"] == 30
-    assert len(outcome[1].splitlines()) == 3
-    options += ["--no-recall", "--exchange", "calls", "--cpu-actors", "2", "--threads", "2"]
-    fast = last_line(command(capsys, *options, "--json"))
+    assert len(done.out.splitlines()) == 3
+    line += ["--no-recall", "--exchange", "calls", "--cpu-actors", "2", "--threads", "2"]
+    fast = run_main(*line, "--json").report
     assert fast["ppl"] == pytest.approx(expected, rel=1e-4)
     assert abs(fast["mean_kld"]) < 1e-9 and fast["same_top_p"] == 1
     assert fast["neurons_computed"] is None
 
 
-def test_a_text_shorter_than_a_window(
-    local_ray: None, words: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outcome = command(capsys, words, "--text", text, "--json")
-    found = last_line(outcome)
-    assert outcome[2].strip() == (
+def test_a_text_shorter_than_a_window_in_a_process_of_its_own(words: Path, text: Path) -> None:
+    """Nothing is left."""
+    done = run("perplexity", words, "--text", text, "--json")
+    found = done.report
+    assert done.err.strip() == (
         f"the text has 70 tokens, fewer than a window of {MAX_POSITIONS}: one window of 70"
     )
     assert found["ppl"] == pytest.approx(perplexity(words, [list(range(70))]), rel=1e-4)
     assert (found["windows"], found["context_window"], found["tokens"]) == (1, 70, 34)
+    assert done.left == []
 
 
-MISTAKES: dict[str, tuple[list[str], int, str]] = {
-    "missing file": (["--text", "nowhere.txt"], 1, "nowhere.txt: "),
-    "no text": ([], 2, "Missing option '--text'"),
-    "too short": (["--text", "{short}"], 1, "has 31 tokens, too few to score"),
-    "empty": (["--text", "{empty}"], 1, "empty"),
-    "unknown mode": (["--text", "{text}", "--mode", "best"], 2, "'best' is not one of"),
-    "window too large": (
-        ["--text", "{text}", "--context-window", "129"],
-        1,
-        "--context-window is 129; give a number from 32 to 128",
-    ),
-    "window too small": (["--text", "{text}", "--context-window", "31"], 1, "from 32 to 128"),
-    "context too small": (
-        ["--text", "{text}", "--context-window", "64", "--context", "63"],
-        1,
-        "--context is 63, less than a window of 64 tokens",
-    ),
-    "no windows": (["--text", "{text}", "--max-windows", "0"], 2, "0 is not in the range"),
-    "memory": (
-        ["--text", "{text}", "--context-window", "64", "--cpu-memory", "10MB"],
-        1,
-        "of memory",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_end_in_one_line(
-    name: str, words: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--text nowhere.txt", "nowhere.txt: "),
+        ("--text {short}", "has 31 tokens, too few to score"),
+        ("--text {empty}", "empty"),
+        ("--text {text} --context-window 129",
+         "--context-window is 129; give a number from 32 to 128"),
+        ("--text {text} --context-window 64 --context 63",
+         "--context is 63, less than a window of 64 tokens"),
+        ("--text {text} --context-window 64 --cpu-memory 10MB", "of memory"),
+    ],
+)  # fmt: skip
+def test_mistakes_end_in_one_line(arguments: str, says: str, words: Path, text: Path) -> None:
     short, empty = text.with_name("short.txt"), text.with_name("empty.txt")
     short.write_text(" ".join(["w2"] * 31))
     empty.write_text("")
-    arguments, expected_status, says = MISTAKES[name]
-    files = {"text": text, "short": short, "empty": empty}
-    status, out, err = command(capsys, words, *(part.format(**files) for part in arguments))
-    assert status == expected_status
-    assert out == ""
-    assert len(err.splitlines()) == 1 and says in err
+    line = arguments.format(text=text, short=short, empty=empty).split()
+    assert says in run_here("perplexity", words, *line).refusal
 
 
-def test_a_model_without_tokenizer(
-    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_tokenizer(tmp_path: Path, text: Path) -> None:
     model = make_tiny("llama-gqa", tmp_path / "model")
-    status, _, err = command(capsys, model, "--text", text)
-    assert status == 1 and "tokenizer" in err and len(err.splitlines()) == 1
-
-
-def test_in_a_process_of_its_own_nothing_is_left(words: Path, text: Path) -> None:
-    outcome = run("perplexity", words, "--text", text, "--context-window", "64", "--json")
-    assert outcome.status == 0, outcome.err
-    assert json.loads(outcome.out.splitlines()[-1])["windows"] == 1
-    assert outcome.err == "" and outcome.left == []
+    assert "tokenizer" in run_here("perplexity", model, "--text", text).refusal

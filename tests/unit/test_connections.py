@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 from hotcold.ui import connections
-from hotcold.ui.connections import IS_STREAM, Connection, ConnectionLimits, Connections
+from hotcold.ui.connections import IS_STREAM, ConnectionLimits
 from hotcold.ui.server_thread import LoadingGate, ServerThread
 
 _TIMEOUT_S = 30.0
@@ -190,18 +190,6 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
         client = connect()
         client.sendall(HEAD + b"\r\nabc")
         assert ended.wait(_TIMEOUT_S)
-
-
-def test_more_to_send_is_no_sign_that_a_client_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its wait begins anew where less is left to be sent, not where more is."""
-    sending = Connection.__new__(Connection)
-    sending._all = Connections(ConnectionLimits(send_s=10.0))
-    sending.waits_for, sending.since, sending._mark = "send", 0.0, 100
-    left = 200
-    monkeypatch.setattr(sending, "_wait", lambda: ("send", left))
-    assert not sending.is_late(9.0) and sending.is_late(10.0)
-    left = 199
-    assert not sending.is_late(11.0) and not sending.is_late(20.9) and sending.is_late(21.0)
 
 
 def test_an_answer_that_nobody_reads_is_not_kept() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from typing import Any
@@ -74,63 +73,6 @@ def test_an_expression_asks_for_what_there_is(expression: str) -> None:
     assert name.endswith("_bucket") == ("histogram_quantile(" in expression)
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "vllm:no_such_metric",
-        "vllm:generation_tokens",
-        'vllm:num_requests_running{modell="a"}',
-        "sum by (status) (vllm:num_requests_running)",
-        "sum(rate(vllm:generation_tokens_total[1m])",
-        "median(vllm:num_requests_running)",
-        'vllm:num_requests_running{model_name=~"$host"}',
-    ],
-)
-def test_a_wrong_expression_is_found(expression: str) -> None:
-    assert wrong_in(expression, given())
-
-
-def test_drafts_are_counted_as_vllm_counts_them() -> None:
-    metrics = Metrics("words")
-    for drafts in (DraftCounts(2, 5, [2, 1]), DraftCounts(), DraftCounts(1, 3, [1, 1, 1])):
-        metrics.add_result(Generation("a", [1], "stop", 3, 0.1, 0.1, drafts=drafts), 0.5)
-    lines = metrics_text([metrics]).decode().splitlines()
-    found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("vllm:spec_decode"))
-    name = 'vllm:spec_decode_num_{}_total{{model_name="words"{}}}'
-    at = "accepted_tokens_per_pos"
-    assert found == {
-        name.format("drafts", ""): "3.0",
-        name.format("draft_tokens", ""): "8.0",
-        name.format("accepted_tokens", ""): "6.0",
-        name.format(at, ',position="0"'): "3.0",
-        name.format(at, ',position="1"'): "2.0",
-        name.format(at, ',position="2"'): "1.0",
-    }
-
-
 def test_every_metric_is_shown() -> None:
     shown = {name for expression in EXPRESSIONS for name in metrics_in(expression)}
     assert {name for name in given() if not name.endswith(("_sum", "_count"))} == shown
-
-
-def test_grafana_can_import_it() -> None:
-    assert BOARD["uid"] == "hotcold" and BOARD["title"] and BOARD["schemaVersion"] >= 36
-    assert "id" not in BOARD and "__inputs" not in BOARD  # of one Grafana alone
-    assert VARIABLES["datasource"]["type"] == "datasource"
-    assert wrong_in(VARIABLES["model"]["query"]["query"], given()) == ""
-    ids = [panel["id"] for panel in PANELS]
-    assert len(set(ids)) == len(ids)
-    for panel in PANELS:
-        assert panel["title"] and panel["type"] in ("stat", "timeseries")
-        refs = [target["refId"] for target in panel["targets"]]
-        assert len(set(refs)) == len(refs) >= 1
-        for one in (panel, *panel["targets"]):
-            assert one["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-
-
-def test_no_panel_lies_on_another() -> None:
-    places = [panel["gridPos"] for panel in PANELS]
-    assert all(at["x"] >= 0 and at["x"] + at["w"] <= 24 and at["h"] > 0 for at in places)
-    for a, b in itertools.combinations(places, 2):
-        is_beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
-        assert is_beside or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"], (a, b)

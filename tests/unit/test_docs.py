@@ -143,30 +143,6 @@ def test_command_in_prose_can_be_given(command: str, monkeypatch: pytest.MonkeyP
         _check(command, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "hotcold generat --json",
-        "hotcold generate --jsn",
-        "hotcold bench decod",
-        "hotcold scale --cpu-actors four",
-        "python -m benchmarks.no_such_thing",
-        "python -m benchmarks.faults --fault 3",
-        "python -m jobs.generate --request IN",
-        "python -m pip install -e '.[gui]'",
-        "benchmarks/gpu_host.sh --wheel DIR",
-        "ray job submit --workingdir . -- python -m hotcold.jobs.stop --system NAME",
-        "ray job submit --working-dir . -- python -m hotcold.jobs.stop --sistem NAME",
-        "hotkold generate",
-        "pytest -m quik",
-        "pytest tests/no_such_folder",
-    ],
-)
-def test_a_wrong_command_is_found(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises((click.UsageError, AssertionError, ImportError)):
-        _check(command, monkeypatch)
-
-
 def _options(command: click.Command, context: click.Context) -> Iterator[str]:
     for parameter in command.get_params(context):
         yield from (*parameter.opts, *parameter.secondary_opts)
@@ -213,12 +189,6 @@ def test_the_proxy_of_the_example_asks_where_the_server_listens() -> None:
 def test_every_page_of_docs_can_be_found_from_readme() -> None:
     linked = {path for path, _ in page("README.md").links()}
     assert set((ROOT / "docs").glob("*.md")) <= linked
-
-
-def _rooms_described() -> dict[str, str]:
-    """Room, as a path -> the cell that names its files."""
-    rows = re.findall(r"^\| `([\w/]+/)` \| [^|]* \| ([^|]*) \|$", page(ARCHITECTURE).text, re.M)
-    return dict(rows)
 
 
 ARCHITECTURE = "docs/architecture.md"

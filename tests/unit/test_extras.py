@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shlex
 import sys
 import tomllib
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import hotcold
 from hotcold.jobs.cli import main
 from hotcold.jobs.support import extras
 from hotcold.jobs.support.extras import EXTRAS
@@ -79,10 +77,3 @@ def test_another_version_of_gradio_is_told_before_anything_starts(
     assert told.count("\n") == 1
     assert told.startswith(f"hotcold: error: the chat page needs {asked}, and 6.2.0 is installed; ")
     assert told.endswith("or --no-page does without\n")
-
-
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"hotcold, version {hotcold.__version__}\n"
-    assert main(["doctor", "--no-measure", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["version"] == hotcold.__version__

@@ -78,9 +78,9 @@ def run(local_hub: Hub, tmp_path: Path) -> Commands:
         (QUANTS, "q8_0", ("model-Q8_0.gguf",)),
         (["x.gguf", "x-2.gguf"], "x", ("x.gguf",)),
         *((["m-F16.gguf", name], part, ("m-F16.gguf",))
-          for name in ("mmproj-F16.gguf", "m-mmproj.F16.gguf", "imatrix.gguf", "MTP/m-mtp-F16.gguf",
-                       "m-draft-F16.gguf")
-          for part in ("F16", "f16", None)),
+          for name, part in (("mmproj-F16.gguf", "F16"), ("m-mmproj.F16.gguf", "f16"),
+                             ("imatrix.gguf", None), ("MTP/m-mtp-F16.gguf", "F16"),
+                             ("m-draft-F16.gguf", "f16"))),
         (["mmproj-F16.gguf", "m-F16.gguf"], "mmproj-F16", ("mmproj-F16.gguf",)),
         (["m-DRAFT-Q4_0.gguf", "m-DRAFT-F16.gguf"], "F16", ("m-DRAFT-F16.gguf",)),
         (["m-DRAFT-Q4_0.gguf", "m-Q4_0.gguf"], "draft", ("m-DRAFT-Q4_0.gguf",)),
@@ -102,15 +102,12 @@ def test_what_is_needed(names: list[str], part: str | None, files: tuple[str, ..
         (["config.json", "pytorch_lora.bin", "model.onnx"], None, "no model"),
         (QUANTS, None, "3 GGUF models; choose one by org/x:NAME: model-F16-00001-of-00002.gguf"),
         (["mmproj-F16.gguf", "imatrix.gguf"], None, "no model"),
-        (
-            ["mmproj-F16.gguf", "a-F16.gguf", "b-F16.gguf"],
-            "F16",
-            "2 GGUF models .*by org/x:NAME: a-F16.gguf, b-F16.gguf$",
-        ),
+        (["mmproj-F16.gguf", "a-F16.gguf", "b-F16.gguf"], "F16",
+         "2 GGUF models .*by org/x:NAME: a-F16.gguf, b-F16.gguf$"),
         (QUANTS, "Q2_K", "no GGUF models with 'Q2_K' in the name"),
         ([f"{n}.gguf" for n in range(100)], None, "and 88 more"),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused(names: list[str], part: str | None, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         hub.choose_files("org/x", names, part)
@@ -129,8 +126,6 @@ def test_fetched_listed_removed(local_hub: Hub, run: Commands) -> None:
         == told["num_bytes"]
         == sum(len(REPOSITORIES["org/small"][name]) for name in expected)
     )
-    status, out, _ = run("pull", "org/small", "--json")
-    assert (status, json.loads(out.splitlines()[-1])["missing_bytes"]) == (0, 0)
     status, out, _ = run("list", "--json")
     (kept,) = json.loads(out.splitlines()[-1])["models"]
     assert (kept["model"], kept["form"], kept["path"]) == ("org/small", "safetensors", str(folder))
@@ -138,7 +133,6 @@ def test_fetched_listed_removed(local_hub: Hub, run: Commands) -> None:
     assert status != 0 and folder.exists()  # nobody there to say yes
     assert run("rm", "org/small", "--yes")[:2] == (0, "org/small: 25.0 MB freed\n")
     assert not folder.exists()
-    assert "hotcold pull" in run("list")[1]
     status, _, err = run("rm", "org/small", "--yes")
     assert (status, err.count("\n")) == (1, 1) and "hotcold list" in err
 
@@ -152,12 +146,8 @@ def test_a_known_name_stands_for_its_repository(run: Commands, tmp_path: Path) -
     assert status == 0 and err.startswith("house:8b is org/many:Q8_0: 15 B in 1 file,")
     assert out.rstrip().endswith("model-Q8_0.gguf")
     assert "known of house: house:8b" in run("pull", "house:8", **settings)[2]
-    assert "org/many:model-Q8_0.gguf" in run("list", **settings)[1]
+    assert "(did you mean org/many, which is here?)" in run("generate", "org/man")[2]
     assert run("rm", "house:8b", "--yes", **settings)[1].startswith("org/many:model-Q8_0.gguf: ")
-    assert "org/many" not in run("list", **settings)[1]
-    # Of a repository's name that is nearly one that is here.
-    assert run("pull", "org/small")[0] == 0
-    assert "(did you mean org/small, which is here?)" in run("generate", "org/smal")[2]
 
 
 def test_one_of_several_gguf_models(local_hub: Hub, run: Commands) -> None:
@@ -172,7 +162,6 @@ def test_one_of_several_gguf_models(local_hub: Hub, run: Commands) -> None:
     assert [model["model"] for model in models] == names
     status, _, err = run("rm", "org/many:model", "--yes")
     assert status == 1 and err.endswith(f"is in the names of {', '.join(names)}; name one\n"), err
-    assert "remove org/many:model-Q8_0.gguf, " in run("rm", "org/many:q8")[2]
     assert run("rm", "org/many:q8", "--yes")[1].startswith("org/many:model-Q8_0.gguf: ")
     models = json.loads(run("list", "--json")[1].splitlines()[-1])["models"]
     assert [model["model"] for model in models] == names[:1]
@@ -200,7 +189,8 @@ def test_a_file_goes_in_all_revisions(
         0,
         "org/many:x.gguf: 12.0 MB freed in 3 revisions\n",
     )
-    assert "x.gguf" not in run("list")[1] and run("list")[1].count("y.gguf") == 2
+    listed = run("list")[1]
+    assert "x.gguf" not in listed and listed.count("y.gguf") == 2
     assert {blob.name for blob in (repo / "blobs").iterdir()} == {"shared", "other"}
     left = {path.resolve().name for path in repo.glob("snapshots/*/*")}
     assert left == {"shared", "other"}
@@ -226,7 +216,6 @@ def test_a_disk_that_fills_is_told_as_that(run: Commands) -> None:
     (line,) = [line for line in err.splitlines() if "error" in line]
     assert "File too large" in line and "HF_HOME" in line and "network" not in line
     assert "org/small  unfinished" in run("list")[1]
-    assert run("pull", "org/small")[0] == 0
 
 
 def test_a_plan_fetches_config_json_alone(local_hub: Hub, run: Commands, tmp_path: Path) -> None:
@@ -243,9 +232,8 @@ def test_a_plan_fetches_config_json_alone(local_hub: Hub, run: Commands, tmp_pat
 def test_offline_what_is_here_is_found(run: Commands) -> None:
     assert run("pull", "org/many:Q8_0")[0] == 0
     assert run("pull", "org/many:Q8_0", HF_HUB_OFFLINE="1")[0] == 0
-    for name in ("org/small", "org/many:Q4"):
-        status, out, err = run("pull", name, HF_HUB_OFFLINE="1")
-        assert (status, out, err.count("\n")) == (1, "", 1), err
+    status, out, err = run("pull", "org/many:Q4", HF_HUB_OFFLINE="1")
+    assert (status, out, err.count("\n")) == (1, "", 1), err
 
 
 def test_one_that_is_not_there_or_not_public(tmp_path: Path) -> None:

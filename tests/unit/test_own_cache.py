@@ -51,8 +51,9 @@ def test_it_is_made_for_its_owner_alone(home: Path, monkeypatch: pytest.MonkeyPa
     assert own_cache.own_folder("room") == made
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757, 0o1777])
-@pytest.mark.parametrize("which", ["hotcold", "hotcold/room"])
+@pytest.mark.parametrize(
+    ("which", "mode"), [("hotcold", 0o775), ("hotcold/room", 0o757), ("hotcold", 0o1777)]
+)
 def test_one_that_others_may_write_is_not_used(
     which: str, mode: int, home: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -67,15 +68,6 @@ def test_one_that_others_may_write_is_not_used(
     assert told.count("\n") == 1 and f"{home}/hotcold" in told and "XDG_CACHE_HOME" in told
 
 
-def test_another_users_is_not_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-    own_cache.own_folder("room")
-    another = os.geteuid() + 1
-    monkeypatch.setattr(os, "geteuid", lambda: another)
-    with pytest.raises(PermissionError):
-        own_cache.own_folder("room")
-
-
 def test_in_a_folder_open_to_all_anybody_could_swap_it(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +78,10 @@ def test_in_a_folder_open_to_all_anybody_could_swap_it(
         own_cache.own_folder("room")
     home.chmod(0o1777)
     assert own_cache.own_folder("room") == home / "hotcold" / "room"
+    another = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: another)  # nor is another user's used
+    with pytest.raises(PermissionError):
+        own_cache.own_folder("room")
 
 
 def test_a_full_folder_is_said_once(

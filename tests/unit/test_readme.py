@@ -73,82 +73,25 @@ def test_a_row_of_readme_is_a_reports(row: tuple[str, ...]) -> None:
     assert [found[2], found[3], found[4].split()[0]] == figures
 
 
-def test_the_table_of_requests_at_once_is_its_reports() -> None:
-    section = SPEED[SPEED.index("## Several requests at once") : SPEED.index("## Small shapes")]
-    lines = re.findall(r"^\| (f16|q8|q4) \| (.*) \|$", section, re.M)
-    assert len(lines) == 3
-    for kind, cells in lines:
-        assert cells.split(" | ") == [
-            f"{float(row[3]):.{1 if batch is None else 0}f} ({row[4].split()[0]} ×)"
-            for row in _report(f"llama-7b-8-layers-xeon-bf16-{kind}")
-            if (found := re.match(r"decode of (?:\d+ tokens|(\d+) requests .*), `exact`", row[1]))
-            for batch in found.groups()
-        ]
+SECTIONS = [
+    section
+    for section in re.split(r"^## ", SPEED, flags=re.M)
+    if "/results/" in section and "\n| " in section and "<!-- " not in section
+]
 
 
-def test_the_table_as_avx2_is_its_reports() -> None:
-    section = SPEED[SPEED.index("## As AVX2") : SPEED.index("## Several requests at once")]
-    lines = re.findall(r"^\| (f16|q8|q4) \| (.*) \|$", section, re.M)
-    assert len(lines) == 3
-    rows, sign = _report("llama-7b-8-layers-as-avx2"), _report("llama-7b-8-layers-as-avx2-sign")
-    for kind, cells in lines:
-        predicted = [row for row in sign if row[0] == kind and row[1].startswith("decode of")]
-        decode = predicted + [
-            row for row in rows if row[0] == kind and row[1].startswith("decode of")
-        ]
-        prefill = [row for row in rows if row[0] == kind and row[1].startswith("prefill of")]
-        assert cells.split(" | ") == [
-            f"{float(row[3]):.{0 if 'at once' in row[1] else 1}f} ({row[4].split()[0]} ×)"
-            for row in decode
-        ] + [f"{row[4].split()[0]} ×" for row in prefill]
-
-
-def test_the_table_of_small_models_as_avx2_is_its_reports() -> None:
-    section = SPEED[SPEED.index("## As AVX2") : SPEED.index("## Several requests at once")]
-    lines = re.findall(
-        r"^\| \[.*?\]\(\S+/results/(\S+)\.md\).*?, (\d+) rounds \| (.*) \|$", section, re.M
-    )
-    assert [name for name, _, _ in lines] == [
-        f"{model}-as-avx2" for model in ("smollm2", "gemma3", "qwen3-8b")
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.splitlines()[0])
+def test_figures_are_of_the_reports_that_a_section_names(section: str) -> None:
+    """Each ratio and each speed of its tables is in one of these, rounded."""
+    reports = [ROOT / path for path in re.findall(r"benchmarks/results/\S+?\.md", section)]
+    told = "".join(path.read_text() for path in reports)
+    known = {float(figure) for figure in re.findall(r"\d+\.?\d*", told)}
+    rows = re.findall(r"^\|[^|]*\|(.*[\d].*)\|$", section, re.M)
+    figures = re.findall(r"\d+\.\d+|\d+(?= \()", "\n".join(rows))
+    assert figures
+    missing = [
+        figure
+        for figure in figures
+        if figure not in {f"{one:.{len(figure.partition('.')[2])}f}" for one in known}
     ]
-    for name, rounds, cells in lines:
-        head = (ROOT / "benchmarks/results" / f"{name}.md").read_text().splitlines()[0]
-        assert f"; {rounds} rounds," in head
-        found = [row[4] for row in _report(name) if re.match("decode of|prefill of", row[1])]
-        assert [cell.strip() for cell in cells.split("|")] == [*found, ""][:3]
-
-
-def test_the_table_of_small_shapes_is_its_reports() -> None:
-    section = SPEED[SPEED.index("## Small shapes") : SPEED.index("## Whole models")]
-    names = re.findall(r"benchmarks/results/(\S+)\.md", section)
-    lines = re.findall(r"^\| (?:SmolLM2|12).*? \| (\d.*) \|$", section, re.M)
-    assert len(names) == len(lines) == 3
-    for name, cells in zip(names, lines, strict=True):
-        assert cells.split(" | ") == [
-            f"{float(row[3]):.3g} ({row[4].replace(' (', ' ×, ')}"
-            for row in _report(name)
-            if re.match(r"decode of \d+ tokens, `dense`", row[1])
-        ]
-
-
-def test_the_table_beside_llama_cpp_is_its_reports() -> None:
-    rows = re.findall(r"^\| (decode|prefill)(,| of) (\S+).*? \| ([\d. |]+) \|$", SPEED, re.M)
-    assert len(rows) == 4
-    names = ("llama-7b-8-layers", "llama-7b-8-layers-xeon")
-    columns = [(name, kind) for name in names for kind in ("f16", "q8", "q4")]
-    for work, _, which, cells in rows:
-        for (name, kind), shown in zip(columns, cells.split(" | "), strict=True):
-            (found,) = (
-                row[4].split()[0]
-                for row in _report(name)
-                if row[0] == kind and row[1].startswith(work) and f" {which}" in row[1]
-            )
-            assert found == shown, f"{name} {kind} {work} {which}"
-
-
-def test_the_table_of_whole_models_is_its_reports() -> None:
-    rows = re.findall(r"^\| ([\w-]+), 0\.\d+ \| (.*) \|$", SPEED, re.M)
-    for shape, cells in rows:
-        decode = next(row for row in _report(shape) if row[1].startswith("decode of"))
-        assert decode[2:5] == cells.split(" | ")
-    assert len(rows) == 2
+    assert not missing

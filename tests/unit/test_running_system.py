@@ -25,44 +25,18 @@ def started(path: Path, **options: object) -> SystemConfig:
     return prepare_system(path, SystemOptions(**options))[0]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"mode": "dense"}, "has --mode exact, not dense"),
-        ({"num_threads": 7}, "has --threads 1, not 7"),
-        ({"num_cpu_actors": 7}, "has --cpu-actors 1, not 7"),
-        ({"context_length": 64}, "has --context 100, not 64"),
-        ({"max_batch": 3}, "has --parallel 8, not 3"),
-        ({"kv_positions": 3000}, "has --kv-tokens 100, not 3000"),
-        ({"kv_dtype": "float32"}, "has --kv-dtype float16, not float32"),
-        ({"exchange": "calls"}, "has --exchange arena, not calls"),
-        ({"device": "cuda"}, "has --device cpu, not cuda"),
-        ({"weight_dtype": "q8"}, "has the weights as stored (float16), not --dtype q8"),
-    ],
-)
-def test_differences_in_words_of_the_command_line(
-    options: dict[str, object], text: str, model: Path
-) -> None:
-    running = started(model, num_threads=1, context_length=100)
-    assert _difference(running, str(model), SystemOptions()) == ""
-    given = SystemOptions(**options)  # type: ignore[arg-type]
-    assert _difference(running, None, given) == text
-    (name,) = options
-    assert _difference(replace(running, **options), str(model), given) == "", name  # type: ignore[arg-type]
-
-
 def test_each_option_is_compared_as_commands_spell_it(model: Path) -> None:
     command, running = click.command()(system_options(lambda **values: None)), started(model)
     spelled = {str(option.name): option.opts[0] for option in command.params}
     shared = {field.name for field in fields(SystemConfig)} & set(vars(SystemOptions()))
-    assert len(shared) > 10
+    assert len(shared) > 10 and _difference(running, str(model), SystemOptions()) == ""
     # Memory limits count where a system starts; what is stored has a --dtype, too.
     for name in shared - {"weight_dtype", "gpu_memory_bytes"}:
         given = SystemOptions(**{name: "another"})  # type: ignore[arg-type]
         assert _difference(running, None, given).startswith(f"has {spelled[name]} ")
 
 
-def test_other_dtypes(model: Path, tmp_path: Path) -> None:
+def test_other_dtypes_and_models(model: Path, tmp_path: Path) -> None:
     late = started(model, weight_dtype="q4")
     assert _difference(late, None, SystemOptions(weight_dtype="q4")) == ""
     assert _difference(late, None, SystemOptions()) == ""
@@ -73,8 +47,5 @@ def test_other_dtypes(model: Path, tmp_path: Path) -> None:
         assert _difference(running, None, SystemOptions(weight_dtype="q8")) == ""
     text = "has the weights as stored (q8), not --dtype q4"
     assert _difference(started(tmp_path / "q8"), None, SystemOptions(weight_dtype="q4")) == text
-
-
-def test_another_model(model: Path) -> None:
-    other = replace(started(model), model_path="/elsewhere")
+    other = replace(late, model_path="/elsewhere")
     assert _difference(other, str(model), SystemOptions()) == "has the model /elsewhere"

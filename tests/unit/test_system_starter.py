@@ -162,18 +162,3 @@ def test_a_service_that_was_replaced_is_told_of(
         assert starter.lost() == []
     events = ["one", "two", "three", COMPILING_LONGER]
     assert told == [(event, "demo") for event in events]
-
-
-def test_a_failed_system_is_told_of_once(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    starter, backend, system = made
-    failure = ServiceError("the driver died")
-
-    def fail(method: str) -> Any:
-        raise failure
-
-    monkeypatch.setattr(system, "begin", fail)
-    starter.start(backend)
-    assert starter.lost() == []  # it has just been given up
-    monkeypatch.setattr(Backend, "is_loaded", True)
-    assert starter.lost() == [(backend, failure)]
-    assert starter.lost() == []

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hotcold.actors.driver.prompts import Prompts
-from hotcold.jobs.support.text_file import TextIds, read_text_ids, split_text, windows
+from hotcold.jobs.support.text_file import TextIds, read_text_ids, split_text
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import HotcoldError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
@@ -58,7 +58,6 @@ def test_a_long_text_in_pieces_has_the_ids_of_the_whole(prompts: Prompts) -> Non
         ("one two three four", ["one two", " three", " four"]),
         ("abcdefghijklmnopqrs", ["abcdefghi", "jklmnopqr", "s"]),
         ("one two\r\nthree", ["one two", "\r\nthree"]),
-        ("short", ["short"]),
     ],
 )
 def test_where_a_text_is_cut(text: str, pieces: list[str]) -> None:
@@ -95,25 +94,16 @@ def test_without_bos_and_eos_documents_follow_each_other(prompts: Prompts, tmp_p
     assert found.ids.tolist() == [*encoded(prompts, "one"), BOS, *encoded(prompts, "two")]
 
 
-def test_a_byte_order_mark_is_no_text(prompts: Prompts, tmp_path: Path) -> None:
-    found = read(prompts, tmp_path, "a.txt", b"\xef\xbb\xbfone two")
-    assert found.ids.tolist() == encoded(prompts, "one two")
-
-
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("a.txt", b"", "is empty"),
         ("a.txt", b" \n\n", "is empty"),
         ("a.txt", b"\xef\xbb\xbf", "holds no text"),
         ("a.txt", b"good \xff\xfe", "is not UTF-8 (byte 5)"),
-        ("a.jsonl", b'{"text": ""}\n', "holds no text"),
         ("a.jsonl", b'{"text": "a"}\n\n{"text": "\xff"}', "line 3: not JSON in UTF-8"),
         ("a.jsonl", b'{"text": "a"}\nnonsense', "line 2: not JSON in UTF-8"),
         ("a.jsonl", b"[1]", "line 1: [1] is no document"),
         ("a.jsonl", b'{"text": 1}', "is no document"),
-        ("a.jsonl", b'{"prompt": "a"}', "is no document"),
-        ("a.jsonl", b'{"messages": []}', "is no document"),
         ("a.jsonl", b'{"messages": [{"role": "user"}]}', "is no document"),
         ("a.jsonl", b'{"text": "a", "messages": []}', "both"),
         ("a.jsonl", b'{"text": "\\ud800"}', "line 1: the prompt is no valid Unicode"),
@@ -140,11 +130,3 @@ def test_missing_files_tokenizers_and_foreign_ids(prompts: Prompts, tmp_path: Pa
     small = Prompts(DEMO_DIRECTORY, replace(prompts.config, vocab_size=10), 512)
     with pytest.raises(HotcoldError, match="the model knows 0"):
         read(small, tmp_path, "a.txt", "one two three")
-
-
-def test_windows() -> None:
-    assert windows(10, 4) == [(0, 4), (4, 8), (8, 10)]
-    assert windows(8, 4) == [(0, 4), (4, 8)]
-    assert windows(9, 4) == [(0, 4), (4, 8), (8, 9)]
-    assert windows(3, 4) == [(0, 3)]
-    assert windows(0, 4) == []

@@ -78,28 +78,10 @@ cpu1       restarting  -               -     -  -
 this machine: 3.00 GiB of 4.00 GiB in use"""
 
 
-def test_drafts_are_told() -> None:
-    found = told() | {"num_drafted": 40, "num_accepted": 30, "tokens_per_step": 2.46}
-    lines = drawn(picture("words", found, 80), 80, False).splitlines()
-    (step,) = [line for line in lines if line.startswith("a step")]
-    assert step.startswith("a step takes 2.00 ms and gives 2.5 tokens, 75% of drafts taken: ")
-
-
 def test_the_picture() -> None:
     assert drawn(picture("words", told(), 80), 100, False) == PICTURE
     coloured = drawn(picture("words", told(), 80), 100, True)
     assert "\x1b[" in coloured
-
-
-def test_it_fits_the_screen() -> None:
-    for width, cells in ((200, 64), (80, 32), (60, 16)):
-        lines = drawn(picture("words", told(), width), width, False).split("\n")
-        assert max(map(len, lines)) <= width
-        assert sum(line.count("◆") for line in lines[3:7]) == cells // 2
-    lines = drawn(picture("words", told(), 80, 22), 80, False).split("\n")
-    assert len(lines) <= 20
-    assert [line.split()[0] for line in lines[3:5]] == ["0-1", "2-3"]
-    assert lines[3].split()[-3:] == ["25.0%", "1.5%", "11.5%"]
 
 
 def test_a_system_that_does_nothing() -> None:
