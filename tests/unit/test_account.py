@@ -28,8 +28,8 @@ from hotcold.jobs.cli import main
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.weights.quantized_checkpoint import write_quantized
-from tests.quantized_models import MODELS, make_model
-from tests.tiny_models import MAX_POSITIONS, MIXTURES, VARIANTS, make_tiny
+from tests.quantized_models import make_model
+from tests.tiny_models import MAX_POSITIONS, make_tiny
 
 GIB = 1 << 30
 NO_WEIGHTS = (
@@ -71,13 +71,17 @@ def require_equal(path: Path, **options: Any) -> None:
 
 
 # But for predictors in experts, of which test_expert_weights.py counts each array.
-@pytest.mark.parametrize("variant", sorted({*VARIANTS, *MIXTURES} - {"turbosparse-mixtral"}))
+@pytest.mark.parametrize(
+    "variant",
+    ["llama-mlp-bias", "opt-postnorm", "falcon-bias", "falcon-grouped", "gemma3", "phi3",
+     "minicpm", "gpt-oss", "glm4-moe-groups", "granite-moe-shared", "smallthinker-windows"],
+)  # fmt: skip
 def test_it_is_what_services_allocate(variant: str, tmp_path: Path) -> None:
     require_equal(make_tiny(variant, tmp_path), num_cpu_actors=1)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", ["q8", "q4", "q4_1", "mxfp4", "bf16"])
+@pytest.mark.parametrize("name", ["q-llama-tied", "q-opt", "q-falcon-grouped"])
+@pytest.mark.parametrize("dtype", ["q8", "mxfp4", "bf16"])
 def test_it_is_what_services_allocate_in_other_formats(
     name: str, dtype: str, tmp_path: Path
 ) -> None:
@@ -85,7 +89,7 @@ def test_it_is_what_services_allocate_in_other_formats(
     require_equal(make_model(name, tmp_path), weight_dtype=dtype, num_cpu_actors=2, **more)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "q8"])
+@pytest.mark.parametrize("kv_dtype", ["q8"])
 def test_caches_of_each_format(kv_dtype: str, tmp_path: Path) -> None:
     path = make_tiny("llama-gqa", tmp_path)
     require_equal(path, kv_dtype=kv_dtype, kv_positions=1000, max_batch=3, num_cpu_actors=1)

@@ -28,7 +28,6 @@ from hotcold.model.files.artifact import (
     read_artifact,
     write_artifact,
 )
-from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.files.safetensors_file import SafetensorsFile
 from tests.full_disk import files_of_at_most
 from tests.tiny_models import make_tiny
@@ -113,14 +112,6 @@ def test_truncated_anywhere(file: Path) -> None:
     assert "damaged" in refused(file)
 
 
-@settings(max_examples=60)
-@given(content=st.binary(max_size=200))
-def test_random_bytes(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.getbasetemp() / "random"
-    path.write_bytes(content)
-    assert "damaged" in refused(path)
-
-
 @settings(max_examples=150)
 @given(at=st.integers(0, 600), value=st.integers(0, 255))
 def test_a_changed_byte_of_the_header_is_refused_or_harmless(
@@ -142,31 +133,16 @@ def test_a_changed_byte_of_the_header_is_refused_or_harmless(
     [
         None,
         {"other": "{}"},
-        {"hotcold": ""},
         {"hotcold": "{"},
-        {"hotcold": "3"},
         {"hotcold": "[]"},
         {"hotcold": "[" * 100_000},
         {"hotcold": "9" * 10_000},
-        {"hotcold": "{}"},
     ],
-    ids=["none", "other", "empty", "cut", "number", "list", "deep", "long number", "no kind"],
 )
 def test_another_programs_file(tmp_path: Path, metadata: dict[str, str] | None) -> None:
     path = tmp_path / "model.safetensors"
     save_file(TENSORS, path, metadata)
     refused(path)
-
-
-def test_formats_that_numpy_lacks(tmp_path: Path) -> None:
-    path = tmp_path / "odd.safetensors"
-    about = {"kind": "profile", "version": VERSION, "model_digest": IDENTITY.digest, "facts": {}}
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        tensors = {"a": torch.ones(3).to(dtype)}
-        save_torch_file(tensors, path, {"hotcold": json.dumps(about)})
-        with pytest.raises(ArtifactError, match="damaged") as caught:
-            read_artifact(path, "profile", IDENTITY)
-        assert str(path) in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
 def rewrite(path: Path, **changes: Any) -> None:
@@ -225,22 +201,6 @@ def test_another_config_is_another_model(model: Path, tmp_path: Path) -> None:
     assert f"belongs to the model '{model.name}'" in text and "not to 'copy'" in text
 
 
-def test_other_weights_are_another_model(model: Path, tmp_path: Path) -> None:
-    """Any one tensor, changed in its first number."""
-    path = shutil.copytree(model, tmp_path / "copy")
-    weights, digests = path / "model.safetensors", {ModelIdentity.of(model).digest}
-    tensors = load_file(weights)
-    for name, tensor in tensors.items():
-        changed = tensor.clone()
-        changed.view(-1)[0] += 1
-        save_torch_file(tensors | {name: changed}, weights, {"format": "pt"})
-        digests.add(ModelIdentity.of(path).digest)
-    assert len(digests) == 1 + len(tensors) > 40
-    name = next(name for name in tensors if name.endswith("fc1.weight"))
-    save_torch_file(tensors | {name: tensors[name].half()}, weights, {"format": "pt"})
-    assert ModelIdentity.of(path).digest not in digests
-
-
 def change_in_place(file: Path, place: int) -> None:
     """Change a bit of a file as a careless or a hostile program would: size and time stay."""
     found = file.stat()
@@ -268,26 +228,6 @@ def test_any_number_changed_in_place_is_another_model(model: Path, tmp_path: Pat
     assert weights.read_bytes() == original.read_bytes()
     read_artifact(tmp_path / "f", "predictors", ModelIdentity.of(path))
     read_artifact(tmp_path / "f", "predictors", ModelIdentity.of(model))
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "part.safetensors"])
-def test_weights_of_other_forms_changed_in_place(name: str, model: Path, tmp_path: Path) -> None:
-    path = shutil.copytree(model, tmp_path / "copy")
-    tensors, file = load_file(path / "model.safetensors"), path / name
-    (path / "model.safetensors").unlink()
-    if name == "pytorch_model.bin":
-        torch.save(tensors, file)
-    else:
-        save_torch_file(tensors, file)
-        index = {"weight_map": dict.fromkeys(tensors, name)}
-        (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    before = ModelIdentity.of(path)
-    found = before.content
-    assert ModelIdentity.of(path).content == found
-    change_in_place(file, file.stat().st_size // 2)
-    assert ModelIdentity.of(path).content != found
-    with pytest.raises(CheckpointError, match="its files have changed meanwhile"):
-        assert before.content
 
 
 def test_the_weights_are_read_once(
@@ -374,13 +314,6 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "text"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_permission(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    unwritable(tmp_path / "file")
-    tmp_path.chmod(0o700)
-
-
 def test_a_full_disk_leaves_the_old_file(file: Path) -> None:
     before = file.read_bytes()
     with files_of_at_most(20):
@@ -398,5 +331,32 @@ def test_an_interrupt_leaves_nothing(file: Path, monkeypatch: pytest.MonkeyPatch
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_where_files_lie() -> None:
-    assert artifact_path("/models/m", "x") == Path("/models/m/hotcold/x")
+def test_formats_that_numpy_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "odd.safetensors"
+    about = {"kind": "profile", "version": VERSION, "model_digest": IDENTITY.digest, "facts": {}}
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        tensors = {"a": torch.ones(3).to(dtype)}
+        save_torch_file(tensors, path, {"hotcold": json.dumps(about)})
+        with pytest.raises(ArtifactError, match="damaged") as caught:
+            read_artifact(path, "profile", IDENTITY)
+        assert str(path) in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "part.safetensors"])
+def test_weights_of_other_forms_changed_in_place(name: str, model: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(model, tmp_path / "copy")
+    tensors, file = load_file(path / "model.safetensors"), path / name
+    (path / "model.safetensors").unlink()
+    if name == "pytorch_model.bin":
+        torch.save(tensors, file)
+    else:
+        save_torch_file(tensors, file)
+        index = {"weight_map": dict.fromkeys(tensors, name)}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = ModelIdentity.of(path)
+    found = before.content
+    assert ModelIdentity.of(path).content == found
+    change_in_place(file, file.stat().st_size // 2)
+    assert ModelIdentity.of(path).content != found
+    with pytest.raises(CheckpointError, match="its files have changed meanwhile"):
+        assert before.content

@@ -23,7 +23,6 @@ from hotcold.model.files.artifact_places import (
     artifact_folders,
     artifact_path,
     artifacts_like,
-    place_to_write,
 )
 from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
@@ -46,17 +45,6 @@ def profile_of(model: Path, num_tokens: int) -> ActivationProfile:
     config = read_config(model)
     shape = config.num_layers, max(config.ffn_sizes)
     return ActivationProfile(np.zeros(shape, np.int64), num_tokens, "a text", "0" * 64)
-
-
-def test_beside_the_model_without_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ARTIFACTS, raising=False)
-    assert artifact_folders(model) == [model / "hotcold"]
-    assert artifact_path(model, "x") == place_to_write(model, Path("x")) == model / "hotcold" / "x"
-    gguf = model.parent / "a.gguf"
-    gguf.write_bytes(b"GGUF")
-    assert artifact_path(gguf, "x") == model.parent / "hotcold" / "a" / "x"
-    monkeypatch.setenv(ARTIFACTS, "")
-    assert artifact_folders(model) == [model / "hotcold"]
 
 
 def test_nothing_is_written_beside_the_model_with_it(model: Path, elsewhere: Path) -> None:

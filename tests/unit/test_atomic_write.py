@@ -12,22 +12,6 @@ from hotcold.model.files import atomic_write
 from hotcold.model.files.atomic_write import write_atomic, write_if_absent
 
 
-def test_the_last_one_stays(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "folder" / "file"
-    for content in (b"one", b"two"):
-        write_atomic(path, content)
-        assert path.read_bytes() == content
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_the_first_one_stays(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    for content in (b"one", b"two"):
-        write_if_absent(path, content)
-        assert path.read_bytes() == b"one"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 @pytest.mark.parametrize("write", [write_if_absent, write_atomic])
 def test_nothing_is_left_of_what_fails(tmp_path: Path, write) -> None:
     (tmp_path / "file").mkdir()
@@ -101,3 +85,11 @@ def test_what_a_killed_writer_has_left_goes(tmp_path: Path) -> None:
         os.utime(part, (1, 1))
     write_atomic(path, b"one")
     assert sorted(tmp_path.iterdir()) == sorted([path, own, other])
+
+
+def test_the_first_one_stays(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for content in (b"one", b"two"):
+        write_if_absent(path, content)
+        assert path.read_bytes() == b"one"
+    assert list(tmp_path.iterdir()) == [path]

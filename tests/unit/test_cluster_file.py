@@ -28,12 +28,6 @@ def test_ray_accepts_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAUNCHER_FILES)
-def test_ray_refuses_what_it_does_not_know(name: str) -> None:
-    with pytest.raises(Exception, match="unknown_key"):
-        validate_config(prepare_config(read(name) | {"unknown_key": 1}))
-
-
-@pytest.mark.parametrize("name", LAUNCHER_FILES)
 def test_nothing_listens_beyond_the_machine_without_a_token(name: str) -> None:
     config = read(name)
     head, worker = (" ".join(config[f"{kind}_start_ray_commands"]) for kind in ("head", "worker"))
@@ -44,13 +38,6 @@ def test_nothing_listens_beyond_the_machine_without_a_token(name: str) -> None:
     assert "~/.ray/auth_token" in config["file_mounts"]
     # Ray makes it readable for everybody.
     assert "chmod 600 ~/.ray/auth_token" in config["setup_commands"]
-
-
-def test_your_own_machines_may_be_several() -> None:
-    config = read("cluster.yaml")
-    config["provider"]["worker_ips"] = ["10.0.0.2"]
-    config["max_workers"] = 1
-    validate_config(prepare_config(config))
 
 
 def test_node_types_offer_numa_nodes() -> None:

@@ -73,20 +73,6 @@ def test_what_is_small_in_itself_or_beside_the_work_is_no_trouble(
     assert Machine(CORES).work(10, share, request_us)
 
 
-def test_nothing_is_concluded_from_few_requests() -> None:
-    machine = Machine(CORES)
-    assert machine.work(4, BAD, request_us=100_000)  # five requests a poll
-    assert not machine.work(8, BAD, request_us=100_000)
-
-
-def test_counters_that_begin_anew_are_no_trouble() -> None:
-    machine = Machine(CORES)
-    assert machine.work(10, GOOD)
-    machine.counted = [0, 0, 0]
-    assert machine.work(10, GOOD)
-    assert not machine.work(0.5, BAD)
-
-
 @contextmanager
 def waiting_thread(affinity: CoreAffinity, thread: int) -> Iterator[int]:
     """A thread of this process that is pinned; its id."""
@@ -129,20 +115,6 @@ def test_the_operating_system_pins_threads() -> None:
             assert os.sched_getaffinity(third) == {CORES[1]}
 
 
-def test_watching_ends_when_there_is_nothing_more_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotcold.placement.machine.core_affinity._POLL_S", 0.0)
-    machine, answers = Machine(CORES), iter([True, True, False])
-    seen: list[Delays] = []
-
-    def delays() -> Delays:
-        seen.append(Delays(400 * len(seen) * 100, 1000 * len(seen) * 100, len(seen) * 100))
-        return seen[-1]
-
-    machine.affinity.watch(lambda: next(answers), delays)
-    assert len(seen) == 2
-    assert not machine.affinity.is_pinned
-
-
 def test_which_threads_are_pinned(tmp_path: Path) -> None:
     one = str(write_tree(tmp_path / "one", {0: f"{CORES[0]}-{CORES[-1]}"}))
     count = len(CORES)
@@ -155,3 +127,11 @@ def test_which_threads_are_pinned(tmp_path: Path) -> None:
     assert find_cores(HostShare((count + 1,), 0, "auto", one), count + 1) == ()
     two = str(write_tree(tmp_path / "two", {0: str(CORES[0]), 1: str(CORES[-1])}))
     assert find_cores(HostShare((1, 1), None, "auto", two), 2) == ()
+
+
+def test_counters_that_begin_anew_are_no_trouble() -> None:
+    machine = Machine(CORES)
+    assert machine.work(10, GOOD)
+    machine.counted = [0, 0, 0]
+    assert machine.work(10, GOOD)
+    assert not machine.work(0.5, BAD)

@@ -56,13 +56,6 @@ def i9_13900k(root: Path) -> range:
     return range(32)
 
 
-def i7_12700k(root: Path) -> range:
-    write_cores(root, pairs(0, 15), 4_900_000)
-    write_cores(root, singles(16, 19), 3_800_000)
-    intel(root, "0-15", "16-19")
-    return range(20)
-
-
 def i7_1255u(root: Path) -> range:
     """2 P cores and 8 E cores."""
     write_cores(root, pairs(0, 3), 4_700_000)
@@ -110,7 +103,6 @@ EVEN = tuple(range(0, 16, 2))
     ("machine", "paying", "slow", "island"),
     [
         (i9_13900k, EVEN, range(16, 32), ()),
-        (i7_12700k, EVEN, range(16, 20), ()),
         (i7_1255u, (0, 2, 4, 5), range(4, 12), ()),
         (ultra_7_155h, EVEN[:6], range(12, 20), (20, 21)),
         (ultra_7_258v, (0, 1, 2, 3), (), (4, 5, 6, 7)),
@@ -141,13 +133,6 @@ def test_machines(
     assert (
         not slow or len(paying) == len(kinds.fast) + len(slow) or not set(fewer) & set(kinds.second)
     )
-
-
-def test_a_quota_is_for_fast_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = rk3588(tmp_path)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(cores))
-    write(tmp_path / "sys/fs/cgroup/cpu.max", "200000 100000")
-    assert usable_cores(tmp_path) == usable_cores(tmp_path, 8) == (4, 5)
 
 
 def test_cores_that_are_allowed(tmp_path: Path) -> None:

@@ -9,16 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.attention.attention_service import load_attention_service
-from hotcold.actors.cpu.cpu_service import load_cpu_service
-from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.account import account, loaded_bytes
 from hotcold.actors.setup.choose import choose_system
 from hotcold.actors.setup.drafting import draft_note
-from hotcold.actors.setup.host_files import weight_bytes
 from hotcold.actors.setup.preflight import prepare_system, read_model
-from hotcold.actors.setup.shards import service_specs
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import MemoryBudgetError, UsageError
 from hotcold.model.files.artifact import ModelIdentity
@@ -54,20 +49,6 @@ def test_refusals(path: Path, given: dict[str, Any], words: str) -> None:
     assert "\n" not in str(found.value)
 
 
-def test_rows_of_no_whole_groups(tmp_path: Path) -> None:
-    from tests.tiny_models import make_tiny
-
-    path = make_tiny("llama-relu", tmp_path / "m", dtype="float16")
-    with pytest.raises(UsageError, match="--draft q4: q4 takes weights in groups of 32"):
-        choose_system(path, read_model(path), Q4)
-
-
-def test_a_gpu_has_no_second_weights(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotcold.actors.setup.choose.choose_device", lambda *_: "cuda")
-    with pytest.raises(UsageError, match="--draft q4 is for the CPU alone; give --device cpu"):
-        choose_system(path, read_model(path), Q4)
-
-
 def test_its_memory_is_counted(path: Path) -> None:
     options = replace(Q4, draft="auto")
     plain, config = prepare_system(path, options)
@@ -88,18 +69,6 @@ def test_its_memory_is_counted(path: Path) -> None:
     assert prepare_system(path, replace(options, cpu_memory_bytes=spare))[0].storage is None
 
 
-def test_what_services_load_is_what_was_counted(path: Path) -> None:
-    system, config = prepare_system(path, Q4)
-    counted: list[int] = []
-    plain = read_config(path)
-    for spec in service_specs(system, config):
-        before = sum(counted)
-        load = load_cpu_service if spec.is_cpu_service else load_attention_service
-        load(spec, plain, counted.append)
-        assert abs(sum(counted) - before - weight_bytes(spec, plain)) < 10_000  # of ids
-    assert abs(sum(counted) - loaded_bytes(system, config)) < 10_000
-
-
 def test_predictors_that_draft(path: Path, tmp_path: Path) -> None:
     config = read_config(path)
     layers = [
@@ -116,11 +85,6 @@ def test_predictors_that_draft(path: Path, tmp_path: Path) -> None:
     assert found.draft_predictors_path == str(file.resolve()) and found.mode == "exact"
     assert account(found, read_model(path)).predictor_bytes == file.stat().st_size
     file.unlink()
-
-
-def test_a_system_travels_as_json(path: Path) -> None:
-    system = choose_system(path, read_model(path), Q4)
-    assert SystemConfig.from_json(system.as_json()) == system
 
 
 def test_too_little_memory_is_said_with_a_draft(path: Path) -> None:

@@ -10,12 +10,10 @@ import pytest
 from hotcold.actors.driver.draft_policy import (
     MODEL,
     AutoPolicy,
-    Choice,
     DraftPolicy,
     FixedPolicy,
     Offer,
     StepCost,
-    draft_policy,
 )
 from hotcold.actors.protocol.messages import MOST_DRAFTED
 
@@ -114,7 +112,7 @@ def without(step_ns: Callable[[int], float], num: int, steps: int) -> float:
 
 
 @pytest.mark.parametrize("num", [1, 3])
-@pytest.mark.parametrize("chance", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("chance", [0.7])
 def test_it_is_nearly_as_fast_as_the_best_number(num: int, chance: float) -> None:
     def rate(policy: DraftPolicy) -> float:
         simulation = Simulation(policy, by_memory, num, round_ns=8e6)
@@ -126,15 +124,13 @@ def test_it_is_nearly_as_fast_as_the_best_number(num: int, chance: float) -> Non
 
 
 @pytest.mark.parametrize("num", [1, 5])
-@pytest.mark.parametrize("steps", [100, 2500])
+@pytest.mark.parametrize("steps", [2500])
 @pytest.mark.parametrize(
     ("step_ns", "round_ns", "chance", "ngram_chance"),
     [
-        (by_arithmetic, 0.0, 0.0, 0.9),  # n-grams that are right, and steps that are saturated
-        (by_memory, 0.0, 0.0, 0.0),  # n-grams that are wrong
-        (by_memory, 45e6, 0.8, 0.0),  # a model's draft that is right, and takes as long
-        (by_memory, 10e6, 0.05, 0.05),
-        (short, 0.0, 0.0, 0.1),  # looking costs as much as drafts
+        (by_arithmetic, 0.0, 0.0, 0.9),
+        (by_memory, 45e6, 0.8, 0.0),
+        (short, 0.0, 0.0, 0.1),
         (short, 0.4e6, 0.3, 0.1),
     ],
 )
@@ -165,22 +161,7 @@ def test_it_comes_back() -> None:
     assert simulation.run(2000, 0.0, ngram_chance=0.02, ngram_length=4) > 0.985 * off
 
 
-def test_costs_that_change_are_noticed() -> None:
-    """As when the experts of verified tokens are not in memory any more."""
-    costs = {"of": by_memory}
-    simulation = Simulation(AutoPolicy(), lambda size: costs["of"](size), slow_share=0.0)
-    simulation.run(300, 0.0, ngram_chance=0.8, ngram_length=8)
-    costs["of"] = by_arithmetic
-    simulation.run(200, 0.0, ngram_chance=0.8, ngram_length=8)
-    slow = simulation.run(2000, 0.0, ngram_chance=0.8, ngram_length=8)
-    assert slow > 0.97e6 / (by_arithmetic(1) + ACCEPT_NS)
-    costs["of"] = by_memory
-    simulation.run(4000, 0.0, ngram_chance=0.8, ngram_length=8)
-    fast = simulation.run(500, 0.0, ngram_chance=0.8, ngram_length=8)
-    assert fast > 1.5 * without(by_memory, 1, 2000)
-
-
-@pytest.mark.parametrize(("num", "jump", "chance"), [(5, 1.3, 0.3), (9, 1.6, 0.5)])
+@pytest.mark.parametrize(("num", "jump", "chance"), [(5, 1.3, 0.3)])
 def test_many_requests_are_measured_without_drafts(num: int, jump: float, chance: float) -> None:
     """Where the first drafted token makes a step dearer, as with kernels for so many tokens."""
 
@@ -194,7 +175,7 @@ def test_many_requests_are_measured_without_drafts(num: int, jump: float, chance
     assert rate > 0.98 * plain.run(1500, 0.0)
 
 
-@pytest.mark.parametrize("pause_ns", [30e6, 400e6, 20e9])
+@pytest.mark.parametrize("pause_ns", [400e6])
 @pytest.mark.parametrize("has_model", [False, True])
 def test_one_pause_is_forgiven(pause_ns: float, has_model: bool) -> None:
     """The first drafts pay well, but waited for something else."""
@@ -212,31 +193,6 @@ def test_one_pause_is_forgiven(pause_ns: float, has_model: bool) -> None:
     simulation.round_ns = 6e6 if has_model else 0.0
     simulation.run(4000, *args)
     assert simulation.run(500, *args) > 1.3 * without(step_ns, 1, 500)
-
-
-def test_looking_for_drafts_costs_little() -> None:
-    """Of short steps few are looked at, of long ones all, and none without room."""
-    for step_ns, least, most in ((short, 0.005, 0.1), (by_memory, 0.9, 1.0)):
-        simulation = Simulation(AutoPolicy(), step_ns)
-        simulation.run(4000, 0.0)
-        assert least < simulation.num_looks / 4000 <= most
-        assert not simulation.policy.looks(1, 0, False)
-
-
-def test_it_takes_the_better_of_two_drafts() -> None:
-    def sources(chance: float, ngram_chance: float) -> list[int]:
-        policy = AutoPolicy()
-        simulation = Simulation(policy, by_memory, round_ns=3e6)
-        simulation.run(600, chance, ngram_chance, ngram_length=3)
-        offers = [Offer(simulation.requests[0], MOST_DRAFTED, MOST_DRAFTED, 3)]
-        found = []
-        for _ in range(200):
-            found.append(policy.choose(offers, True, 31)[0].source)
-            simulation.run(1, chance, ngram_chance, ngram_length=3)
-        return found
-
-    assert np.mean([source == MODEL for source in sources(0.9, 0.1)]) > 0.9
-    assert np.mean([source == 3 for source in sources(0.1, 0.9)]) > 0.9
 
 
 def test_each_request_has_its_own_number() -> None:
@@ -283,12 +239,10 @@ def test_room_is_kept() -> None:
             policy.learn(offers, choices, StepCost(10, 10**7, 10, drafted, fates))
 
 
-def test_a_fixed_number() -> None:
-    policy = draft_policy("3")
-    one, two = Request(), Request()
-    offers = [Offer(one, 8, 2, 4), Offer(two, 8)]
-    assert policy.choose(offers, True, 31) == [Choice(4, 2), Choice(MODEL, 3)]
-    assert policy.choose(offers, False, 31)[1].size == 0
-    assert policy.choose(offers, True, 3) == [Choice(4, 2), Choice(MODEL, 1)]
-    with pytest.raises(ValueError):
-        draft_policy("many")
+def test_looking_for_drafts_costs_little() -> None:
+    """Of short steps few are looked at, of long ones all, and none without room."""
+    for step_ns, least, most in ((short, 0.005, 0.1), (by_memory, 0.9, 1.0)):
+        simulation = Simulation(AutoPolicy(), step_ns)
+        simulation.run(4000, 0.0)
+        assert least < simulation.num_looks / 4000 <= most
+        assert not simulation.policy.looks(1, 0, False)

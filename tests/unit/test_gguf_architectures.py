@@ -138,7 +138,7 @@ def falcon(path: Path, kv_heads: int, powerinfer: bool) -> np.ndarray:
 
 
 @pytest.mark.parametrize("powerinfer", [False, True])
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("kv_heads", [2])
 def test_falcons_logits_are_transformers(kv_heads: int, powerinfer: bool, tmp_path: Path) -> None:
     expected = falcon(tmp_path / "tiny.gguf", kv_heads, powerinfer)
     found = reference_logits(tmp_path / "tiny.gguf", IDS)

@@ -61,7 +61,7 @@ def split(path: Path, folder: Path, most: int) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-@pytest.mark.parametrize("name", ["none.gguf", "folder/none.gguf", "/folder/none.gguf"])
+@pytest.mark.parametrize("name", ["folder/none.gguf"])
 def test_a_file_that_is_not_there_is_no_repository(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,20 +79,6 @@ def test_a_file_that_is_not_there_is_no_repository(
     with pytest.raises(UsageError, match="asked"):
         locate_model("org/repo:none.gguf")
     assert asked == [("org/repo", "none.gguf")]
-
-
-def test_where_models_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file_of(tiny(), tmp_path / "a.gguf")
-    assert locate_model(str(tmp_path)) == tmp_path / "a.gguf"
-    assert locate_model(str(tmp_path / "a.gguf")) == tmp_path / "a.gguf"
-    (tmp_path / "b.gguf").write_bytes((tmp_path / "a.gguf").read_bytes())
-    with pytest.raises(UsageError, match=r"holds 2 GGUF models; name one: .*a\.gguf, .*b\.gguf"):
-        locate_model(str(tmp_path))
-    (tmp_path / "config.json").write_text("{}")
-    assert locate_model(str(tmp_path)) == tmp_path
-    (tmp_path / "notes.txt").write_text("no model")
-    with pytest.raises(UsageError, match="is a file, and no GGUF file; give one, or its directory"):
-        locate_model(str(tmp_path / "notes.txt"))
 
 
 def test_a_links_name_is_kept(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotcold.actors.protocol.kv_pool import KvPool, Window, namespace_key, num_pages_of, page_keys
+from hotcold.actors.protocol.kv_pool import KvPool, Window, namespace_key, page_keys
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 
 _ACTIONS = st.lists(st.one_of(st.integers(1, 5 * PAGE_POSITIONS), st.integers(-9, 0)), max_size=60)
@@ -45,18 +45,6 @@ def test_no_page_has_two_owners(num_pages: int, num_slots: int, actions: list[in
         assert len(set(owned)) == len(owned) and set(owned) <= set(range(num_pages))
         for slot, pages in allocated.items():  # nothing that runs loses a page
             assert tables[slot, : len(pages)].tolist() == pages
-
-
-def test_more_than_a_slot_can_have() -> None:
-    assert [num_pages_of(n) for n in (0, 1, PAGE_POSITIONS, PAGE_POSITIONS + 1)] == [0, 1, 1, 2]
-    pool = KvPool(9, np.zeros((2, 1, 2), np.int32))
-    with pytest.raises(ValueError, match="129 positions"):
-        pool.allocate(2 * PAGE_POSITIONS + 1)
-    assert pool.num_free_pages == 9
-    assert pool.allocate(1) == 0
-    with pytest.raises(ValueError, match="129 positions"):
-        pool.extend(0, 2 * PAGE_POSITIONS + 1)
-    assert pool.num_free_pages == 8
 
 
 _PROMPTS = [[a, b, c, d] for a in (1, 2) for b in (1, 2) for c in (1, 2) for d in (1, 2)]
@@ -298,28 +286,6 @@ def test_a_window_holds_what_its_tokens_see(
         ]
         free = pool.num_pages - pool.num_free_pages
         assert free.tolist() == [len(pages) for pages in used]
-
-
-@given(
-    st.integers(1, 300), st.integers(1, 2), st.lists(st.booleans(), min_size=9, max_size=9),
-    st.lists(st.booleans(), min_size=9, max_size=9), st.integers(0, 3),
-)  # fmt: skip
-def test_the_longest_beginning_whose_window_is_there(
-    size: int, together: int, full: list[bool], windowed: list[bool], first: int
-) -> None:
-    """By trying all lengths."""
-    pool = KvPool(9, np.zeros((2, 1, 13), np.int32), Window(size, PAGE_POSITIONS), 9)
-    keys = [bytes([n]) for n in range(9)]
-    for group, there in zip(pool._groups, (full, windowed), strict=True):
-        for key, is_there in zip(keys, there, strict=True):
-            if is_there:
-                group.index.add(key, group.take())
-    expected = 0
-    for count in range(together, 10, together):
-        seen = max(0, (first + count) * PAGE_POSITIONS + 1 - size) // PAGE_POSITIONS
-        if all(full[:count]) and all(windowed[max(0, seen - first) : count]):
-            expected = count
-    assert pool.find(keys, first, together) == expected
 
 
 def test_a_slot_for_a_whole_sequence_has_pages_in_turn() -> None:

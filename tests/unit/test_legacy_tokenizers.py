@@ -78,7 +78,3 @@ def test_merges_are_those_of_transformers(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").write_text("a b c\n")
     with pytest.raises(ConfigError, match="no pair"):
         Tokenizer.from_model(tmp_path)
-
-
-def test_a_directory_without_any_has_no_tokenizer(tmp_path: Path) -> None:
-    assert Tokenizer.from_model(tmp_path) is None

@@ -14,7 +14,6 @@ import pytest
 from hotcold.actors.setup.preflight import read_model
 from hotcold.jobs.cli import main
 from hotcold.model.errors import HotcoldError, UsageError
-from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model
 from hotcold.model.files.ollama import ollama_file
 from hotcold.model.text.chat_template import ChatTemplate
@@ -52,7 +51,7 @@ def write_manifest(path: Path, kind: str = "model", digest: str = f"sha256:{DIGE
     path.write_text(json.dumps({"schemaVersion": 2, "config": {}, "layers": layers}))
 
 
-@pytest.mark.parametrize("name", ["X.GGUF", "x.gguf", "x", "sha256-0123", "x.bin", "a-of-b"])
+@pytest.mark.parametrize("name", ["X.GGUF", "sha256-0123"])
 def test_a_gguf_file_is_known_by_its_content(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(gguf_of())
     assert locate_model(str(tmp_path / name)) == tmp_path / name
@@ -94,8 +93,9 @@ def test_what_stands_beside_a_model_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["small", "small:latest", "small:1b", "library/small", "hf.co/org/repo:Q4_K_M",
-     "registry.ollama.ai/library/small:1b"],
+    ["small",
+"small:1b",
+"hf.co/org/repo:Q4_K_M",],
 )  # fmt: skip
 def test_ollamas_models_have_their_names(ollama: Path, name: str) -> None:
     file = ollama / "blobs" / f"sha256-{DIGEST}"
@@ -104,7 +104,7 @@ def test_ollamas_models_have_their_names(ollama: Path, name: str) -> None:
     assert locate_model(str(ollama / "manifests/registry.ollama.ai/library/small/1b")) == file
 
 
-@pytest.mark.parametrize("name", ["other", "small:7b", "", ":", "../small", "a/b/c/d", "..:1b"])
+@pytest.mark.parametrize("name", ["other", "small:7b", "", "../small"])
 def test_ollamas_models_that_are_not_there(ollama: Path, name: str) -> None:
     with pytest.raises(UsageError, match=r"there are: ollama:hf\.co/org/repo:Q4_K_M, ollama:sm"):
         ollama_file(name)
@@ -125,38 +125,30 @@ def test_ollamas_models_that_cannot_be_used(ollama: Path) -> None:
 
 @pytest.mark.parametrize(
     ("files", "says"),
-    [
-        ({"adapter_config.json": b'{"base_model_name_or_path": "a/b"}'}, "is an adapter of a/b"),
-        ({"adapter_config.json": b"{", "adapter_model.safetensors": b""}, "is an adapter, and no"),
-        ({"adapter_config.json": b"{}", "config.json": CONFIG}, "is an adapter, and no"),
-        ({"model.onnx": b""}, "ONNX"),
-        ({"onnx/model.onnx": b"", "config.json": CONFIG}, "ONNX"),
-        ({"consolidated.safetensors": b"", "params.json": b"{}"}, "makers' own form"),
-        ({"consolidated.00.pth": b"", "params.json": b"{}"}, "makers' own form"),
-        ({"consolidated.safetensors": b"", "config.json": CONFIG}, "makers' own form"),
-        ({"weights.00.npz": b"", "config.json": CONFIG}, "MLX"),
-        ({"model_index.json": b"{}"}, "diffusers"),
-        ({"modules.json": b"[]", "config.json": b'{"model_type": "bert"}'}, "'bert', which is not"),
-        ({"tokenizer.json": b"{}", "tokenizer_config.json": b"{}"}, "tokenizer alone"),
-        ({"optimizer.pt": b"", "trainer_state.json": b"{}"}, "training's state"),
-        ({"checkpoint-10/config.json": CONFIG}, "checkpoints of a training"),
-        ({"snapshots/abc/config.json": CONFIG, "refs/main": b""}, "ORG/REPO"),
-        ({"model.safetensors": b""}, "without config.json"),
-        ({"config.json": POINTER}, "config.json: is Git LFS's .* `git lfs pull`"),
-        ({"config.json": CONFIG, "model.safetensors": POINTER}, "model.safetensors: is Git LFS's"),
-        ({"config.json": CONFIG, "pytorch_model.bin": POINTER}, "model.bin: is Git LFS's"),
-        ({"a.gguf": POINTER}, "a.gguf: is Git LFS's"),
-        (
+    [({"adapter_config.json": b'{"base_model_name_or_path": "a/b"}'}, "is an adapter of a/b"),
+({"adapter_config.json": b"{}", "config.json": CONFIG}, "is an adapter, and no"),
+({"model.onnx": b""}, "ONNX"),
+({"consolidated.safetensors": b"", "params.json": b"{}"}, "makers' own form"),
+({"weights.00.npz": b"", "config.json": CONFIG}, "MLX"),
+({"model_index.json": b"{}"}, "diffusers"),
+({"modules.json": b"[]", "config.json": b'{"model_type": "bert"}'}, "'bert', which is not"),
+({"tokenizer.json": b"{}", "tokenizer_config.json": b"{}"}, "tokenizer alone"),
+({"optimizer.pt": b"", "trainer_state.json": b"{}"}, "training's state"),
+({"checkpoint-10/config.json": CONFIG}, "checkpoints of a training"),
+({"snapshots/abc/config.json": CONFIG, "refs/main": b""}, "ORG/REPO"),
+({"model.safetensors": b""}, "without config.json"),
+({"config.json": POINTER}, "config.json: is Git LFS's .* `git lfs pull`"),
+({"a.gguf": POINTER}, "a.gguf: is Git LFS's"),
+(
             {"config.json": CONFIG, "tokenizer.json": POINTER,
              "model.safetensors": (DEMO_DIRECTORY / "model.safetensors").read_bytes()},
             "tokenizer.json: is Git LFS's",
         ),
-        ({"a.gguf": gguf_of(general__type="adapter", general__architecture="llama")}, "LoRA"),
-        ({"a.gguf": gguf_of(general__architecture="clip")}, "reads pictures"),
-        ({"a.gguf": gguf_of(general__type="imatrix")}, "which weights matter"),
-        ({"a.gguf": gguf_of(general__architecture="t5")}, "'t5', which is not supported"),
-        ({"a.gguf": b"lmgg" * 9}, "no GGUF file"),
-    ],
+({"a.gguf": gguf_of(general__type="adapter", general__architecture="llama")}, "LoRA"),
+({"a.gguf": gguf_of(general__architecture="clip")}, "reads pictures"),
+({"a.gguf": gguf_of(general__type="imatrix")}, "which weights matter"),
+({"a.gguf": gguf_of(general__architecture="t5")}, "'t5', which is not supported"),
+({"a.gguf": b"lmgg" * 9}, "no GGUF file"),],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
 )  # fmt: skip
 def test_what_is_no_model_is_said_in_one_line(
@@ -211,19 +203,12 @@ def refusal(path: Path) -> str:
             31,
             r"type 31 \(Q4_0_4_4\), which old builds for ARM read, .*take the model's Q4_0 file",
         ),
-        (33, r"type 33 \(Q4_0_8_8\).*Q4_0 file"),
-        (
-            36,
-            r"type 36 \(IQ4_NL_4_4; or it is I2_S, which only BitNet's .*\).*Q4_0 file",
-        ),
-        (38, r"type 38 \(IQ4_NL_8_8\).*Q4_0 file"),
         (5, r"type 5 \(Q4_3\), which llama.cpp removed in 2023"),
         (42, "type 42, of a newer llama.cpp; take a file in another format"),
         (
             40,
             r"1 of \d+ tensors .*not read: NVFP4 \(1\); take a file in these:",
         ),
-        (41, r"Q1_0 \(1\)"),
     ],
 )
 def test_types_that_are_gone_or_new(number: int, says: str, tmp_path: Path) -> None:
@@ -277,12 +262,3 @@ def test_a_chat_template_is_the_models_own_file(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").symlink_to(tmp_path / "key")
     with pytest.raises(HotcoldError, match=r"chat_template.jinja: is a link out of the model's"):
         ChatTemplate.from_directory(folder)
-
-
-def test_a_gguf_files_tensors_have_its_own_names(tmp_path: Path) -> None:
-    """And its keys are its own: nobody can download a config.json for it."""
-    file = tmp_path / "a.gguf"
-    file.write_bytes(gguf_of(general__architecture="llama"))
-    with pytest.raises(HotcoldError) as caught:
-        Checkpoint(file)
-    assert "config.json" not in str(caught.value) and "llama." in str(caught.value)

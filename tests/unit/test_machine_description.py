@@ -58,13 +58,6 @@ def test_the_documented_example_is_a_description() -> None:
     assert not machine.gpus[0].measured
 
 
-def test_busy_cores_may_be_left_out() -> None:
-    values = MACHINE.as_json()
-    assert Machine.from_json(values | {"busy_cores": 1.5}, "m.json").was_busy
-    del values["busy_cores"]
-    assert not Machine.from_json(values, "m.json").was_busy
-
-
 def changed(change: Callable[[Any], Any]) -> dict[str, Any]:
     values = json.loads(json.dumps(MACHINE.as_json()))
     change(values)
@@ -76,28 +69,16 @@ def changed(change: Callable[[Any], Any]) -> dict[str, Any]:
     [
         (lambda v: v.pop("date"), "date is missing"),
         (lambda v: v["nodes"][1].pop("rows_gb_per_s"), "nodes[1]: rows_gb_per_s is missing"),
-        (lambda v: v["gpus"][0].pop("measured"), "gpus[0]: measured is missing"),
         (lambda v: v.update(speed=1), "'speed' is unknown"),
         (lambda v: v["nodes"][0].update({"a\nb": 1}), "'a\\nb' is unknown"),
-        (lambda v: v.update(nodes=[]), "nodes is empty"),
         (lambda v: v.update(nodes={}), "nodes is {}"),
-        (lambda v: v.update(gpus=[3]), "gpus[0]: is 3"),
         (lambda v: v.update(name=""), "name is ''"),
-        (lambda v: v.update(date=None), "date is None"),
         (lambda v: v.update(exchange_us=0), "exchange_us is 0"),
-        (lambda v: v.update(busy_cores=-1), "busy_cores is -1"),
-        (lambda v: v.update(exchange_us=True), "exchange_us is True"),
         (lambda v: v.update(exchange_us=10**400), "exchange_us is 1000"),
         (lambda v: v["nodes"][0].update(read_gb_per_s=float("nan")), "read_gb_per_s is nan"),
-        (lambda v: v["nodes"][0].update(gather_gb_per_s=float("inf")), "gather_gb_per_s is inf"),
-        (lambda v: v["gpus"][0].update(link_gb_per_s=-1.0), "link_gb_per_s is -1.0"),
         (lambda v: v["gpus"][0].update(link_gb_per_s="50"), "link_gb_per_s is '50'"),
-        (lambda v: v["gpus"][0].update(measured=1), "gpus[0].measured is 1"),
         (lambda v: v["nodes"][0].update(num_cores=0), "num_cores is 0"),
         (lambda v: v["nodes"][0].update(num_cores=1.5), "num_cores is 1.5"),
-        (lambda v: v["nodes"][0].update(total_bytes=0), "total_bytes is 0"),
-        (lambda v: v["nodes"][0].update(free_bytes=-1), "free_bytes is -1"),
-        (lambda v: v["nodes"][0].update(free_bytes=1001), "nodes[0].free_bytes is more"),
         (lambda v: v["nodes"][1].update(name="node0"), "nodes[1].name 'node0' is taken"),
     ],
 )
@@ -110,7 +91,7 @@ def test_refusals_name_the_key(change: Callable[[Any], Any], named: str) -> None
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"name": 1, "name": 2}', b" " * 2**21]
+    "content", [b"{", b"\xff", b"[" * 100_000, b'{"name": 1, "name": 2}', b" " * 2**21]
 )
 def test_files_that_hold_no_description(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.json"

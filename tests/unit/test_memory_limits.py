@@ -105,9 +105,8 @@ def test_memory_of_nodes_that_a_cpuset_does_not_allow(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variables", "kept"),
     [
-        ({}, 0),  # a Ray of our own, which will have no monitor
+        ({}, 0),
         ({"RAY_ADDRESS": "10.0.0.1:6379"}, 5 * GIB),
-        ({"RAY_memory_monitor_refresh_ms": "250"}, 5 * GIB),
         ({"RAY_ADDRESS": "auto", "RAY_memory_monitor_refresh_ms": "0"}, 0),
         ({"RAY_ADDRESS": "auto", "RAY_memory_usage_threshold": "0.8"}, 20 * GIB),
         ({"RAY_ADDRESS": "auto", "RAY_min_memory_free_bytes": str(GIB)}, GIB),

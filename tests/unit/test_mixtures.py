@@ -19,7 +19,7 @@ from hotcold.model.config.build import read_config
 from hotcold.model.config.families import tensor_names
 from hotcold.model.config.families.tensor_names import ExpertNames, layout_in
 from hotcold.model.config.gguf_architectures import ARCHITECTURES
-from hotcold.model.config.layer_spec import FfnSpec, RouterSpec
+from hotcold.model.config.layer_spec import FfnSpec
 from hotcold.model.errors import ConfigError
 from hotcold.model.files.checkpoint import Checkpoint
 from tests.gguf_files import LlamaFile
@@ -254,39 +254,10 @@ def test_mxfp4_of_safetensors(tmp_path: Path) -> None:
     assert read.dtype == "float32" and read.experts == read_config(tmp_path / "floats").experts
 
 
-def test_what_a_layer_says(tmp_path: Path) -> None:
-    glm = read_config(make_tiny("glm4-moe-groups", tmp_path / "glm"))
-    assert [layer.ffn.block_sizes for layer in glm.layers] == [(40,)] * 2 + [(24,) * 8 + (48,)] * 2
-    assert glm.ffn_sizes == (40, 40, 240, 240)
-    assert (glm.largest_ffn, glm.num_neurons) == (240, 560)
-    assert [layer.ffn.router is None for layer in glm.layers] == [True, True, False, False]
-    assert glm.layers[2].ffn.router == RouterSpec(
-        num_experts=8,
-        num_chosen=3,
-        score="sigmoid",
-        norms_chosen=True,
-        scale=1.7,
-        has_selection_bias=True,
-        num_groups=4,
-        num_chosen_groups=2,
-    )
-    assert len({id(layer.ffn) for layer in glm.layers}) == 2  # alike ones are one
-    gpt = read_config(make_tiny("gpt-oss", tmp_path / "gpt"))
-    assert [layer.attention.window for layer in gpt.layers] == [9, 0, 9, 0]
-    assert gpt.layers[0].attention.has_sinks
-    assert not gpt.ropes[0].truncates
-    small = read_config(make_tiny("smallthinker-windows", tmp_path / "small"))
-    assert [layer.attention.rope for layer in small.layers] == [-1, 0, 0, 0, -1]
-    router = small.layers[0].ffn.router
-    assert router is not None
-    assert (router.reads, router.score) == ("layer_input", "softmax_of_chosen")
-
-
 @pytest.mark.parametrize(
     ("variant", "changes"),
     [
         ("qwen3-moe", {"mlp_only_layers": list(range(64))}),
-        ("qwen2-moe", {"decoder_sparse_step": 1 << 10}),
         ("glm4-moe", {"first_k_dense_replace": 1 << 10}),
     ],
 )
@@ -308,20 +279,17 @@ def test_dense_layers_alone_are_no_mixture(
     ("variant", "changes", "said"),
     [
         ("qwen3-moe", {"num_experts_per_tok": 8}, "num_experts_per_tok is 8"),
-        ("qwen3-moe", {"num_experts": 6}, "num_local_experts is 7 but num_experts is 6"),
         (
             "qwen3-moe",
             {"num_experts": 1 << 16, "num_local_experts": None, "num_hidden_layers": 1000},
             "num_experts is 65536 in 1000 layers; at most",
         ),
         ("qwen3-moe", {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
-        ("qwen2-moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0; not supported"),
         ("glm4-moe-groups", {"n_group": 3}, "n_group is 3, which does not divide"),
         ("glm4-moe-groups", {"topk_group": 1}, "topk_group leaves 2 experts, but 3 are chosen"),
         ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5"),
         ("smallthinker", {"rope_layout": [1, 2, 1]}, "rope_layout is"),
-        ("smallthinker", {"moe_enable_early_router": False}, "moe_enable_early_router is False"),
         ("turbosparse-mixtral", {"hidden_act": "silu"}, "hidden_act is silu"),
     ],
 )
@@ -334,7 +302,7 @@ def test_what_is_refused(variant: str, changes: dict[str, Any], said: str, tmp_p
     assert len(str(error.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("variant", ["qwen2-moe", "mixtral", "glm4-moe", "granite-moe"])
+@pytest.mark.parametrize("variant", ["qwen2-moe", "glm4-moe"])
 def test_experts_in_two_tensors(variant: str, tmp_path: Path) -> None:
     """As transformers 5 has them in memory, and some checkpoints on disk."""
     make_tiny(variant, tmp_path)

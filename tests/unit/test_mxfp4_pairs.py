@@ -96,13 +96,11 @@ def damaged(model: Path, path: Path, change: Callable[[dict[str, np.ndarray]], N
     ("change", "said"),
     [
         (lambda t: t.pop(f"{DOWN}_scales"), "_blocks"),
-        (lambda t: t.pop(f"{DOWN}_blocks"), "down_proj"),
         (
             lambda t: t.update({f"{DOWN}_scales": t[f"{DOWN}_scales"][:, :-1].copy()}),
             "beside scales",
         ),
         (lambda t: t[f"{DOWN}_scales"].fill(255), "has NaN or infinite values"),
-        (lambda t: t[f"{GATE_UP}_scales"].fill(253), "has NaN or infinite values"),
         (
             lambda t: t.update(
                 {f"{GATE_UP}_{k}": t[f"{GATE_UP}_{k}"][:, :-2].copy() for k in ("blocks", "scales")}

@@ -48,23 +48,6 @@ def test_the_longest_is_found() -> None:
     assert num_found > 100
 
 
-def test_a_period_goes_on() -> None:
-    index = NgramIndex()
-    index.extend([7, 8, 9] * 4)
-    match = index.find(7)
-    assert match is not None and match.ids == [7, 8, 9, 7, 8, 9, 7]
-
-
-def test_a_long_text_is_found_fast() -> None:
-    """One that begins as it did 5,000 tokens ago; unlike pairs with the same hash do not matter."""
-    random = np.random.default_rng(1)
-    tokens = random.integers(0, 1 << 17, 5000).tolist()
-    index = NgramIndex()
-    index.extend(tokens + tokens[:40])
-    match = index.find(16)
-    assert match is not None and match.length == _LONGEST and match.ids == tokens[40:56]
-
-
 class Request:
     """A key that can be forgotten."""
 
@@ -81,11 +64,3 @@ def test_requests_have_indices_of_their_own() -> None:
     del one
     gc.collect()
     assert len(ngrams._indices) == 1
-
-
-def test_a_long_prompt_is_indexed_in_parts() -> None:
-    ngrams, one = Ngrams(), Request()
-    tokens = [*range(2500), 5, 6]
-    found = [ngrams.find(one, tokens, 2) for _ in range(3)]
-    assert found[:2] == [None, None]
-    assert found[2] is not None and found[2].ids == [7, 8]

@@ -9,24 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.choose import NUMA_ROOT, choose_system
 from hotcold.actors.setup.preflight import SystemOptions, read_model
 from hotcold.actors.setup.shards import service_specs
 from hotcold.model.errors import UsageError
 from hotcold.placement.machine.numa import (
     NodeCores,
-    node_groups,
     nodes_with_memory,
     place_of_all,
     place_services,
     thread_counts,
 )
-from hotcold.placement.machine.pinning import HostShare, find_cores, find_place, not_pinned_because
+from hotcold.placement.machine.pinning import HostShare, find_cores, find_place
 from hotcold.placement.machine.sysfs import read_numa_nodes
-from hotcold.placement.solver.plan_devices import make_plan_devices
-from tests.numa_trees import GIB, cores_as_nodes, write_tree
-from tests.placement_cases import make_machine
+from tests.numa_trees import GIB, write_tree
 from tests.tiny_models import make_tiny
 
 # Two sockets of four nodes, eight cores with two threads each.
@@ -47,14 +43,6 @@ def test_one_service_a_node(tmp_path: Path) -> None:
     assert all(len(cores) == 1 for place in places for cores in place.thread_cores)
 
 
-def test_fewer_services_take_neighbouring_nodes(tmp_path: Path) -> None:
-    nodes = nodes_of(write_tree(tmp_path, EIGHT))
-    places = place_services(nodes, thread_counts(nodes, 3, 128))
-    assert [place.nodes for place in places] == [(0, 1), (2, 3, 4), (5, 6, 7)]
-    assert [len(place.cores) for place in places] == [32, 48, 48]
-    assert [len(place.thread_cores) for place in places] == [32, 48, 48]  # by cores, not equal
-
-
 def test_more_services_split_a_nodes_cores(tmp_path: Path) -> None:
     nodes = nodes_of(write_tree(tmp_path, TWO))
     places = place_services(nodes, thread_counts(nodes, 4, 8))
@@ -70,36 +58,10 @@ def test_few_threads_may_use_all_cores_of_their_node(tmp_path: Path) -> None:
     assert second.thread_cores == ((4, 5, 6, 7),)
 
 
-def test_a_mask_and_offline_cores_leave_cores_out(tmp_path: Path) -> None:
-    nodes = nodes_of(write_tree(tmp_path, {0: "0,2-3", 1: "4-7", 2: "8-9"}), (0, 2, 4, 5, 6, 7))
-    assert nodes == (NodeCores(0, (0, 2)), NodeCores(1, (4, 5, 6, 7)))
-    assert thread_counts(nodes, 2, 6) == (2, 4)  # as many as cores on both
-
-
 def test_cores_without_memory_go_to_the_nearest_node(tmp_path: Path) -> None:
     far = {0: [10, 20, 40], 2: [20, 10, 12], 5: [40, 12, 10]}  # by position, not by number
     root = write_tree(tmp_path, {0: "0-1", 2: "2-3", 5: "4-5"}, {5: 0}, far)
     assert nodes_of(root) == (NodeCores(0, (0, 1)), NodeCores(2, (2, 3, 4, 5)))
-
-
-def test_memory_without_cores_has_no_service(tmp_path: Path) -> None:
-    assert nodes_of(write_tree(tmp_path, {0: "0-1", 1: ""})) == (NodeCores(0, (0, 1)),)
-
-
-def test_no_tree_is_no_nodes(tmp_path: Path) -> None:
-    assert nodes_of(tmp_path) == ()
-    assert thread_counts((), 3, 7) == (3, 2, 2)
-    with pytest.raises(ValueError, match="no nodes"):
-        place_services((), (1,))
-
-
-@given(st.integers(1, 9), st.integers(1, 12))
-def test_every_node_has_a_service(num_nodes: int, num_services: int) -> None:
-    groups = node_groups(num_nodes, num_services)
-    assert len(groups) == num_services
-    assert {node for group in groups for node in group} == set(range(num_nodes))
-    sizes = [len(group) for group in groups]
-    assert max(sizes) - min(sizes) <= 1
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(1, 9), st.integers(0, 30))
@@ -121,34 +83,6 @@ def test_threads_and_cores_add_up(sizes: list[int], num_services: int, more: int
     everywhere = place_of_all(places, num_threads)
     assert len(everywhere.thread_cores) == num_threads
     assert set(everywhere.nodes) == set(range(len(nodes)))
-
-
-def test_the_gpu_service_shares_cores_thread_by_thread(tmp_path: Path) -> None:
-    root = write_tree(tmp_path, TWO)
-    nodes = nodes_of(root)
-    places = place_services(nodes, thread_counts(nodes, 4, 8))
-    assert place_of_all(places, 8).thread_cores == tuple((core,) for core in range(8))
-    assert place_of_all(places, 3).thread_cores == (tuple(range(8)),) * 3
-
-
-def test_when_nothing_is_pinned(tmp_path: Path) -> None:
-    two, one = (NodeCores(0, (0,)), NodeCores(1, (1,))), (NodeCores(0, (0, 1)),)
-    assert not_pinned_because("auto", two, None) == ""
-    assert "quota" in not_pinned_because("auto", two, 2.0)
-    assert "one NUMA node" in not_pinned_because("auto", one, None)
-    assert not_pinned_because("on", one, 1.0) == ""
-    assert not_pinned_because("on", (), None)
-    assert not_pinned_because("off", two, None)
-    assert find_place(HostShare((1,), 0, "on", str(tmp_path)), 1) is None
-
-
-def test_the_planner_uses_all_nodes() -> None:
-    machine = make_machine((), (4000, 8000, 16000))
-    one, two = (make_plan_devices(machine, num_cpu_actors=count) for count in (1, 2))
-    assert one[0].free_bytes == 28000
-    assert one[0].rows_gb_per_s == sum(node.rows_gb_per_s for node in machine.nodes)
-    assert [column.free_bytes for column in two] == [4000, 24000]
-    assert two[1].gather_gb_per_s == sum(node.gather_gb_per_s for node in machine.nodes[1:])
 
 
 def test_a_system_follows_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,15 +133,6 @@ def test_the_machine_decides_into_how_many_pieces_experts_are_cut(
         SystemOptions(hosts=("a", "b")),
     ):
         assert choose_system(model, config, options).expert_pieces == pieces
-
-
-def test_one_node_is_assigned_as_before(tmp_path: Path) -> None:
-    config = read_model(make_tiny("llama-relu", tmp_path / "model"))
-    root = cores_as_nodes(tmp_path / "root", 1)
-    system = SystemConfig(str(tmp_path / "model"), num_cpu_actors=3, num_threads=7)
-    here = [spec.num_threads for spec in service_specs(system, config)]
-    there = SystemConfig(**{**vars(system), "numa_root": str(root)})
-    assert here == [spec.num_threads for spec in service_specs(there, config)] == [7, 3, 2, 2]
 
 
 def test_threads_get_physical_cores_while_there_are_enough(

@@ -11,7 +11,6 @@ import pytest
 from hotcold.actors.protocol.lanes import output_lanes, output_shard
 from hotcold.actors.setup.assignment import (
     cold_shards,
-    hottest_neurons,
     require_partition,
     service_lanes,
 )
@@ -25,15 +24,13 @@ from hotcold.placement.plan import PlacementPlan, PlanRequest, read_plan, write_
 from hotcold.placement.planner import make_plan
 from hotcold.placement.profile import (
     ActivationProfile,
-    Rates,
     rates_of,
     read_profile,
-    stated_profile,
     write_profile,
 )
-from hotcold.placement.solver.cost import RowBytes, hotness, make_groups, read_bytes
+from hotcold.placement.solver.cost import hotness
 from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES
-from tests.placement_cases import llama_config, make_machine, mixture_config
+from tests.placement_cases import make_machine, mixture_config
 
 IDENTITY = ModelIdentity("tiny", "ab" * 32)
 TOKENS = 1000
@@ -61,15 +58,6 @@ def profile_of(config: ModelConfig, seed: int = 0) -> ActivationProfile:
             fired = rng.integers(0, times + 1, ids.size) if config.is_sparse else times
             counts[layer, ids] = fired
     return ActivationProfile(counts, TOKENS, "made up", "00", chosen)
-
-
-def test_arrays_of_neurons() -> None:
-    assert neurons.shape(SPARSE) == (3, 1000)
-    assert neurons.exists(SPARSE).sum(axis=1).tolist() == [968, 1000, 968]
-    assert neurons.most_blocks(SPARSE) == 7 and neurons.most_blocks(llama_config()) == 1
-    found = neurons.blocks(SPARSE)
-    assert found[0].tolist() == [*np.repeat(range(6), 128), *[6] * 200, *[-1] * 32]
-    assert not found[1].any()
 
 
 @pytest.mark.parametrize("config", [SPARSE, SILU], ids=["relu", "silu"])
@@ -106,57 +94,6 @@ def test_distances_come_back_and_may_be_missing(tmp_path: Path) -> None:
         read_profile(path, IDENTITY, SPARSE)
 
 
-def test_rates_by_hand() -> None:
-    profile = profile_of(SPARSE)
-    found = rates_of(SPARSE, profile)
-    assert profile.chosen is not None
-    for layer in range(SPARSE.num_layers):
-        for block, ids in enumerate(blocks_of(SPARSE, layer)):
-            assert (found.chosen[layer, ids] == profile.chosen[layer, block] / TOKENS).all()
-    assert not found.chosen[0, 968:].any() and not found.fired[0, 968:].any()
-    np.testing.assert_array_equal(found.fired, profile.counts / TOKENS)
-    unknown = rates_of(SPARSE, None)
-    assert unknown.chosen is unknown.fired
-    assert set(unknown.chosen[0, :768]) == {2 / 6} and set(unknown.chosen[0, 768:968]) == {1.0}
-    assert (unknown.chosen[1] == 1).all()
-    assert (rates_of(llama_config(), None).fired == 1).all()
-
-
-def test_bytes_that_a_token_reads() -> None:
-    """Of a neuron whose expert is chosen by half of the tokens, and that fires for a tenth."""
-    rows, rates = RowBytes(100, 80, 120), Rates(np.array([[0.5]]), np.array([[0.1]]))
-    assert [float(part[0, 0]) for part in read_bytes(rows, rates, "dense")] == [50, 100]
-    assert [float(part[0, 0]) for part in read_bytes(rows, rates, "exact")] == [50, 20]
-
-
-def test_a_stated_profile() -> None:
-    found = stated_profile(SPARSE, 0.2, "said so")
-    rates = rates_of(SPARSE, found)
-    assert rates.fired[0, :968].sum() == pytest.approx(0.2 * (6 * 128 / 3 + 200), rel=0.01)
-    assert rates.fired[1].mean() == pytest.approx(0.2, rel=0.01)
-    assert (rates.fired <= rates.chosen + 1e-6).all()
-    assert stated_profile(llama_config(), 0.2, "").chosen is None
-
-
-@pytest.mark.parametrize("config", [SPARSE, SILU], ids=["relu", "silu"])
-def test_groups_lie_within_experts(config: ModelConfig) -> None:
-    hot = hotness(config, rates_of(config, profile_of(config)))
-    groups = make_groups(config, hot)
-    for layer, sizes in enumerate(groups.sizes):
-        size = config.ffn_sizes[layer]
-        assert np.sort(groups.order[layer]).tolist() == list(range(config.largest_ffn))
-        assert np.sort(groups.order[layer, :size]).tolist() == list(range(size))
-        parts = np.split(groups.order[layer, :size], np.cumsum(sizes[sizes > 0])[:-1])
-        assert all(np.unique(neurons.blocks(config)[layer, ids]).size == 1 for ids in parts)
-        means = [hot[layer, ids].mean() for ids in parts]
-        assert np.all(np.diff(means) <= 1e-12)
-        if layer != 1 and not config.is_sparse:
-            assert sorted(sizes[sizes > 0].tolist()) == [128] * 6 + [200]
-    found = groups.sums(hot)
-    assert found.shape == groups.sizes.shape
-    np.testing.assert_allclose(found.sum(axis=1), hot.sum(axis=1))
-
-
 def plan_of(config: ModelConfig, neurons_on_gpu: float, num_cpus: int = 2) -> PlacementPlan:
     """A plan whose GPU has room for attention, the head, and a share of the neurons."""
     request = replace(REQUEST, num_cpu_actors=num_cpus)
@@ -168,7 +105,7 @@ def plan_of(config: ModelConfig, neurons_on_gpu: float, num_cpus: int = 2) -> Pl
     return make_plan(config, make_machine(), profile_of(config), request)
 
 
-@pytest.mark.parametrize("num_cpus", [1, 2, 3])
+@pytest.mark.parametrize("num_cpus", [1, 3])
 @pytest.mark.parametrize("config", [SPARSE, SILU], ids=["relu", "silu"])
 def test_a_plan_places_every_neuron(config: ModelConfig, num_cpus: int, tmp_path: Path) -> None:
     plan = plan_of(config, 0.5, num_cpus)
@@ -207,30 +144,6 @@ def test_the_gpu_has_what_is_read_most(config: ModelConfig) -> None:
         assert on_gpu[0, 768:968].all() and not on_gpu[0, 5 * 128 : 768].any()
 
 
-@pytest.mark.parametrize("config", [SPARSE, SILU], ids=["relu", "silu"])
-@pytest.mark.parametrize("num_cpus", [2, 3])
-def test_cold_experts_are_divided_evenly(config: ModelConfig, num_cpus: int) -> None:
-    """In proportion to the devices' speed: two actors of one node have half of its bandwidth."""
-    plan = plan_of(config, 0.3, num_cpus)
-    speeds = np.array([50.0, 50.0] if num_cpus == 2 else [25.0, 50.0, 25.0])
-    for layer in (0, 2):
-        for ids in blocks_of(config, layer):
-            places = plan.neuron_device[layer, ids]
-            counts = np.bincount(places, minlength=1 + num_cpus)[1:]
-            share = counts.sum() * speeds / speeds.sum()
-            assert np.abs(counts - share).max() <= 1 + (places >= 0).size // 64
-
-
-def test_division_within_little_memory() -> None:
-    """A node that is as fast as another but has room for a tenth gets that, and no more."""
-    need = ffn_bytes(SILU, SILU.num_neurons)
-    machine = make_machine((), (need // 10, 16 << 30))
-    plan = make_plan(SILU, machine, profile_of(SILU), REQUEST)
-    first, second = plan.report["devices"]
-    assert first["left_bytes"] >= 0 and second["left_bytes"] >= 0
-    assert 0.08 < first["neurons"] / SILU.num_neurons <= 0.1
-
-
 def test_shards_of_threads_have_a_part_of_every_expert() -> None:
     plan = plan_of(SPARSE, 0.3)
     planned = [plan.neurons_of(name) for name in ("cpu0", "cpu1")]
@@ -244,22 +157,7 @@ def test_shards_of_threads_have_a_part_of_every_expert() -> None:
         require_partition(SPARSE, shards)
 
 
-def test_hottest_experts_stay_whole() -> None:
-    """Without any count, a GPU that holds some experts holds all of their neurons."""
-    from hotcold.actors.setup.assignment import _ranks
-
-    config = replace(SILU, experts=replace(SILU.experts, shared_size=0, dense_layers=()))  # type: ignore[type-var]
-    hot = hotness(config, rates_of(config, None))
-    found = hottest_neurons(hot.shape, 5 * 128, hot, neurons.exists(config), _ranks(config))
-    assert sum(ids.size for ids in found) == 5 * 128
-    assert max(ids.size for ids in found) - min(ids.size for ids in found) == 128
-    for ids in found:
-        assert set(np.bincount(ids // 128, minlength=6).tolist()) <= {0, 128}
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes"), [("q4", {384}), ("mxfp4", {384}), ("q4_k", {256, 512}), ("q8", {256, 512})]
-)
+@pytest.mark.parametrize(("name", "sizes"), [("q4", {384}), ("q4_k", {256, 512})])
 def test_two_services_share_each_expert(name: WeightDtype, sizes: set[int]) -> None:
     """Evenly where a block is a group; of blocks of 256 each has the larger part in turn."""
     config = mixture_config(num_experts=16, size=768)
@@ -272,7 +170,7 @@ def test_two_services_share_each_expert(name: WeightDtype, sizes: set[int]) -> N
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
-@pytest.mark.parametrize("threads", [[1], [2, 2], [3, 1], [1, 1, 1, 1]])
+@pytest.mark.parametrize("threads", [[2, 2], [3, 1]])
 def test_lanes_of_experts(threads: list[int], pieces: int) -> None:
     """A service has its share of experts, whole or in pieces, and pieces of wide ones."""
     config = mixture_config(num_experts=8, size=768, shared_size=5000, dense_layers=(1,))

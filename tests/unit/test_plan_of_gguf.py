@@ -92,7 +92,7 @@ def test_a_plan_to_be_named_is_of_rows_by_neurons(
     assert ffn_bytes(config, 1024) == neuron_bytes(report)
 
 
-@pytest.mark.parametrize("arguments", [("--mode", "exact"), ("--dtype", "q8"), ("gpu",)])
+@pytest.mark.parametrize("arguments", [("--mode", "exact"), ("gpu",)])
 def test_a_plan_of_what_loads_by_it(
     path: Path, gpus: list[int], capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:

@@ -6,13 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hotcold.jobs.cli import main
-from hotcold.model.config.build import build_config
 from hotcold.model.synthetic.shape import DTYPES, SHAPES, config_json
-from hotcold.placement.profile import stated_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = str(ROOT / "benchmarks/machines/pc-high.json")
@@ -45,13 +42,10 @@ def test_a_shape_alone_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in assumed
     weights = sum(device["used_bytes"] for device in exact["devices"])
     assert weights == pytest.approx(13.2e9, rel=0.02)  # 6.6 G weights in float16
-    dense = planned(capsys, *arguments, "--density", "0.1", "--mode", "dense")
     lowrank = planned(capsys, *arguments, "--density", "0.1", "--mode", "lowrank")
-    rare = planned(capsys, *arguments, "--density", "0.02")
     q4 = planned(capsys, *arguments, "--density", "0.1", "--dtype", "q4")
-    speeds = [each["tokens_per_s"] for each in (dense, exact, lowrank)]
+    speeds = [each["tokens_per_s"] for each in (exact, lowrank)]
     assert speeds == sorted(speeds)
-    assert rare["tokens_per_s"] > exact["tokens_per_s"]
     assert q4["tokens_per_s"] > 2 * exact["tokens_per_s"]
     assert any("as on random weights" in text for text in lowrank["assumed"])
 
@@ -76,7 +70,7 @@ def test_a_config_alone_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "each name a model" in refusal(capsys, "--config", str(tmp_path), "--shape", "tiny")
 
 
-@pytest.mark.parametrize("gpu", ["0", "4GiB"])
+@pytest.mark.parametrize("gpu", ["4GiB"])
 def test_a_shape_larger_than_memory_is_planned_from_storage(
     gpu: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,14 +89,8 @@ def test_a_shape_larger_than_memory_is_planned_from_storage(
     ("arguments", "says"),
     [
         (("--shape", "none"), "known are tiny"),
-        (("--shape", "tiny", "--density", "1.5"), "--density is 1.5"),
         (("--shape", "tiny", "--out", "x"), "--out writes a plan"),
         (("--shape", "tiny", "--profile", "x"), "--profile is of a model"),
-        (("--shape", "tiny", "--predictors", "x"), "--predictors are of a model"),
-        (
-            ("--shape", "llama-70b", "--gpu-memory", "0", "--cpu-memory", "9GB"),
-            "with its neurons on storage, and 8.38 GiB are allowed; use --cpu-memory ",
-        ),
         (
             (
                 "--shape",
@@ -123,11 +111,3 @@ def test_what_cannot_be_planned(
     arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert says in refusal(capsys, *arguments, "--machine", HERE)
-
-
-def test_rates_of_a_stated_profile_have_the_stated_mean() -> None:
-    config = build_config(config_json(SHAPES["llama-7b"], "float16"))
-    for density in (0.01, 0.1, 0.5, 1.0):
-        frequency = stated_profile(config, density, "x").frequency
-        assert frequency.mean() == pytest.approx(density, rel=1e-2)
-        assert (np.diff(frequency) <= 0).all()

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import gguf
 import numpy as np
 import pytest
 
-from hotcold.actors.setup.choose import choose_system
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.model.config.build import read_config
-from hotcold.model.errors import CheckpointError, ConfigError, HotcoldError
+from hotcold.model.errors import CheckpointError, ConfigError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.down_outputs import has_down_outputs
 from hotcold.model.weights.ffn import load_ffn
-from hotcold.numba_kernels.formats import Q4, Q6, Q8
+from hotcold.numba_kernels.formats import Q4
 from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.predictor_file import read_predictors
-from tests import tiny_models
 from tests.gguf_files import LlamaFile, quantized
 from tests.predictor_layers import scores_of
 from tests.reference import reference_logits
-from tests.tiny_models import Variant, make_tiny
+from tests.tiny_models import make_tiny
 
 IDS = [3, 7, 1, 40, 33, 20, 3, 3, 44, 17, 5]
 RANK = 8
@@ -106,47 +103,6 @@ def test_logits_are_those_of_the_model(llama: Path, file: Path) -> None:
     np.testing.assert_allclose(reference_logits(file, IDS), reference_logits(llama, IDS), atol=1e-5)
 
 
-def permute(weights: np.ndarray, n_head: int, n_head_kv: int) -> np.ndarray:
-    """Rows of q or k as PowerInfer's convert.py stores them."""
-    if n_head != n_head_kv:
-        n_head = n_head_kv
-    shape = n_head, 2, weights.shape[0] // n_head // 2, *weights.shape[1:]
-    return weights.reshape(shape).swapaxes(1, 2).reshape(weights.shape)
-
-
-def test_rows_of_q_and_k_stand_as_its_converter_puts_them(tmp_path: Path) -> None:
-    path = make_tiny("llama-relu", tmp_path / "hf")
-    values, tensors = hugging_face(path)
-    powerinfer(path, tmp_path / "m.gguf")
-    reader = gguf.GGUFReader(str(_as_gguf(tmp_path / "m.gguf")))
-    stored = {tensor.name: tensor.data for tensor in reader.tensors}
-    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
-    checkpoint = Checkpoint(tmp_path / "m.gguf")
-    for name, short, own in (("q_proj", "attn_q", heads), ("k_proj", "attn_k", kv_heads)):
-        ours = tensors[f"model.layers.0.self_attn.{name}.weight"].astype(np.float32)
-        np.testing.assert_array_equal(stored[f"blk.0.{short}.weight"], permute(ours, heads, own))
-        read = checkpoint.array(f"layers.0.self_attn.{name}.weight")
-        np.testing.assert_array_equal(read, ours)
-
-
-def _as_gguf(path: Path) -> Path:
-    """A copy that the gguf package opens."""
-    copy = path.with_name("as.gguf")
-    copy.write_bytes(b"GGUF" + path.read_bytes()[4:])
-    return copy
-
-
-def test_weights_by_neurons_are_the_same_in_memory(llama: Path, file: Path) -> None:
-    config = read_config(llama)
-    ids = [np.arange(1, config.ffn_size, 3, dtype=np.int32)] * config.num_layers
-    found, expected = (
-        load_ffn(Checkpoint(path), read_model(path), ids, include_down_bias=True)
-        for path in (file, llama)
-    )
-    for name in ("gate", "up", "down"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
-
-
 def test_quantized_rows_by_neurons_keep_their_numbers(tmp_path: Path) -> None:
     """Of Q4_0 along a neuron's row, as in memory: bit for bit, where llama.cpp's takes 8 bits."""
     from tests.quantized_models import make_model
@@ -166,19 +122,6 @@ def test_quantized_rows_by_neurons_keep_their_numbers(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found, gguf.quants.dequantize(raw, qtype))
 
 
-def test_rows_by_neurons_of_six_bits_take_eight(tmp_path: Path) -> None:
-    """Nothing adds up rows of q6; gate and up stay in it."""
-    variants = {"blocks": Variant(tiny_models._llama, hidden_size=256)}
-    with mock.patch.dict(tiny_models.VARIANTS, variants):
-        path = make_tiny("blocks", tmp_path / "hf", dtype="float32")
-    powerinfer(path, tmp_path / "m.gguf", "Q6_K")
-    config = read_model(tmp_path / "m.gguf")
-    assert (config.dtype_of("gate"), config.dtype_of("down")) == ("q6", "q8")
-    ids = [np.arange(config.ffn_size, dtype=np.int32)] * config.num_layers
-    weights = load_ffn(Checkpoint(tmp_path / "m.gguf"), config, ids, include_down_bias=True)
-    assert (weights.gate.dtype, weights.up.dtype, weights.down.dtype) == (Q6, Q6, Q8)
-
-
 def test_its_predictors_are_used(file: Path) -> None:
     system, config = prepare_system(file, SystemOptions(mode="lowrank"))
     found = read_predictors(Path(system.predictors_path), ModelIdentity.of(file), config)
@@ -194,11 +137,6 @@ def test_its_predictors_are_used(file: Path) -> None:
     is_clear = np.abs(expected[0]) > 0.05 * np.abs(expected).max()
     np.testing.assert_array_equal((scores > 0)[0, is_clear], (expected > 0)[0, is_clear])
     assert 0.1 < (scores > 0).mean() < 0.9
-
-
-def test_a_model_without_predictors_says_how_to_make_some(llama: Path) -> None:
-    with pytest.raises(HotcoldError, match="hotcold train-predictors"):
-        choose_system(llama, read_config(llama), SystemOptions(mode="lowrank"))
 
 
 def test_bamboos_function_is_of_gate_and_up(tmp_path: Path) -> None:

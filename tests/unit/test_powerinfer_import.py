@@ -78,7 +78,7 @@ def masked_logits(checkpoint: TinyCheckpoint, variant: str) -> tuple[np.ndarray,
 
 
 @pytest.mark.parametrize("variant", ["llama-relu", "opt-prenorm", "falcon-relu"])
-@pytest.mark.parametrize(("num_services", "copying"), [(1, False), (3, False), (2, True)])
+@pytest.mark.parametrize(("num_services", "copying"), [(3, False), (2, True)])
 def test_the_neurons_are_those_that_torch_expects(
     tiny: Tiny, tmp_path: Path, variant: str, num_services: int, copying: bool
 ) -> None:
@@ -102,7 +102,7 @@ def config(tiny: Tiny) -> ModelConfig:
     return read_config(tiny("llama-relu").path)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_are_found_by_number(
     config: ModelConfig, tmp_path: Path, dtype: torch.dtype
 ) -> None:
@@ -156,21 +156,12 @@ def _spoilt(config: ModelConfig, how: str) -> Any:
     fc1, fc2 = right.values()
     nan = fc2.clone()
     nan[3, 3] = torch.nan
-    infinite = fc1.clone()
-    infinite[0, 0] = -torch.inf
     return {
-        "swapped": {"fc1.weight": fc2, "fc2.weight": fc1},
         "transposed": {"fc1.weight": fc1.T.contiguous(), "fc2.weight": fc2.T.contiguous()},
-        "other hidden size": {"fc1.weight": fc1[:-1], "fc2.weight": fc2},
-        "fewer neurons": {"fc1.weight": fc1, "fc2.weight": fc2[:-1]},
         "narrower": {"fc1.weight": fc1[:, 1:], "fc2.weight": fc2},
         "no fc2": {"fc1.weight": fc1},
-        "flat": {"fc1.weight": fc1.flatten(), "fc2.weight": fc2},
         "double": {"fc1.weight": fc1.double(), "fc2.weight": fc2},
-        "integers": {"fc1.weight": fc1.int(), "fc2.weight": fc2},
         "NaN": {"fc1.weight": fc1, "fc2.weight": nan},
-        "infinite": {"fc1.weight": infinite, "fc2.weight": fc2},
-        "list": [fc1, fc2],
         "number": {"fc1.weight": 3, "fc2.weight": fc2},
     }[how]
 
@@ -178,16 +169,11 @@ def _spoilt(config: ModelConfig, how: str) -> Any:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        *(
-            (how, "belongs to another model")
-            for how in ("swapped", "transposed", "other hidden size")
-        ),
-        *((how, "belongs to another model") for how in ("fewer neurons", "narrower")),
-        *((how, "has no matrix fc1.weight") for how in ("flat", "double", "integers")),
+        ("transposed", "belongs to another model"),
+        ("narrower", "belongs to another model"),
+        ("double", "has no matrix fc1.weight"),
         ("no fc2", "has no matrix fc2.weight"),
         ("NaN", "fc2.weight holds NaN or infinity"),
-        ("infinite", "fc1.weight holds NaN or infinity"),
-        ("list", "other things than tensors"),
         ("number", "other things than tensors"),
     ],
 )
@@ -222,7 +208,7 @@ def test_code_in_a_file_is_not_executed(config: ModelConfig, tmp_path: Path, zip
     assert trace.exists()  # so it would have been
 
 
-@pytest.mark.parametrize("length", [0, 1, 100, 1000, -1, -100])
+@pytest.mark.parametrize("length", [0, 1000, -1])
 def test_truncated_files(config: ModelConfig, tmp_path: Path, length: int) -> None:
     folder = write_folder(tmp_path / "pt", config)
     content = (folder / "model_2.pt").read_bytes()

@@ -91,8 +91,8 @@ def test_file_round_trip(config: ModelConfig, tmp_path: Path) -> None:
     assert_same_layer(found.layers[1], plain.layers[1])
 
 
-@pytest.mark.parametrize("num_services", [1, 2, 3])
-@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("num_services", [1, 3])
+@pytest.mark.parametrize("num_tokens", [5])
 def test_arranged_for_shards_the_choice_is_the_same(num_services: int, num_tokens: int) -> None:
     predictors = mixed()
     rng = np.random.default_rng(num_services)
@@ -142,14 +142,17 @@ def spoiled(tensors: dict[str, np.ndarray], facts: dict[str, Any], how: str) -> 
 
 
 WAYS = [
-    *(f"no {name}" for name in ("0.bits", "0.thresholds", "0.center", "2.up", "2.scales")),
-    *(f"NaN in {name}" for name in ("0.thresholds", "0.scale", "2.scales", "2.thresholds")),
-    *(f"cut {name}" for name in ("0.bits", "0.center", "3.thresholds", "2.down", "2.up")),
-    *(f"cast {name}" for name in ("0.bits", "2.down", "2.thresholds")),
-    *(f"flat {name}" for name in ("0.bits", "2.down")),
-    *("no 2.down", "kinds=", "kinds=3", "kinds=odd", "kinds=list", "kinds=swap"),
-    *("input=", "input=wrong", "text_digest=", "target_recall=wrong"),
-    *("qualities=wrong", "qualities=half", "qualities=text", "qualities=more", "qualities=few"),
+    *("no 0.bits", "no 2.scales", "NaN in 0.thresholds", "NaN in 2.scales"),
+    *(
+        "cut 0.bits",
+        "cut 2.up",
+        "cast 2.down",
+        "flat 0.bits",
+        "kinds=3",
+        "kinds=list",
+        "kinds=swap",
+    ),
+    *("input=wrong", "text_digest=", "target_recall=wrong", "qualities=text", "qualities=few"),
 ]
 
 

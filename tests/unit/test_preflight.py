@@ -38,7 +38,7 @@ def test_a_cache_in_8_bits_is_chosen_and_counted_and_refused_beside_a_gpu(
         choose_system(path, config, SystemOptions(kv_dtype="q3"))
 
 
-@pytest.mark.parametrize(("num_threads", "num_services"), [(1, 1), (3, 2), (7, 3), (1, 2)])
+@pytest.mark.parametrize(("num_threads", "num_services"), [(7, 3), (1, 2)])
 def test_no_thread_is_left_over(num_threads: int, num_services: int, tmp_path: Path) -> None:
     config = read_model(make_tiny("llama-relu", tmp_path))
     system = SystemConfig(str(tmp_path), num_threads=num_threads, num_cpu_actors=num_services)

@@ -6,14 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 
 from hotcold.model.errors import HotcoldError, UsageError
 from hotcold.model.files.safetensors_writer import SafetensorsWriter, TensorSpec
-from hotcold.model.sparsity import power_law_rates
 from hotcold.model.synthetic.make import SyntheticReport, make_model
 from hotcold.model.synthetic.shape import SHAPES, SyntheticShape, config_json, resolve_shape
 from hotcold.numba_kernels.formats import WeightDtype
@@ -89,7 +86,7 @@ def small_model(
 
 
 @pytest.mark.parametrize("name", TINY)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_transformers_reads_every_family(tmp_path: Path, name: str, dtype: WeightDtype) -> None:
     shape = resolve_shape("tiny", TINY[name])
     report = make_model(tmp_path, shape, dtype=dtype)
@@ -101,14 +98,6 @@ def test_transformers_reads_every_family(tmp_path: Path, name: str, dtype: Weigh
     assert 0.5 < logits.std() < 20
     if name not in PATCHED[1:]:  # whose experts are no modules there
         assert model.num_parameters() == report.num_parameters
-
-
-def test_density_is_met_on_random_tokens(small_model: tuple[Any, SyntheticReport]) -> None:
-    model, report = small_model
-    ids = torch.randint(1000, (8, 48), generator=torch.Generator().manual_seed(5))
-    for rates, layer in zip(firing_rates(model, ids), report.layers, strict=True):
-        assert float(rates.mean()) == pytest.approx(0.1, rel=0.2)
-        assert float(rates.mean()) == pytest.approx(layer.density, rel=0.15)
 
 
 def test_density_of_drelu_is_of_gate_and_up(tmp_path: Path) -> None:
@@ -137,64 +126,11 @@ def test_density_is_met_on_greedy_text(small_model: tuple[Any, SyntheticReport])
         assert float(rates.mean()) == pytest.approx(0.1, rel=0.2)
 
 
-def test_rates_follow_a_power_law(small_model: tuple[Any, SyntheticReport]) -> None:
-    model, _report = small_model
-    ids = torch.randint(1000, (16, 64), generator=torch.Generator().manual_seed(7))
-    for rates in firing_rates(model, ids):
-        ordered = rates.sort(descending=True).values
-        hottest_third = ordered[: len(ordered) // 3].sum() / ordered.sum()
-        assert 0.70 < hottest_third < 0.90
-        assert ordered[:5].min() > 0.9
-        assert ordered[len(ordered) // 2 :].mean() < 0.05
-        assert not torch.equal(rates, ordered)
-
-
-def test_gate_rows_are_low_rank_plus_noise(small_model: tuple[Any, SyntheticReport]) -> None:
-    model, _report = small_model
-    weights = [
-        p
-        for name, p in model.named_parameters()
-        if name.endswith(tuple(f"{ending}.weight" for ending in gate_endings(model)))
-    ]
-    for weight in weights:
-        energy = torch.linalg.svdvals(weight.detach()).square()
-        rank = 256 // 8 + 1  # and the shared direction
-        assert 0.75 < energy[:rank].sum() / energy.sum() < 0.95
-
-
 def test_the_seed_decides_everything(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         make_model(tmp_path / name, SHAPES["tiny"], seed=seed)
     a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert a == b != c
-
-
-@pytest.mark.parametrize("density", [0.004, 0.1, 0.5, 0.9])
-def test_power_law_rates(density: float) -> None:
-    rates = power_law_rates(1000, density)
-    assert float(rates.mean()) == pytest.approx(density, rel=1e-3)
-    assert rates.min() >= 1e-4
-    assert rates.max() <= 0.999
-    assert (np.diff(rates) <= 0).all()
-
-
-def test_writer_round_trip_over_shards(tmp_path: Path) -> None:
-    tensors = {"a": torch.randn(5, 7), "b": torch.randn(3), "c": torch.randn(40, 2)}
-    specs = [TensorSpec(name, tuple(t.shape)) for name, t in tensors.items()]
-    counted: list[int] = []
-    with SafetensorsWriter(
-        tmp_path, specs, "bfloat16", max_shard_bytes=100, on_bytes=counted.append
-    ) as writer:
-        for name, tensor in tensors.items():
-            writer.write(name, tensor)
-    assert sum(counted) == writer.num_bytes == 2 * (35 + 3 + 80)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == writer.num_bytes
-    assert len(set(index["weight_map"].values())) == 2
-    for name, tensor in tensors.items():
-        with safe_open(tmp_path / index["weight_map"][name], "pt") as file:
-            assert torch.equal(file.get_tensor(name), tensor.bfloat16())
-    assert not list(tmp_path.glob("*.part"))
 
 
 def test_writer_refuses_a_wrong_order_and_leaves_nothing(tmp_path: Path) -> None:
@@ -267,13 +203,6 @@ def test_a_model_that_is_to_be_replaced_stays_where_the_new_one_has_no_room(
     assert (tmp_path / "model.safetensors").read_bytes() != before["model.safetensors"]
 
 
-def test_too_little_disk_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    with pytest.raises(HotcoldError, match="kB free"):
-        make_model(tmp_path / "a" / "b", SHAPES["tiny"])
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("name", "changes", "text"),
     [
@@ -283,10 +212,8 @@ def test_too_little_disk_is_said_first(tmp_path: Path, monkeypatch: pytest.Monke
         ("tiny", {"family": "opt", "head_dim": 8}, "heads \\* head-dim"),
         ("tiny", {"family": "opt", "kv_heads": 2}, "grouped"),
         ("tiny", {"head_dim": 7}, "odd"),
-        ("tiny", {"experts": 4, "chosen": 2}, "llama has no experts, but --experts is 4"),
         ("tiny", {"family": "mixtral"}, "mixtral has experts, but --experts is 0"),
         ("tiny-moe", {"chosen": 17}, "--chosen is 17, but there are 16 experts"),
-        ("tiny-moe", {"chosen": 0}, "--chosen must be at least 1"),
         ("tiny-moe", {"skew": 0.4}, "--skew must be between 0.5 and 1"),
         ("tiny-moe", {"kept": 1.1}, "--kept must be between 0 and 1"),
     ],
@@ -294,11 +221,6 @@ def test_too_little_disk_is_said_first(tmp_path: Path, monkeypatch: pytest.Monke
 def test_impossible_shapes(name: str, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         resolve_shape(name, changes)
-
-
-def test_density_out_of_range(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="density"):
-        make_model(tmp_path, SHAPES["tiny"], density=1.5)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())

@@ -36,15 +36,7 @@ class Known:
         return 0.5 * torch.erfc(-(self.slope * e + self.shift) / self.noise / math.sqrt(2))
 
 
-def test_a_fitted_line_is_the_known_one() -> None:
-    known = Known(0)
-    fit = MarginFit.of(*known.draw())
-    torch.testing.assert_close(fit.slope, known.slope, rtol=0.02, atol=0.06)
-    torch.testing.assert_close(fit.shift, known.shift, rtol=0.02, atol=0.15)
-    torch.testing.assert_close(fit.noise, known.noise, rtol=0.05, atol=0)
-
-
-@pytest.mark.parametrize("target", [0.5, 0.9, 0.98, 0.999])
+@pytest.mark.parametrize("target", [0.9, 0.999])
 def test_as_few_neurons_as_one_who_knows(target: float) -> None:
     known = Known(1)
     fit = MarginFit.of(*known.draw())
@@ -60,21 +52,6 @@ def test_as_few_neurons_as_one_who_knows(target: float) -> None:
     num_best = int((found < quality.recall * found[-1]).sum()) + 1
     assert int(computed.sum()) <= 1.02 * num_best
     assert 0.1 < quality.active < quality.computed < 0.9 or target < 0.9
-
-
-def test_one_margin_for_the_layer_not_one_recall_for_each_neuron() -> None:
-    """A neuron that is hard to foresee is computed less reliably, where that is cheaper."""
-    known = Known(2)
-    known.noise[: NUM_NEURONS // 2] = 6
-    known.noise[NUM_NEURONS // 2 :] = 0.3
-    fit = MarginFit.of(*known.draw())
-    e, z = known.draw()
-    computed = e > fit.thresholds(least_margin(fit.margins(e), z > 0, 0.9))
-    hard, easy = (
-        Quality.of(computed[:, part], z[:, part] > 0).recall
-        for part in (slice(0, NUM_NEURONS // 2), slice(NUM_NEURONS // 2, None))
-    )
-    assert easy > hard + 0.05
 
 
 def test_dead_neurons_are_never_computed_and_constant_ones_always() -> None:

@@ -49,14 +49,6 @@ def test_it_is_built_once(file: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         assert there.read_bytes() == whole
 
 
-def test_another_vocabulary_is_another_file(file: Path, tmp_path: Path) -> None:
-    first = ids(file)
-    tokens, kinds, scores = pieces_of(["hello world", "four five"])
-    other = written(draft("llama", tokens, kinds, scores=scores, bos_token_id=1), tmp_path / "n")
-    assert ids(other) != first
-    assert len(kept(tmp_path)) == 2
-
-
 def test_a_folder_of_others_is_not_used(file: Path, tmp_path: Path) -> None:
     first = ids(file)
     (there,) = kept(tmp_path)

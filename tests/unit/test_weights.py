@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,20 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hotcold.model.config.build import read_config
-from hotcold.model.errors import CheckpointError, MemoryBudgetError
+from hotcold.model.errors import CheckpointError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import load_attention
 from hotcold.model.weights.check import check_tensors, stored_config
 from hotcold.model.weights.embedding import load_embedding, load_head
 from hotcold.model.weights.ffn import load_ffn
-from hotcold.model.weights.memory import aligned_empty, available_bytes
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
-from hotcold.numba_kernels.load import loading
 from hotcold.numba_kernels.load.convert import from_float32, to_float32
-from tests.tiny_models import VARIANTS, make_tiny
+from tests.tiny_models import make_tiny
 
 Edit = Callable[[dict[str, torch.Tensor]], None]
-BITS = [np.float32, np.uint16, np.int16]
 
 
 def load_all(path: Path) -> None:
@@ -62,12 +58,6 @@ def refused_by_headers(path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_headers_of_good_models(variant: str, tmp_path: Path) -> None:
-    path = make_tiny(variant, tmp_path)
-    check_tensors(Checkpoint(path), read_config(path))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_stored_dtype_counts(dtype: str, tmp_path: Path) -> None:
     path = make_tiny("falcon-bias", tmp_path, dtype=dtype)
@@ -80,8 +70,8 @@ def test_the_stored_dtype_counts(dtype: str, tmp_path: Path) -> None:
         assert stored_config(Checkpoint(path), config).dtype == dtype
 
 
-@pytest.mark.parametrize("variant", ["llama-mlp-bias", "opt-prenorm", "falcon-bias", "falcon-7b"])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("variant", ["llama-mlp-bias", "falcon-bias"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_any_subset_of_neurons(variant: str, dtype: str, tmp_path: Path) -> None:
     make_tiny(variant, tmp_path, dtype=dtype)
     config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
@@ -103,17 +93,9 @@ def test_any_subset_of_neurons(variant: str, dtype: str, tmp_path: Path) -> None
                 np.testing.assert_array_equal(found, expected, err_msg=name)
 
 
-def test_wrong_neuron_ids(tmp_path: Path) -> None:
-    make_tiny("llama-relu", tmp_path)
-    config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
-    good: list[np.ndarray] = [np.arange(3, dtype=np.int32)] * 3
-    wrong: Any = ([], good[:2], [*good[:2], np.arange(3)], [*good[:2], np.array([88], np.int32)])
-    for bad in wrong:
-        with pytest.raises(ValueError, match="neuron ids"):
-            load_ffn(checkpoint, config, bad, include_down_bias=True)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", ["llama-mlp-bias", "opt-prenorm", "falcon-bias", "falcon-7b", "gemma3"]
+)
 def test_sizes_known_before_loading(variant: str, tmp_path: Path) -> None:
     make_tiny(variant, tmp_path, dtype="float16")
     config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
@@ -136,18 +118,6 @@ def test_sizes_known_before_loading(variant: str, tmp_path: Path) -> None:
     row_bytes = {"float32": 4 * dim, "float16": 2 * dim, "q8": dim + 4 * -(-dim // 32)}
     for kv_dtype, num_bytes in row_bytes.items():
         assert kv_cache_bytes(config, 7, kv_dtype) == rows * num_bytes
-
-
-def test_embedding_is_mapped_and_looked_up(tmp_path: Path) -> None:
-    make_tiny("opt-postnorm", tmp_path)
-    embedding = load_embedding(Checkpoint(tmp_path), read_config(tmp_path))
-    assert not embedding.tokens.flags.owndata and not embedding.tokens.flags.writeable
-    found = embedding.lookup(np.array([3, 100]), np.array([0, 127]))
-    expected = embedding.tokens[[3, 100]] @ embedding.project_in.T + embedding.positions[[2, 129]]
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    for ids, positions in (([101], [0]), ([-1], [0]), ([0], [128]), ([0], [-3])):
-        with pytest.raises(ValueError, match="do not lie in"):
-            embedding.lookup(np.array(ids), np.array(positions))
 
 
 def swap(name: str, value: Callable[[torch.Tensor], torch.Tensor | None]) -> Edit:
@@ -204,14 +174,6 @@ def test_every_tensor_is_checked(name: str, tmp_path: Path) -> None:
         assert short in refused_by_headers(path)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_infinite_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
-    def poison(tensor: torch.Tensor) -> torch.Tensor:
-        return poisoned(torch.inf)(tensor).to(dtype)
-
-    assert "up_proj" in refused(edited(tmp_path, "llama-relu", swap(TENSORS[7], poison)))
-
-
 def test_config_that_leaves_tensors_out(tmp_path: Path) -> None:
     for variant, key, value, named in (
         ("llama-relu", "num_hidden_layers", 2, "layers.2"),
@@ -241,69 +203,6 @@ def test_mixed_dtypes_follow_the_first_layer(tmp_path: Path) -> None:
     assert load_head(checkpoint, config).head.dtype == np.int16
 
 
-@pytest.mark.parametrize("dtype", BITS)
-@pytest.mark.parametrize("offset", [0, 1, 2, 3])
-@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (300, 133), (0, 4)])
-def test_copies(
-    dtype: Any,
-    offset: int,
-    shape: tuple[int, int],
-) -> None:
-    rng = np.random.default_rng(0)
-    num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    values = from_float32(rng.normal(size=shape).astype(np.float32), np.dtype(dtype))
-    raw = np.zeros(num_bytes + offset, np.uint8)
-    raw[offset:] = np.frombuffer(values.tobytes(), np.uint8)
-    raw.flags.writeable = False
-    src = raw[offset:].view(dtype).reshape(shape)  # unaligned and read-only, as in a mapped file
-    wide = np.zeros((shape[0], shape[1] + 3), dtype)
-    assert loading.copy_rows(src, wide[:, : shape[1]])
-    np.testing.assert_array_equal(wide[:, : shape[1]], values)
-    assert not wide[:, shape[1] :].any()
-    rows = rng.integers(0, max(1, shape[0]), shape[0] // 2).astype(np.int32)
-    found = np.zeros((rows.size, shape[1]), dtype)
-    assert loading.gather_rows(src, rows, found)
-    np.testing.assert_array_equal(found, values[rows])
-    columns = rng.integers(0, shape[1], 70).astype(np.int32)
-    found = np.zeros((70, shape[0] + 1), dtype)[:, : shape[0]]
-    assert loading.gather_columns(src, columns, found)
-    np.testing.assert_array_equal(found, values.T[columns])
-    assert loading.all_finite(src)
-
-
-@pytest.mark.parametrize("dtype", BITS)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_copies_see_values_that_are_not_finite(dtype: Any, bad: float) -> None:
-    values = np.full((9, 40), 3e38 if dtype != np.uint16 else 6e4, np.float32)
-    values[4, 17] = bad
-    src = from_float32(values, np.dtype(dtype))
-    ids = np.arange(9, dtype=np.int32)
-    assert not loading.copy_rows(src, np.empty_like(src))
-    assert not loading.all_finite(src) and loading.all_finite(src[:4])
-    assert not loading.gather_rows(src, ids, np.empty_like(src))
-    assert loading.gather_rows(src, ids[5:], np.empty_like(src[5:]))
-    columns = np.array([17], np.int32)
-    assert not loading.gather_columns(src, columns, np.empty((1, 9), dtype))
-    assert loading.gather_columns(src, columns + 1, np.empty((1, 9), dtype))
-
-
-def test_copies_refuse_mismatches() -> None:
-    src, ids = np.zeros((4, 6), np.uint16), np.array([0, 3], np.int32)
-    for call in (
-        lambda: loading.copy_rows(src, np.zeros((4, 5), np.uint16)),
-        lambda: loading.copy_rows(src, np.zeros((4, 6), np.int16)),
-        lambda: loading.copy_rows(src.T, np.zeros((6, 4), np.uint16)),
-        lambda: loading.copy_rows(src.astype(np.float64), np.zeros((4, 6))),
-        lambda: loading.gather_rows(src, ids + 1, np.zeros((2, 6), np.uint16)),
-        lambda: loading.gather_rows(src, ids - 1, np.zeros((2, 6), np.uint16)),
-        lambda: loading.gather_rows(src, ids.astype(np.int64), np.zeros((2, 6), np.uint16)),
-        lambda: loading.gather_columns(src, ids + 3, np.zeros((2, 4), np.uint16)),
-        lambda: loading.gather_columns(src, ids, np.zeros((2, 6), np.uint16)),
-    ):
-        with pytest.raises(ValueError):
-            call()
-
-
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 def test_conversion_equals_torch(kind: torch.dtype) -> None:
     bits = np.arange(1 << 16, dtype=np.uint16)
@@ -317,14 +216,3 @@ def test_conversion_equals_torch(kind: torch.dtype) -> None:
     finite = np.isfinite(expected.numpy())
     again = from_float32(expected.numpy()[finite], dtype)
     np.testing.assert_array_equal(again, bits.view(dtype)[finite])
-
-
-def test_memory() -> None:
-    array = aligned_empty((3, 5), np.uint16)
-    assert array.ctypes.data % (2 << 20) == 0 and array.flags.c_contiguous
-    array[:] = 7
-    assert aligned_empty((0, 5), np.float32).shape == (0, 5)
-    assert aligned_empty((1 << 21,), np.uint8, alignment=4096).ctypes.data % 4096 == 0
-    assert 1 << 20 < available_bytes() < 1 << 50
-    with pytest.raises(MemoryBudgetError, match="GB"):
-        aligned_empty((1 << 62,), np.uint8)
