@@ -11,18 +11,15 @@ from starlette.requests import ClientDisconnect
 
 from hotcold.ui.api import sse
 from hotcold.ui.api import tokenize as api_text
-from hotcold.ui.api.backend import Backend
-from hotcold.ui.api.chat import ChatRoute
-from hotcold.ui.api.completions import CompletionRoute
-from hotcold.ui.api.embeddings import EmbeddingsRequest, EmbeddingsRoute
+from hotcold.ui.api.answer import JsonAnswer, answer_of, answered
+from hotcold.ui.api.chat import ChatAnswer
+from hotcold.ui.api.completions import CompletionAnswer
+from hotcold.ui.api.embeddings import EmbeddingsRequest, embedded
 from hotcold.ui.api.errors import ApiError, as_api_error
 from hotcold.ui.api.not_served import add_not_served
 from hotcold.ui.api.ollama import routes as ollama
-from hotcold.ui.api.responses.kept import KeptResponses
-from hotcold.ui.api.responses.kept_routes import add_kept
-from hotcold.ui.api.responses.route import ResponsesRoute
+from hotcold.ui.api.responses.answer import add_responses
 from hotcold.ui.api.responses.schemas import ResponsesRequest
-from hotcold.ui.api.route import JsonAnswer, answered
 from hotcold.ui.api.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -95,48 +92,36 @@ def _add_error_handlers(app: FastAPI, models: ServedModels) -> None:
 
 
 def _add_completions(app: FastAPI, models: ServedModels) -> None:
-    kept = KeptResponses()
-
     async def answer(
-        request: Request, schema: type[Any], route_of: Callable[[Backend], Any]
+        request: Request, schema: type[Any], answer_to: type[ChatAnswer | CompletionAnswer]
     ) -> Any:
         body = parse(schema, await request.body())
-        route = route_of(models.choose(request, body.model))
-        if body.stream:
-            return await answered(request, route.stream(body), route.prompt)
-        return JsonAnswer(await answered(request, route.whole(body), route.prompt))
+        backend = models.choose(request, body.model)
+
+        async def work() -> Response:
+            return await answer_of(answer_to(backend, body), body.stream)
+
+        return await answered(request, work(), answer_to.prompt)
 
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
     @app.post("/chat/completions", include_in_schema=False)
     async def chat(request: Request) -> Response:
         """Answer a conversation, as OpenAI's chat completions do."""
-        return await answer(request, ChatRequest, ChatRoute)
+        return await answer(request, ChatRequest, ChatAnswer)
 
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def complete(request: Request) -> Response:
         """Continue a text, as OpenAI's completions do."""
-        return await answer(request, CompletionRequest, CompletionRoute)
+        return await answer(request, CompletionRequest, CompletionAnswer)
 
-    @app.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
-    async def respond(request: Request) -> Response:
-        """Answer a conversation of items, or the next turn of one, as OpenAI's responses do."""
-        return await answer(request, ResponsesRequest, lambda found: ResponsesRoute(found, kept))
-
-    @app.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponsesRequest))
-    async def count(request: Request) -> Response:
-        """How many tokens the input of such a request has; nothing is answered."""
-        body = parse(ResponsesRequest, await request.body())
-        route = ResponsesRoute(models.choose(request, body.model), kept)
-        return JsonAnswer(await answered(request, route.count(body), route.prompt))
-
-    add_kept(app, kept)
+    add_responses(app, models)
 
     @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingsRequest))
     async def embed(request: Request) -> Response:
         """A vector for each text: the mean of the model's last hidden states."""
         body = parse(EmbeddingsRequest, await request.body())
-        route = EmbeddingsRoute(models.choose(request, body.model))
-        return JsonAnswer(await answered(request, route.whole(body), route.prompt))
+        found = embedded(models.choose(request, body.model), body)
+        return JsonAnswer(await answered(request, found, "input"))
 
 
 def _add_models(app: FastAPI, models: ServedModels) -> None:

@@ -1,4 +1,4 @@
-"""Ollama's routes over a system that answers as a test says."""
+"""The routes of all APIs over a system that answers as a test says, and their own clients."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import ollama
+import openai
 from fastapi import FastAPI
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
@@ -119,3 +120,39 @@ def with_ollama(
     backend_of(client)
     transport = httpx.ASGITransport(server()[1])
     return asyncio.run(work(ollama.AsyncClient("http://localhost", transport=transport)))
+
+
+def with_openai(
+    client: Client, work: Callable[[openai.AsyncOpenAI], Coroutine[Any, Any, Any]]
+) -> Any:
+    """What OpenAI's client makes of the routes."""
+
+    async def ask(http: httpx.AsyncClient) -> Any:
+        return await work(
+            openai.AsyncOpenAI(
+                base_url="http://localhost/v1", api_key="any", http_client=http, max_retries=0
+            )
+        )
+
+    return with_client(client, ask)
+
+
+def create(client: Client, **fields: Any) -> Any:
+    """A response, as OpenAI's client reads it."""
+    return with_openai(client, lambda one: one.responses.create(model="demo", **fields))
+
+
+def prompt_of(request: GenerateRequest) -> str:
+    """The text that the model is given."""
+    tokenizer = server()[0].prompts.tokenizer
+    assert tokenizer is not None
+    return tokenizer.decode(request.prompt_ids or [])
+
+
+def refused(path: str, body: Any) -> dict[str, Any]:
+    """OpenAI's error object of a request that is answered 400, in one line."""
+    answer, backend = send(Recording(), "POST", path, {"model": "demo", **body})
+    assert answer.status_code == 400, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    assert len(error["message"].splitlines()) == 1 and backend.num_active == 0
+    return error

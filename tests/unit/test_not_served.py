@@ -45,7 +45,7 @@ def test_ollamas_routes_tell_it_in_ollamas_form() -> None:
         ("/infill", "/v1/completions"),
         ("/completion", "/v1/completions"),
         ("/slots", "/metrics"),
-        ("/v1/responses/compact", "truncation auto"),
+        ("/v1/responses/compact", "sum it up"),
         ("/generate", "/v1/completions"),
         ("/v1/images/generations", "text alone"),
     ],

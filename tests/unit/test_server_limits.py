@@ -32,8 +32,9 @@ from hotcold.model.errors import PromptTooLongError, ServiceError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api import sse
+from hotcold.ui.api.answer import answer_of, whole
 from hotcold.ui.api.backend import Backend, ServerSettings
-from hotcold.ui.api.completions import CompletionRoute
+from hotcold.ui.api.completions import CompletionAnswer
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.schemas import CompletionRequest, parse
 from hotcold.ui.api.served_models import ServedModels
@@ -358,20 +359,20 @@ def test_a_list_of_a_hundred_prompts_waits_for_itself_and_lets_others_between() 
     """Two run side by side and one more may wait."""
     client = Slow()
     backend = make_backend(client)
-    route = CompletionRoute(backend)
 
-    def body(**fields: Any) -> CompletionRequest:
-        return parse(CompletionRequest, json.dumps(fields).encode())
+    async def asked(**fields: Any) -> dict[str, Any]:
+        body = parse(CompletionRequest, json.dumps(fields).encode())
+        return await whole(CompletionAnswer(backend, body))
 
     async def run() -> dict[str, Any]:
-        many = asyncio.create_task(route.whole(body(prompt=prompts_of_one(100))))
+        many = asyncio.create_task(asked(prompt=prompts_of_one(100)))
         await until(lambda: len(client.held) == 2)
         assert backend.num_active == 2
-        other = asyncio.create_task(route.whole(body(prompt=[500])))
+        other = asyncio.create_task(asked(prompt=[500]))
         await until(lambda: len(client.held) == 3)
         assert backend.num_active == 3
         with pytest.raises(ApiError, match="queue is full"):
-            await route.whole(body(prompt=[501]))
+            await asked(prompt=[501])
         for _ in range(3):  # in the order in which they came
             client.answer()
         await other
@@ -445,10 +446,10 @@ def test_those_who_run_and_wait_leave_less_room(num_active: int, status: int) ->
     assert backend.num_active == num_active
 
 
-async def begun(backend: Backend) -> sse.EventStream:
+async def begun(backend: Backend) -> Any:
     """A stream of two answers, of which nothing is sent yet."""
     body = parse(CompletionRequest, b'{"prompt": [1, 2], "n": 2, "stream": true}')
-    return await CompletionRoute(backend).stream(body)
+    return await answer_of(CompletionAnswer(backend, body), True)
 
 
 async def never(*_: Any) -> Any:

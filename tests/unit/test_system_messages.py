@@ -10,9 +10,8 @@ import pytest
 from hotcold.model.errors import PromptError
 from hotcold.model.text.chat_template import ChatTemplate
 from hotcold.model.text.system_messages import one_at_the_start, plainer
-from hotcold.ui.api.responses.conversation import InputMessage, messages_of
-from tests.unit.ollama_routes import Recording, post, server
-from tests.unit.test_kept_responses import prompt_of
+from hotcold.ui.api.responses.items import InputMessage, messages_of
+from tests.unit.ollama_routes import Recording, post, prompt_of, server
 
 SAY = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 ONE = (  # Qwen 3.5's, Mistral's

@@ -24,7 +24,6 @@ from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.chat_template import ChatTemplate, Thinking, thinking_of
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.text.tools import TAGGED
-from hotcold.ui.api.chat import delta, whole_message
 from hotcold.ui.api.tools.reader import AnswerReader, ReasoningPart, TextPart
 from tests.unit.ollama_routes import CALLED, HELLO, RESULT, TOOL, Recording, lines, post, server
 from tests.unit.test_server_limits import Deliver
@@ -117,18 +116,21 @@ def told(pieces: Sequence[str], opened: Thoughts | None, result: Generation) -> 
 
 def read(are_open: bool, pieces: Sequence[str], with_calls: bool) -> tuple[str, str, int]:
     reader = AnswerReader(TAGGED if with_calls else None)
-    found: list[dict[str, Any]] = []
+    found: list[Any] = []
     events = told(pieces, thoughts(are_open), RESULT)
     assert "".join(event.text for event in events) == "".join(pieces)
     whole = functools.reduce(operator.add, events)
     assert whole.thought == "".join(event.thought for event in events)
     assert whole.said == "".join(event.said for event in events)
     for event in events:
-        parts = reader.push(event)
-        assert all(part.text for part in parts if isinstance(part, TextPart | ReasoningPart))
-        found += map(delta, parts)
-    message = whole_message(found)
-    return message.get("reasoning_content", ""), message["content"] or "", reader.num_calls
+        found += reader.push(event)
+    texts = [part for part in found if isinstance(part, TextPart | ReasoningPart)]
+    assert all(part.text for part in texts)
+    thought, said = (
+        "".join(part.text for part in texts if isinstance(part, kind))
+        for kind in (ReasoningPart, TextPart)
+    )
+    return thought, said, reader.num_calls
 
 
 @given(st.sampled_from(ANSWERS), st.lists(st.integers(0, 120), max_size=8))
@@ -247,7 +249,8 @@ def test_chat_tells_thoughts_whole_and_streamed() -> None:
     streamed = events(post(answering(SAID), path, messages=HELLO, stream=True,
                            stream_options={"include_usage": True}))  # fmt: skip
     deltas = [one["choices"][0]["delta"] for one in streamed if one["choices"]]
-    assert whole_message(deltas) == {"content": "Yes.", "reasoning_content": "I see."}
+    for key, text in (("content", "Yes."), ("reasoning_content", "I see.")):
+        assert "".join(one.get(key, "") for one in deltas) == text
     assert sum("reasoning_content" in one for one in deltas) > 1
     assert streamed[-1]["usage"]["completion_tokens_details"] == details
     opened = post(answering("I see.\n</think>\n\nYes."), path, messages=HELLO,
@@ -289,30 +292,6 @@ def test_ollama_tells_thoughts_whole_and_streamed() -> None:
 
 
 @pytest.mark.usefixtures("thinking")
-def test_responses_tell_thoughts_as_an_item() -> None:
-    whole = post(answering(SAID), "/v1/responses", input="a").json()
-    thought, said = whole["output"]
-    assert (thought["type"], said["type"]) == ("reasoning", "message")
-    assert thought["content"] == [{"type": "reasoning_text", "text": "I see."}]
-    assert thought["summary"] == [] and thought["status"] == "completed"
-    assert said["content"][0]["text"] == "Yes."
-    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": NUM_THOUGHT}
-    streamed = events(post(answering(SAID), "/v1/responses", input="a", stream=True))
-    kinds = [one["type"] for one in streamed]
-    texts = [one["delta"] for one in streamed if one["type"] == "response.reasoning_text.delta"]
-    assert "".join(texts) == "I see." and len(texts) > 1
-    assert kinds.count("response.reasoning_text.done") == 1
-    assert kinds.count("response.output_item.done") == 2
-    last = streamed[-1]["response"]
-    assert [one["content"] for one in last["output"]] == [thought["content"], said["content"]]
-    from openai.types.responses import ResponseReasoningItem, ResponseReasoningTextDeltaEvent
-
-    ResponseReasoningItem.model_validate(thought, strict=True)
-    first = next(one for one in streamed if one["type"] == "response.reasoning_text.delta")
-    ResponseReasoningTextDeltaEvent.model_validate(first, strict=True)
-
-
-@pytest.mark.usefixtures("thinking")
 @pytest.mark.parametrize(
     ("path", "field"),
     [
@@ -329,20 +308,6 @@ def test_what_was_thought_goes_back_to_the_template(path: str, field: str) -> No
     assert "[assistant]<think>I see.</think>Yes." in prompt
 
 
-@pytest.mark.usefixtures("thinking")
-def test_a_response_goes_back_with_what_was_thought() -> None:
-    called = post(answering(f"<think>I see.</think>{CALL.replace('f', 'look_up')}"),
-                  "/v1/responses", input="a",
-                  tools=[{"type": "function", **TOOL["function"]}]).json()  # fmt: skip
-    said = post(answering(SAID), "/v1/responses", input="a").json()
-    for output in (called["output"], said["output"]):
-        client = Recording()
-        items = [{"role": "user", "content": "a"}, *output, {"role": "user", "content": "b"}]
-        assert post(client, "/v1/responses", input=items).status_code == 200
-        prompt = TOKENIZER.decode(client.requests[0].prompt_ids or [])
-        assert prompt.count("[assistant]<think>I see.</think>") == 1
-
-
 FUNCTION = {"messages": HELLO, "functions": [TOOL["function"]]}
 
 
@@ -353,10 +318,10 @@ def test_functions_are_called_as_openai_once_did() -> None:
     assert choice["message"]["function_call"] == {"name": "look_up", "arguments": '{"a": 1}'}
     client = answering(CALLED[: len(CALLED) // 2 + 2])
     streamed = events(post(client, "/v1/chat/completions", stream=True, **FUNCTION))
-    message = whole_message(one["choices"][0]["delta"] for one in streamed)
-    assert message == {
-        key: choice["message"][key] for key in ("content", "function_call")
-    }  # fmt: skip
+    deltas = [one["choices"][0]["delta"] for one in streamed]
+    assert "".join(one.get("content", "") for one in deltas) == choice["message"]["content"]
+    for key, text in choice["message"]["function_call"].items():
+        assert "".join(one.get("function_call", {}).get(key, "") for one in deltas) == text
     grammar = client.requests[0].grammar
     assert grammar is not None and accepts(grammar, 'Well.<tool_call>\n{"name": "look_up", '
                                            '"arguments": {"a": 1}}\n</tool_call>')  # fmt: skip

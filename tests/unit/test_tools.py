@@ -18,12 +18,11 @@ from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.chat_template import ChatTemplate
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.text.tools import BARE, TAGGED, CallSyntax
-from hotcold.ui.api.chat import delta, whole_message
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.responses.schemas import ResponsesRequest
 from hotcold.ui.api.schemas import ChatRequest, parse
 from hotcold.ui.api.tools.grammar import calls_grammar
-from hotcold.ui.api.tools.reader import CallReader
+from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, CallReader, TextPart
 
 WEATHER = {
     "type": "object",
@@ -150,7 +149,8 @@ def test_arguments_stay_the_text_that_they_were(template: str) -> None:
     for one in (message.for_template, told):
         assert WRITTEN in _template(template).render([one], tools=TOOLS)
     items = [{"type": "function_call", "call_id": "1", "name": "now", "arguments": WRITTEN}]
-    chat = ResponsesRequest.model_validate({"input": items}).as_chat()
+    body = ResponsesRequest.model_validate({"input": items})
+    chat = body.as_chat(body.items)
     asked = [one.for_template for one in chat.messages]
     assert WRITTEN in _template(template).render(asked, tools=TOOLS)
 
@@ -238,13 +238,17 @@ def _read(
 ) -> tuple[str | None, list[tuple[str, str]]]:
     """What an answer of these pieces says and calls; `is_cut`: its tokens came to an end."""
     reader = CallReader(syntax)
-    found: list[dict[str, Any]] = []
+    said, calls = "", []
     for number, piece in enumerate(pieces):
-        found += map(delta, reader.push(piece, number == len(pieces) - 1, is_cut))
-    message = whole_message(found)
-    calls = [(one["function"]["name"], one["function"]["arguments"])
-             for one in message.get("tool_calls", ())]  # fmt: skip
-    return message["content"], calls
+        for part in reader.push(piece, number == len(pieces) - 1, is_cut):
+            match part:
+                case TextPart(text):
+                    said += text
+                case CallPart(_, _, name):
+                    calls.append((name, ""))
+                case ArgumentsPart(at, text):
+                    calls[at] = (calls[at][0], calls[at][1] + text)
+    return said or (None if calls else ""), calls
 
 
 NOW_BARE = NOW[len("<tool_call>\n") : -len("\n</tool_call>")]

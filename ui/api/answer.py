@@ -1,95 +1,216 @@
-"""Answers collected from their events, for both kinds of completions."""
+"""An answer of any API: what it tells of the events of its requests, in a stream and as a whole."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import asyncio
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any
+from itertools import chain
+from typing import Any, ClassVar
 
-from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent, TokenLogprob
-from hotcold.model.errors import ServiceError
-from hotcold.ui.api.backend import Answers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.ui.api import sse
+from hotcold.ui.api.backend import Answers, Backend
+from hotcold.ui.api.errors import ApiError, as_api_error
+from hotcold.ui.api.logprobs import ContentLogprobs
+from hotcold.ui.api.schemas import ChatRequest
+from hotcold.ui.api.tools.reader import AnswerReader
 
-class Answer:
-    """The events of one answer so far, joined."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.thought = ""
-        self.said_at = 0
-        self.logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: list[TokenLogprob] = []
-        self.num_tokens = 0
-        self.result: Generation | None = None
-
-    def add(self, event: TokenEvent) -> None:
-        """Add the next event."""
-        self.text += event.text
-        self.thought += event.thought
-        self.said_at += event.said_at
-        self.num_tokens += event.num_tokens
-        self.logprobs += event.logprobs
-        self.prompt_logprobs += event.prompt_logprobs
-        self.result = event.result
-
-    @property
-    def event(self) -> TokenEvent:
-        """All of a finished answer as one event."""
-        return TokenEvent(
-            self.text,
-            self.whole,
-            logprobs=tuple(self.logprobs),
-            thought=self.thought,
-            said_at=self.said_at,
-        )
-
-    @property
-    def finish_reason(self) -> str:
-        """ "stop" or "length", of a finished answer."""
-        return self.whole.finish_reason
-
-    @property
-    def ids(self) -> list[int]:
-        """The tokens of a finished answer."""
-        return self.whole.ids
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """The tokens of its prompt that were in the KV cache before; of a finished answer."""
-        return self.whole.num_cached_tokens
-
-    @property
-    def whole(self) -> Generation:
-        """The result of a finished answer."""
-        if self.result is None:
-            raise ServiceError("an answer ended without a result")
-        return self.result
+_FEW = 256
 
 
-async def collect(answers: Answers) -> list[Answer]:
-    """Wait for all answers. Errors: ApiError, HotcoldError."""
-    found: dict[int, Answer] = {}
+class Answer(ABC):
+    """The answer to one HTTP request.
+
+    A stream tells its pieces: `opening`, those of each event, `closing`. The whole answer is made
+    by the same steps, and `whole` gives it after them.
+    """
+
+    prompt: ClassVar[str] = "prompt"  # the request's field that holds it
+    stream: ClassVar[type[sse.EventStream]] = sse.EventStream
+    end: ClassVar[bytes] = b""  # of a stream that did not fail
+
+    def __init__(self, backend: Backend, count: int = 1, stays: bool = True) -> None:
+        """`count` and `stays` as `Backend.start` takes them."""
+        self._backend = backend
+        self._count = count
+        self._stays = stays
+
+    async def start(self) -> Answers:
+        """Queue its requests. Errors: ApiError, HotcoldError."""
+        return await self._backend.start(self._count, self.requests, self._stays)
+
+    @abstractmethod
+    async def requests(self) -> list[GenerateRequest]:
+        """A request for each of its answers. Errors: PromptError, UsageError."""
+
+    def opening(self) -> Iterable[Any]:
+        """The pieces before all events."""
+        return ()
+
+    @abstractmethod
+    def take(self, index: int, event: TokenEvent) -> Iterator[Any]:
+        """Take the next event of the request at `index`; yields what a stream tells of it."""
+
+    def closing(self) -> Iterable[Any]:
+        """The pieces after all events."""
+        return ()
+
+    def failing(self, error: ApiError) -> Iterable[Any]:
+        """The last pieces of a stream that fails."""
+        return [error.body]
+
+    def written(self, piece: Any) -> bytes:
+        """A piece as the stream has it."""
+        return sse.event(piece)
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The whole answer, once all events were taken."""
+
+
+async def answer_of(answer: Answer, is_streamed: bool | None) -> Response:
+    """The answer as a stream, which is queued, or whole. Errors: ApiError, HotcoldError."""
+    if is_streamed:
+        started = await answer.start()
+        return answer.stream(_pieces(answer, started), started.deadline, started.close)
+    return JsonAnswer(await whole(answer))
+
+
+async def whole(answer: Answer) -> dict[str, Any]:
+    """The whole answer. Errors: ApiError, HotcoldError."""
+    events = await collect(await answer.start())
+
+    def take_all() -> None:
+        for index, event in enumerate(events):
+            for _piece in answer.take(index, event):
+                pass
+
+    await asyncio.to_thread(take_all)
+    for _piece in answer.closing():
+        pass
+    return answer.whole()
+
+
+async def _pieces(answer: Answer, started: Answers) -> AsyncGenerator[bytes, None]:
+    try:
+        for piece in answer.opening():
+            yield answer.written(piece)
+        async with aclosing(started.events()) as events:
+            async for index, event in events:
+                for piece in answer.take(index, event):
+                    yield answer.written(piece)
+        for piece in answer.closing():
+            yield answer.written(piece)
+        if answer.end:
+            yield answer.end
+    except Exception as error:
+        for piece in answer.failing(as_api_error(error, answer.prompt)):
+            yield answer.written(piece)
+
+
+async def collect(answers: Answers) -> list[TokenEvent]:
+    """Wait for all answers: each as one event. Errors: ApiError, HotcoldError."""
+    found: list[list[TokenEvent]] = [[] for _ in answers.requests]
     try:
         async with aclosing(answers.events()) as events:
             async for index, event in events:
-                found.setdefault(index, Answer()).add(event)
+                found[index].append(event)
     finally:
         answers.close()
-    return [found[index] for index in range(len(found))]
+    return list(map(_joined, found))
+
+
+def _joined(events: Sequence[TokenEvent]) -> TokenEvent:
+    """What the events of a whole answer are together; adding them up would copy each many times."""
+    return TokenEvent(
+        "".join(event.text for event in events),
+        events[-1].result,
+        logprobs=tuple(chain.from_iterable(event.logprobs for event in events)),
+        prompt_logprobs=tuple(chain.from_iterable(event.prompt_logprobs for event in events)),
+        thought="".join(event.thought for event in events),
+        said_at=sum(event.said_at for event in events),
+    )
+
+
+def reader_of(backend: Backend, chat: ChatRequest, logprobs: bool | None = None) -> AnswerReader:
+    """What reads an answer to `chat`. Errors: PromptError without a tokenizer for its tools."""
+    return AnswerReader(
+        backend.call_syntax if chat.callable is not None else None,
+        [tool.custom.name for tool in chat.tools or () if tool.type == "custom"],
+        ContentLogprobs(backend.texts) if logprobs else None,
+    )
 
 
 def usage(
-    requests: Sequence[GenerateRequest], answers: Sequence[Answer], copies: int, most: int = 1 << 31
+    requests: Sequence[GenerateRequest],
+    results: Sequence[Generation],
+    copies: int,
+    most: int = 1 << 31,
 ) -> dict[str, Any]:
     """Token counts: a prompt of `copies` answers counts once, an answer `most` tokens at most.
 
     Of a prompt that counts once, what its first answer found in the KV cache.
     """
     prompt = sum(len(request.prompt_ids or ()) for request in requests[::copies])
-    new = sum(min(len(answer.ids), most) for answer in answers)
-    cached = sum(answer.num_cached_tokens for answer in answers[::copies])
+    new = sum(min(len(result.ids), most) for result in results)
+    cached = sum(result.num_cached_tokens for result in results[::copies])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+async def answered(request: Request, work: Coroutine[Any, Any, Any], prompt: str = "prompt") -> Any:
+    """The result of `work`; its errors as ApiError. `prompt`: the field that holds it."""
+    try:
+        return await sse.unless_gone(request.receive, work)
+    except sse.ClientGoneError:
+        raise
+    except Exception as error:
+        raise as_api_error(error, prompt) from error
+
+
+class JsonAnswer(Response):
+    """A JSON answer of any length, encoded in another thread and in pieces that release the GIL."""
+
+    def __init__(self, content: Any) -> None:
+        super().__init__()
+        self._content = content
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI request."""
+        whole = await asyncio.to_thread(lambda: "".join(_written(self._content)).encode())
+        await Response(whole, media_type="application/json")(scope, receive, send)
+
+
+def _written(content: Any) -> Iterator[str]:
+    """The JSON of `content` in pieces."""
+    if isinstance(content, dict):
+        separator = "{"
+        for key, value in content.items():
+            yield f"{separator}{_dumped(key)}:"
+            yield from _written(value)
+            separator = ","
+        yield "}" if content else "{}"
+    elif isinstance(content, list) and content and isinstance(content[0], dict | list):
+        separator = "["
+        for value in content:
+            yield separator
+            yield from _written(value) if len(content) < _FEW else (_dumped(value),)
+            separator = ","
+        yield "]"
+    else:
+        yield _dumped(content)
+
+
+def _dumped(content: Any) -> str:
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

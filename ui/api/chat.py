@@ -1,20 +1,16 @@
-"""POST /v1/chat/completions."""
+"""OpenAI's chat completions: POST /v1/chat/completions."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hotcold.actors.protocol.messages import TokenEvent
-from hotcold.ui.api import sse
-from hotcold.ui.api.answer import Answer, collect, usage
-from hotcold.ui.api.backend import Answers
-from hotcold.ui.api.logprobs import ContentLogprobs
+from hotcold.actors.protocol.messages import GenerateRequest, TokenEvent
+from hotcold.ui.api.answer import reader_of, usage
+from hotcold.ui.api.backend import Backend
+from hotcold.ui.api.completions import Choice, ChoicesAnswer
 from hotcold.ui.api.requests import chat_requests
-from hotcold.ui.api.route import Route
 from hotcold.ui.api.schemas import ChatRequest
-from hotcold.ui.api.tools.custom import InputReader
 from hotcold.ui.api.tools.reader import (
     AnswerReader,
     ArgumentsPart,
@@ -24,174 +20,126 @@ from hotcold.ui.api.tools.reader import (
     TextPart,
 )
 
-Logprobs = dict[str, Any] | None
+_GIVEN = {"function": "arguments", "custom": "input"}  # what calls of each kind give
 
 
-class Deltas:
-    """The deltas of one answer: reasoning, content and tool calls."""
-
-    def __init__(
-        self,
-        reader: AnswerReader,
-        as_functions: bool,
-        customs: Collection[str],
-        scored: ContentLogprobs | None,
-    ) -> None:
-        """`as_functions`: calls as OpenAI's older `function_call`; `customs`: custom tools.
-
-        `scored` None: no logprobs.
-        """
-        self._reader = reader
-        self._as_functions = as_functions
-        self._customs = customs
-        self._scored = scored
-        self._inputs: dict[int, InputReader] = {}  # by the number of their call
-
-    def of(self, event: TokenEvent) -> Iterator[tuple[dict[str, Any], Logprobs]]:
-        """The deltas of one event, with the logprobs of content."""
-        if self._scored is not None:
-            self._scored.add(event)
-        for part in self._reader.push(event):
-            logprobs = None
-            if self._scored is not None and isinstance(part, TextPart):
-                logprobs = self._scored.of(part)
-            if found := self._delta(part):
-                yield _as_function(found) if self._as_functions else found, logprobs
-
-    def _delta(self, part: Part) -> dict[str, Any]:
-        """The delta of one part; empty where nothing of a custom tool's input is certain yet."""
-        match part:
-            case CallPart(index, call_id, name) if name in self._customs:
-                self._inputs[index] = InputReader()
-                custom = {"name": name, "input": ""}
-                call = {"index": index, "id": call_id, "type": "custom", "custom": custom}
-                return {"tool_calls": [call]}
-            case ArgumentsPart(index, text) if index in self._inputs:
-                more = self._inputs[index].push(text)
-                return {"tool_calls": [{"index": index, "custom": {"input": more}}]} if more else {}
-        return delta(part)
-
-    def finish_reason(self, reason: str) -> str:
-        """A call ends an answer as `tool_calls`, unless it was cut off."""
-        if reason != "stop" or not self._reader.num_calls:
-            return reason
-        return "function_call" if self._as_functions else "tool_calls"
-
-
-def delta(part: Part) -> dict[str, Any]:
-    """The delta of one part."""
-    match part:
-        case ReasoningPart(text):
-            return {"reasoning_content": text}
-        case TextPart(text, _):
-            return {"content": text}
-        case CallPart(index, call_id, name):
-            function = {"name": name, "arguments": ""}
-            call = {"index": index, "id": call_id, "type": "function", "function": function}
-            return {"tool_calls": [call]}
-        case ArgumentsPart(index, text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-
-
-def _as_function(delta: dict[str, Any]) -> dict[str, Any]:
-    calls = delta.get("tool_calls")
-    return {"function_call": calls[0]["function"]} if calls else delta
-
-
-def whole_message(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The message of an answer, joined from its deltas."""
-    content, thought, calls = "", "", []
-    function: dict[str, str] = {}
-    for delta in deltas:
-        content += delta.get("content", "")
-        thought += delta.get("reasoning_content", "")
-        for key, text in delta.get("function_call", {}).items():
-            function[key] = function.get(key, "") + text
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                kind = call["type"]
-                calls.append({"id": call["id"], "type": kind, kind: dict(call[kind])})
-            else:
-                called = calls[-1][calls[-1]["type"]]
-                for key, text in call[calls[-1]["type"]].items():
-                    called[key] += text
-    message: dict[str, Any] = {"content": content}
-    if thought or calls or function:
-        message["content"] = content or None
-    found = {"reasoning_content": thought, "tool_calls": calls, "function_call": function}
-    return message | {key: value for key, value in found.items() if value}
-
-
-class ChatRoute(Route):
-    """The answers of /v1/chat/completions."""
+class ChatAnswer(ChoicesAnswer):
+    """The answer to a request of /v1/chat/completions."""
 
     prompt = "messages"
+    kinds = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 
-    async def whole(self, body: ChatRequest) -> dict[str, Any]:
-        """The whole answer. Errors: ApiError, HotcoldError."""
-        started = await self._start(body)
-        answers = await collect(started)
-        choices = await asyncio.to_thread(self._choices, body, answers)
-        counts = self._usage(body, started, answers)
-        return {**self._head("chatcmpl", "chat.completion"), "choices": choices, "usage": counts}
+    def __init__(self, backend: Backend, body: ChatRequest) -> None:
+        """Errors:  PromptError without a tokenizer for its tools"""
+        super().__init__(backend, body, body.n or 1)
+        self._body = body
+        self._messages = [
+            _Message(reader_of(backend, body, body.logprobs), bool(body.functions))
+            for _ in range(self._count)
+        ]
 
-    def _choices(self, body: ChatRequest, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-        return [self._choice(body, index, answer) for index, answer in enumerate(answers)]
+    async def requests(self) -> list[GenerateRequest]:
+        """A request for each answer. Errors: PromptError, UsageError."""
+        self._requests = made = await chat_requests(self._backend, self._body)
+        return made
 
-    def _choice(self, body: ChatRequest, index: int, answer: Answer) -> dict[str, Any]:
-        deltas = self._deltas(body)
-        found = list(deltas.of(answer.event))
-        message = whole_message(delta for delta, _ in found)
-        content = [one for _, logprobs in found if logprobs for one in logprobs["content"]]
+    def opening(self) -> Iterable[Any]:
+        """Who speaks."""
+        delta = {"role": "assistant", "content": ""}
+        return [self.chunk([_choice(index, delta)]) for index in range(self._count)]
+
+    def choices(self, index: int, event: TokenEvent) -> Iterator[Choice]:
+        """The deltas of one event."""
+        message = self._messages[index]
+        for part in message.reader.push(event):
+            delta, scored = message.delta(part), None
+            if self._body.logprobs and isinstance(part, TextPart):
+                scored = {"content": part.logprobs, "refusal": None}
+            yield _choice(index, delta, logprobs=scored)
+        if event.result is not None:
+            yield _choice(index, {}, **self._end(index))
+
+    def whole_choice(self, index: int) -> Choice:
+        """A choice of the whole answer."""
+        message = self._messages[index]
         return {
             "index": index,
-            "message": {"role": "assistant", "refusal": None, **message},
-            "logprobs": {"content": content, "refusal": None} if body.logprobs else None,
-            "finish_reason": deltas.finish_reason(answer.finish_reason),
-        } | ({"token_ids": answer.ids} if body.return_token_ids else {})
+            "message": message.whole,
+            "logprobs": (
+                {"content": message.logprobs, "refusal": None} if self._body.logprobs else None
+            ),
+            **self._end(index),
+        }
 
-    async def stream(self, body: ChatRequest) -> sse.EventStream:
-        """The answer as events; it is queued. Errors: ApiError, HotcoldError."""
-        started = await self._start(body)
+    def _end(self, index: int) -> dict[str, Any]:
+        """How a choice ended. A call ends an answer as `tool_calls`, unless it was cut off."""
+        result, message = self._results[index], self._messages[index]
+        reason = result.finish_reason
+        if reason == "stop" and message.reader.num_calls:
+            reason = "function_call" if message.as_function else "tool_calls"
+        more = {"token_ids": result.ids} if self._body.return_token_ids else {}
+        return {"finish_reason": reason, **more}
 
-        def choice(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
-            empty = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            return empty | more
-
-        all_deltas = [self._deltas(body) for _ in range(body.n or 1)]
-
-        def choices_of(index: int, event: TokenEvent) -> Iterator[dict[str, Any]]:
-            for delta, logprobs in all_deltas[index].of(event):
-                yield choice(index, delta, logprobs=logprobs)
-            if event.result is not None:
-                more = {"token_ids": event.result.ids} if body.return_token_ids else {}
-                reason = all_deltas[index].finish_reason(event.result.finish_reason)
-                yield choice(index, {}, finish_reason=reason, **more)
-
-        return self._chunks(
-            body,
-            started,
-            self._head("chatcmpl", "chat.completion.chunk"),
-            choices_of,
-            lambda answers: self._usage(body, started, answers),
-            [choice(i, {"role": "assistant", "content": ""}) for i in range(body.n or 1)],
-        )
-
-    async def _start(self, body: ChatRequest) -> Answers:
-        return await self._backend.start(body.n or 1, lambda: chat_requests(self._backend, body))
-
-    def _deltas(self, body: ChatRequest) -> Deltas:
-        syntax = self._backend.call_syntax if body.callable else None
-        customs = [one.function.name for one in body.tools or () if one.type == "custom"]
-        scored = ContentLogprobs(self._texts) if body.logprobs else None
-        return Deltas(AnswerReader(syntax), bool(body.functions), customs, scored)
-
-    def _usage(
-        self, body: ChatRequest, started: Answers, answers: Sequence[Answer]
-    ) -> dict[str, Any]:
-        counts = usage(started.requests, answers, body.n or 1)
-        tokenizer = self._backend.prompts.tokenizer
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Token counts of all, with those of thoughts where the model thinks."""
+        results, tokenizer = self._in_order, self._backend.prompts.tokenizer
+        counts = usage(self._requests, results, self._count)
         if tokenizer is None or tokenizer.thinking is None:
             return counts
-        num_thought = sum(answer.whole.num_thought_tokens for answer in answers)
+        num_thought = sum(result.num_thought_tokens for result in results)
         return {**counts, "completion_tokens_details": {"reasoning_tokens": num_thought}}
+
+
+class _Message:
+    """The message of one choice so far."""
+
+    def __init__(self, reader: AnswerReader, as_function: bool) -> None:
+        """`as_function`: a call is told as OpenAI's older `function_call`."""
+        self.reader = reader
+        self.as_function = as_function
+        self.logprobs: list[dict[str, Any]] = []
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+
+    def delta(self, part: Part) -> dict[str, Any]:
+        """Add a part; returns what a stream tells of it."""
+        match part:
+            case ReasoningPart(text):
+                self._thoughts.append(text)
+                return {"reasoning_content": text}
+            case TextPart(text):
+                self._texts.append(text)
+                self.logprobs += part.logprobs
+                return {"content": text}
+            case CallPart(number, call_id, name, is_custom):
+                kind = "custom" if is_custom else "function"
+                called = {"name": name, _GIVEN[kind]: ""}
+                call: dict[str, Any] = {"id": call_id, "type": kind, kind: called}
+                self._calls.append({**call, kind: dict(called)})
+            case ArgumentsPart(number, text):
+                kind = self._calls[number]["type"]
+                call = {kind: {_GIVEN[kind]: text}}
+                self._calls[number][kind][_GIVEN[kind]] += text
+        return self._called([{"index": number, **call}])
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """All of it."""
+        content, thought = "".join(self._texts), "".join(self._thoughts)
+        is_more = thought or self._calls
+        message = {"role": "assistant", "refusal": None, "content": content}
+        if is_more:
+            message["content"] = content or None
+        message |= {"reasoning_content": thought} if thought else {}
+        return message | (self._called(self._calls) if self._calls else {})
+
+    def _called(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        if self.as_function:
+            return {"function_call": calls[0]["function"]}
+        return {"tool_calls": calls}
+
+
+def _choice(index: int, delta: dict[str, Any], **more: Any) -> Choice:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}

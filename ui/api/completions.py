@@ -1,109 +1,139 @@
-"""POST /v1/completions."""
+"""OpenAI's completions: POST /v1/completions, and what chat completions share with it."""
+
+from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from hotcold.actors.protocol.messages import GenerateRequest, TokenEvent, TokenLogprob
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from hotcold.ui.api import sse
-from hotcold.ui.api.answer import Answer, collect, usage
-from hotcold.ui.api.backend import Answers
-from hotcold.ui.api.logprobs import CompletionLogprobs, TokenTexts
+from hotcold.ui.api.answer import Answer, usage
+from hotcold.ui.api.backend import Backend
+from hotcold.ui.api.logprobs import CompletionLogprobs
 from hotcold.ui.api.requests import completion_requests
-from hotcold.ui.api.route import Route
-from hotcold.ui.api.schemas import CompletionRequest
+from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
+
+Choice = dict[str, Any]
 
 
-class CompletionRoute(Route):
-    """The answers of /v1/completions."""
+class ChoicesAnswer(Answer):
+    """An answer of choices: chunks of one choice each, the last of them with the usage."""
 
-    prompt = "prompt"
+    kinds: tuple[str, str, str]  # what ids begin with, of whole answers, of chunks
+    end = sse.DONE
 
-    async def whole(self, body: CompletionRequest) -> dict[str, Any]:
-        """The whole answer. Errors: ApiError, HotcoldError."""
-        started = await self._start(body)
-        answers = await collect(started)
-        requests = started.requests
-        choices = await asyncio.to_thread(
-            lambda: [
-                self._writer(body, request).choice(index, answer)
-                for index, (request, answer) in enumerate(zip(requests, answers, strict=True))
-            ]
-        )
-        head = self._head("cmpl", "text_completion")
-        return {**head, "choices": choices, "usage": _usage(body, requests, answers)}
+    def __init__(self, backend: Backend, body: ChatRequest | CompletionRequest, count: int) -> None:
+        super().__init__(backend, count)
+        prefix, self._whole_kind, self._chunk_kind = self.kinds
+        self._has_usage_chunk = body.has_usage_chunk
+        self._requests: Sequence[GenerateRequest] = ()
+        self._results: dict[int, Generation] = {}
+        self._head = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": backend.settings.model_name,
+            "system_fingerprint": None,
+        }
 
-    async def stream(self, body: CompletionRequest) -> sse.EventStream:
-        """The answer as events; it is queued. Errors: ApiError, HotcoldError."""
-        started = await self._start(body)
-        try:
-            writers = await asyncio.to_thread(
-                lambda: [self._writer(body, request) for request in started.requests]
-            )
-        except BaseException:
-            started.close()
-            raise
+    def take(self, index: int, event: TokenEvent) -> Iterator[Any]:
+        """Take the next event of a choice."""
+        if event.result is not None:
+            self._results[index] = event.result
+        for choice in self.choices(index, event):
+            yield self.chunk([choice])
 
-        def choices_of(index: int, event: TokenEvent) -> list[dict[str, Any]]:
-            piece = Answer()
-            piece.add(event)
-            return [writers[index].choice(index, piece)]
+    def choices(self, index: int, event: TokenEvent) -> Iterator[Choice]:
+        """What chunks tell of an event."""
+        raise NotImplementedError
 
-        return self._chunks(
-            body,
-            started,
-            self._head("cmpl", "text_completion"),
-            choices_of,
-            lambda answers: _usage(body, started.requests, answers),
-        )
+    def whole_choice(self, index: int) -> Choice:
+        """A choice of the whole answer."""
+        raise NotImplementedError
 
-    async def _start(self, body: CompletionRequest) -> Answers:
-        count = len(body.prompts) * (body.n or 1)
-        return await self._backend.start(count, lambda: completion_requests(self._backend, body))
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Token counts of all."""
+        raise NotImplementedError
 
-    def _writer(self, body: CompletionRequest, request: GenerateRequest) -> "_Writer":
-        echoed = self._prompt_text(body, request) if body.echo else ""
-        return _Writer(body, echoed, self._texts)
+    @property
+    def _in_order(self) -> list[Generation]:
+        return [self._results[index] for index in range(self._count)]
 
-    def _prompt_text(self, body: CompletionRequest, request: GenerateRequest) -> str:
-        """The text of the prompt's tokens, those that the tokenizer added included."""
-        ids = request.prompt_ids or []
-        if body.logprobs is not None:  # so that tokens and text agree
-            return b"".join(map(self._texts.bytes_of, ids)).decode("utf-8", "replace")
-        tokenizer = self._backend.prompts.tokenizer
-        return tokenizer.decode(ids) if tokenizer is not None else ""
+    def closing(self) -> Iterable[Any]:
+        """The usage, where it is asked for."""
+        return [self.chunk([], usage=self.usage)] if self._has_usage_chunk else ()
+
+    def whole(self) -> dict[str, Any]:
+        """The whole answer."""
+        choices = [self.whole_choice(index) for index in range(self._count)]
+        found = {"object": self._whole_kind, "choices": choices, "usage": self.usage}
+        return self._head | found
+
+    def chunk(self, choices: list[Choice], **more: Any) -> dict[str, Any]:
+        """A chunk of a stream."""
+        if self._has_usage_chunk:
+            more = {"usage": None, **more}
+        return {**self._head, "object": self._chunk_kind, "choices": choices, **more}
 
 
-class _Writer:
-    """Makes the choices of one answer; the echoed prompt is in the first."""
+class CompletionAnswer(ChoicesAnswer):
+    """The answer to a request of /v1/completions."""
 
-    def __init__(self, body: CompletionRequest, echoed: str, texts: TokenTexts) -> None:
+    kinds = ("cmpl", "text_completion", "text_completion")
+
+    def __init__(self, backend: Backend, body: CompletionRequest) -> None:
+        super().__init__(backend, body, len(body.prompts) * (body.n or 1))
         self._body = body
-        self._echoed = echoed
-        self._logprobs = CompletionLogprobs(texts)
         self._wants_none = body.max_tokens == 0
+        self._echoed: list[str] = []
+        self._logprobs = [CompletionLogprobs(backend.texts) for _ in range(self._count)]
+        self._choices: dict[int, Choice] = {}
 
-    def choice(self, index: int, piece: Answer) -> dict[str, Any]:
-        text = self._echoed + ("" if self._wants_none else piece.text)
-        self._echoed = ""
-        tokens: list[TokenLogprob] = list(piece.prompt_logprobs)
-        tokens += [] if self._wants_none else piece.logprobs
-        result = piece.result
-        choice: dict[str, Any] = {
+    async def requests(self) -> list[GenerateRequest]:
+        """A request for each answer to each prompt. Errors: PromptError, UsageError."""
+        self._requests = made = await completion_requests(self._backend, self._body)
+        if self._body.echo:
+            self._echoed = await asyncio.to_thread(lambda: list(map(self._prompt_text, made)))
+        return made
+
+    def choices(self, index: int, event: TokenEvent) -> Iterator[Choice]:
+        """The next piece of a choice; the echoed prompt is in the first."""
+        text, tokens = ("", ()) if self._wants_none else (event.text, event.logprobs)
+        if self._echoed:
+            text, self._echoed[index] = self._echoed[index] + text, ""
+        scored = [*event.prompt_logprobs, *tokens]
+        choice: Choice = {
             "index": index,
             "text": text,
-            "logprobs": None if self._body.logprobs is None else self._logprobs.piece(tokens),
+            "logprobs": (
+                None if self._body.logprobs is None else self._logprobs[index].piece(scored)
+            ),
             "finish_reason": None,
         }
-        if result is not None:
+        if (result := event.result) is not None:
             choice["finish_reason"] = "length" if self._wants_none else result.finish_reason
             if self._body.return_token_ids:
                 choice["token_ids"] = [] if self._wants_none else result.ids
-        return choice
+        self._choices[index] = choice
+        yield choice
 
+    def whole_choice(self, index: int) -> Choice:
+        """A whole answer comes as one event, so that its last piece is all of it."""
+        return self._choices[index]
 
-def _usage(
-    body: CompletionRequest, requests: Sequence[GenerateRequest], answers: Sequence[Answer]
-) -> dict[str, Any]:
-    most = 0 if body.max_tokens == 0 else 1 << 31
-    return usage(requests, answers, body.n or 1, most)
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Token counts of all."""
+        most = 0 if self._wants_none else 1 << 31
+        return usage(self._requests, self._in_order, self._body.n or 1, most)
+
+    def _prompt_text(self, request: GenerateRequest) -> str:
+        """The text of the prompt's tokens, those that the tokenizer added included."""
+        ids = request.prompt_ids or []
+        if self._body.logprobs is not None:  # so that tokens and text agree
+            return b"".join(map(self._backend.texts.bytes_of, ids)).decode("utf-8", "replace")
+        tokenizer = self._backend.prompts.tokenizer
+        return tokenizer.decode(ids) if tokenizer is not None else ""

@@ -35,39 +35,23 @@ class EmbeddingsRequest(Request):
                 "a vector has as many numbers as the model's hidden states; leave it out"
             )
 
-    @property
-    def inputs(self) -> list[str | list[int]]:
-        """Each input, a text or token ids."""
-        return prompts_of(self.input)
 
-
-class EmbeddingsRoute:
-    """The answers of /v1/embeddings."""
-
-    prompt = "input"
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-
-    async def whole(self, body: EmbeddingsRequest) -> dict[str, Any]:
-        """The whole answer. Errors: ApiError, HotcoldError."""
-        prompts = await prompts_to_embed(self._backend, body.inputs)
-        vectors = await embeddings(self._backend, prompts)
-        if body.encoding_format == "base64":
-            shown: Sequence[Any] = await asyncio.to_thread(lambda: list(map(_packed, vectors)))
-        else:
-            shown = vectors
-        data = [
+async def embedded(backend: Backend, body: EmbeddingsRequest) -> dict[str, Any]:
+    """The whole answer. Errors: ApiError, HotcoldError."""
+    prompts = await prompts_to_embed(backend, prompts_of(body.input))
+    shown: list[Any] = await embeddings(backend, prompts)
+    if body.encoding_format == "base64":
+        shown = await asyncio.to_thread(lambda vectors: list(map(_packed, vectors)), shown)
+    num_tokens = sum(map(len, prompts))
+    return {
+        "object": "list",
+        "data": [
             {"object": "embedding", "index": index, "embedding": one}
             for index, one in enumerate(shown)
-        ]
-        num_tokens = sum(map(len, prompts))
-        return {
-            "object": "list",
-            "data": data,
-            "model": self._backend.settings.model_name,
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-        }
+        ],
+        "model": backend.settings.model_name,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
 
 
 async def prompts_to_embed(backend: Backend, inputs: Sequence[str | list[int]]) -> list[list[int]]:

@@ -79,7 +79,7 @@ CHANGING: dict[str, tuple[Any, ...]] = {
     "background": (False,), "best_of": (1,), "echo": (False,),
     "function_call": ("none", "auto"), "logprobs": (False,), "modalities": (["text"],),
     "n": (1,), "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"), "top_logprobs": (0,),
+    "tool_choice": ("none", "auto"), "top_logprobs": (0,), "truncation": ("disabled",),
     # vLLM's, and SGLang's
     "add_generation_prompt": (True,), "add_special_tokens": (True,),
     "continue_final_message": (False,), "early_stopping": (False,),

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from hotcold.actors.protocol.messages import TokenEvent, TokenLogprob
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.ui.api.tools.reader import TextPart
-
-if TYPE_CHECKING:
-    from hotcold.ui.api.answer import Answer
 
 MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 
@@ -38,15 +35,6 @@ class TokenTexts:
         return self.bytes_of(token_id).decode("utf-8", "replace")
 
 
-def content_tokens(event: TokenEvent | Answer, eos_ids: Collection[int]) -> list[TokenLogprob]:
-    """The scored tokens of an answer without its end token, which is no content."""
-    tokens, result = list(event.logprobs), event.result
-    has_ended = result is not None and result.finish_reason == "stop"
-    if tokens and has_ended and tokens[-1].token_id in eos_ids:
-        del tokens[-1]
-    return tokens
-
-
 class ContentLogprobs:
     """Hands out the logprobs of an answer's text with the parts of it: joined they are the text.
 
@@ -61,32 +49,22 @@ class ContentLogprobs:
         """Take those of the next event."""
         self._waiting += event.logprobs
 
-    def of(self, part: TextPart) -> dict[str, Any]:
-        """The `logprobs` of a chat's next piece of text."""
+    def of(self, part: TextPart) -> list[dict[str, Any]]:
+        """The `logprobs` of a chat's next piece of text, one a token."""
         found = []
         while self._waiting and self._waiting[0].at < part.at + len(part.text):
             one = self._waiting.popleft()
             if one.at + len(self._texts.text_of(one.token_id)) > part.at:
-                found.append(one)
-        return chat_logprobs(self._texts, found)
+                top = [self._scored(*alternative) for alternative in one.top]
+                found.append(self._scored(one.token_id, one.logprob or 0.0) | {"top_logprobs": top})
+        return found
 
-
-def chat_logprobs(texts: TokenTexts, tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
-    """The `logprobs` of a chat answer."""
-
-    def item(token_id: int, logprob: float) -> dict[str, Any]:
+    def _scored(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": texts.text_of(token_id),
+            "token": self._texts.text_of(token_id),
             "logprob": max(logprob, MIN_LOGPROB),
-            "bytes": list(texts.bytes_of(token_id)),
+            "bytes": list(self._texts.bytes_of(token_id)),
         }
-
-    content = [
-        item(token.token_id, token.logprob or 0.0)
-        | {"top_logprobs": [item(token_id, logprob) for token_id, logprob in token.top]}
-        for token in tokens
-    ]
-    return {"content": content, "refusal": None}
 
 
 class CompletionLogprobs:

@@ -16,9 +16,8 @@ _ELSEWHERE = {
     "/v1/messages": "Anthropic's API is not served here; use /v1/chat/completions",
     "/v1/messages/count_tokens": "Anthropic's API is not served here; use /tokenize",
     "/v1/batches": "files of requests are answered by a job: docs/running.md",
-    "/v1/responses/compact": (
-        "no conversation is made shorter here; have the model sum it up, or send truncation auto"
-    ),
+    "/v1/responses/compact": "no conversation is made shorter here; have the model sum it up",
+    "/v1/responses/{response_id}/input_items": "send what you need of them along",
     "/v1/conversations": "no conversations are kept here; /v1/responses has previous_response_id",
     **dict.fromkeys(
         ("/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations",

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
+from hotcold.ui.api.answer import JsonAnswer, answer_of, answered
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.ollama import models as facts
@@ -22,7 +23,6 @@ from hotcold.ui.api.ollama.schemas import (
     OllamaModel,
     OllamaShow,
 )
-from hotcold.ui.api.route import JsonAnswer, answered
 from hotcold.ui.api.schemas import parse
 from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.openapi import body_of
@@ -47,7 +47,7 @@ def add_ollama(app: FastAPI, models: ServedModels) -> None:
     _add_answers(app, models)
     _add_models(app, models)
     for (method, path), reason in _ELSEWHERE.items():
-        _add_refusal(app, method, path, reason)
+        app.add_api_route(path, _refusing(reason), methods=[method], include_in_schema=False)
 
 
 def _add_answers(app: FastAPI, models: ServedModels) -> None:
@@ -57,8 +57,7 @@ def _add_answers(app: FastAPI, models: ServedModels) -> None:
         async def work() -> Response:
             if is_load:
                 return JSONResponse(await loaded_or_ended(backend, body))
-            found = OllamaAnswer(backend, body)
-            return await found.stream() if body.is_streamed else JsonAnswer(await found.whole())
+            return await answer_of(OllamaAnswer(backend, body), body.stream is not False)
 
         made: Response = await answered(request, work())
         return made
@@ -96,36 +95,33 @@ def _add_answers(app: FastAPI, models: ServedModels) -> None:
 
 
 def _add_models(app: FastAPI, models: ServedModels) -> None:
-    async def version(request: Request) -> Response:
+    @app.get("/api/version")
+    async def version() -> dict[str, Any]:
         """The version of Ollama whose API this is."""
-        return JSONResponse({"version": _VERSION})
+        return {"version": _VERSION}
 
-    async def tags(request: Request) -> Response:
+    @app.get("/api/tags")
+    async def tags(request: Request) -> dict[str, Any]:
         """The models that are served, loaded or not."""
-        return JSONResponse(await answered(request, facts.listed(models.backends)))
+        return dict(await answered(request, facts.listed(models.backends)))
 
-    async def running(request: Request) -> Response:
+    @app.get("/api/ps")
+    async def running(request: Request) -> dict[str, Any]:
         """The models that are loaded."""
-        return JSONResponse(await answered(request, facts.running(models.backends)))
-
-    getters: dict[str, Callable[[Request], Awaitable[Response]]] = {
-        "version": version, "tags": tags, "ps": running,
-    }  # fmt: skip
-    for name, getter in getters.items():
-        app.add_api_route(f"/api/{name}", getter, methods=["GET"])
+        return dict(await answered(request, facts.running(models.backends)))
 
     @app.post("/api/show", openapi_extra=body_of(OllamaShow))
-    async def show(request: Request) -> Response:
+    async def show(request: Request) -> dict[str, Any]:
         """What a model is."""
         backend = _choose(models, request, parse(OllamaShow, await request.body()))
-        return JSONResponse(await answered(request, facts.shown(backend)))
+        return dict(await answered(request, facts.shown(backend)))
 
 
-def _add_refusal(app: FastAPI, method: str, path: str, reason: str) -> None:
-    async def refuse(request: Request) -> Response:
+def _refusing(reason: str) -> Callable[[], Awaitable[None]]:
+    async def refuse() -> None:
         raise ApiError(_FORBIDDEN, reason)
 
-    app.add_api_route(path, refuse, methods=[method], include_in_schema=False)
+    return refuse
 
 
 def _choose(models: ServedModels, request: Request, body: OllamaModel) -> Backend:

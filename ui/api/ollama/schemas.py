@@ -67,11 +67,6 @@ class _Answered(OllamaRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    @property
-    def is_streamed(self) -> bool:
-        """Whether to stream; the default."""
-        return self.stream is not False
-
     def _thinking(self) -> dict[str, Any]:
         """Whether, or how much, to think, as fields of a `ChatRequest`."""
         if isinstance(self.think, str):

@@ -6,157 +6,127 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hotcold.ui.api.responses.foreign import encoded
+from hotcold.ui.api.responses.items import encoded
 from hotcold.ui.api.responses.tools import FunctionTool, Offered
-from hotcold.ui.api.tools.custom import InputReader
 from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 
 Event = dict[str, Any]
 
 
-class _CallKind(NamedTuple):
-    """How calls of one kind of tool are told."""
+class _Kind(NamedTuple):
+    """How items of one kind are told."""
 
     item: str
     prefix: str  # of its id
-    text: str  # the field of what the call gives
-    event: str  # what its events begin with
-    done: tuple[str, ...]  # fields of the last one
+    field: str  # of the item: its text, or the list of the part that has it
+    events: str  # what those of its text begin with
+    part: Event | None = None  # the part, without its text
+    part_events: str = ""  # what those of the part begin with
+    place: str = ""  # the events' field that tells the part's place
 
 
-_CALLS = {
-    "function": _CallKind(
-        "function_call", "fc", "arguments", "response.function_call_arguments",
-        ("arguments", "name"),
+_TEXT = {"type": "output_text", "annotations": [], "logprobs": []}
+_KINDS = {
+    "message": _Kind(
+        "message", "msg", "content", "output_text", _TEXT, "content_part", "content_index"
     ),
-    "custom": _CallKind(
-        "custom_tool_call", "ctc", "input", "response.custom_tool_call_input", ("input",)
+    "reasoning": _Kind(
+        "reasoning", "rs", "content", "reasoning_text", {"type": "reasoning_text"}, "",
+        "content_index",
     ),
+    "summary": _Kind(
+        "reasoning", "rs", "summary", "reasoning_summary_text", {"type": "summary_text"},
+        "reasoning_summary_part", "summary_index",
+    ),
+    "function": _Kind("function_call", "fc", "arguments", "function_call_arguments"),
+    "custom": _Kind("custom_tool_call", "ctc", "input", "custom_tool_call_input"),
 }  # fmt: skip
 
 
 class Output:
     """Reasoning, messages and calls, in order."""
 
-    def __init__(
-        self, tools: Mapping[str, Offered], is_summary: bool = False, is_encoded: bool = False
-    ) -> None:
+    def __init__(self, tools: Mapping[str, Offered], is_summary: bool, is_encoded: bool) -> None:
         """`tools` by flat name; `is_summary`: reasoning is told as its summary.
 
         `is_encoded`: also as `encrypted_content`, which clients send back.
         """
-        self._tools = tools
-        self._call = _CALLS["function"]  # the kind of the last one
-        self._input = InputReader()  # of the last one
         self.items: list[dict[str, Any]] = []
-        self._is_summary = is_summary
+        self._tools = tools
+        self._thoughts = "summary" if is_summary else "reasoning"
         self._is_encoded = is_encoded
-        self._is_open = False  # the last item
+        self._kind: _Kind | None = None  # of the last item while it is open
+        self._texts: list[str] = []  # of that item
 
     def of(self, parts: Iterable[Part]) -> Iterator[Event]:
         """Add the next parts; yields their events."""
         for part in parts:
             match part:
                 case ReasoningPart(text):
-                    if not self._is_open or self._last["type"] != "reasoning":
-                        yield from self._begin_thoughts()
-                    self._part["text"] += text
-                    yield self._event(f"{self._thoughts}_text.delta", delta=text)
-                case TextPart(text, _):
-                    if not self._is_open or self._last["type"] != "message":
-                        yield from self._begin_message()
-                    self._part["text"] += text
-                    yield self._event("response.output_text.delta", delta=text, logprobs=[])
+                    if self._kind is not _KINDS[self._thoughts]:
+                        yield from self._begin(self._thoughts, summary=[])
+                case TextPart(text):
+                    if self._kind is not _KINDS["message"]:
+                        yield from self._begin("message", role="assistant")
                 case CallPart(_, call_id, name):
-                    called = self._tools.get(
-                        name, Offered(FunctionTool(type="function", name=name))
-                    )
-                    yield from self._begin_call(call_id, called)
+                    other = Offered(FunctionTool(type="function", name=name))
+                    called = self._tools.get(name, other)
+                    about = {"call_id": call_id, "name": called.tool.name}
+                    if called.namespace is not None:
+                        about["namespace"] = called.namespace
+                    yield from self._begin(called.tool.type, **about)
+                    continue
                 case ArgumentsPart(_, text):
-                    more = self._input.push(text) if self._call.text == "input" else text
-                    self._last[self._call.text] += more
-                    if more:
-                        yield self._event(f"{self._call.event}.delta", delta=more)
+                    pass
+            self._texts.append(text)
+            yield self._event("delta", delta=text)
 
     def end(self, status: str) -> Iterator[Event]:
         """End the answer; `status` of the last item: completed or incomplete."""
-        if not self.items or (self._last["type"] == "reasoning" and status == "completed"):
-            yield from self._begin_message()
+        is_thought = bool(self.items) and self.items[-1]["type"] == "reasoning"
+        if not self.items or (is_thought and status == "completed"):
+            yield from self._begin("message", role="assistant")
         yield from self._close(status)
 
-    @property
-    def _last(self) -> dict[str, Any]:
-        return self.items[-1]
-
-    @property
-    def _part(self) -> dict[str, Any]:
-        """The one part of the last item."""
-        part: dict[str, Any] = (self._last.get("content") or self._last["summary"])[0]
-        return part
-
-    @property
-    def _thoughts(self) -> str:
-        return "response.reasoning_summary" if self._is_summary else "response.reasoning"
-
-    def _begin_thoughts(self) -> Iterator[Event]:
-        if not self._is_summary:
-            yield from self._begin("reasoning", "rs", {"summary": [], "content": []})
-            self._last["content"].append({"type": "reasoning_text", "text": ""})
-            return
-        yield from self._begin("reasoning", "rs", {"summary": []})
-        self._last["summary"].append({"type": "summary_text", "text": ""})
-        yield self._event("response.reasoning_summary_part.added", part=dict(self._part))
-
-    def _begin_message(self) -> Iterator[Event]:
-        yield from self._begin("message", "msg", {"role": "assistant", "content": []})
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        yield self._event("response.content_part.added", part=dict(part))
-        self._last["content"].append(part)
-
-    def _begin_call(self, call_id: str, called: Offered) -> Iterator[Event]:
-        yield from self._close("completed")  # by the kind of the one before
-        self._call, self._input = _CALLS[called.tool.type], InputReader()
-        call = {"call_id": call_id, "name": called.tool.name, self._call.text: ""}
-        if called.namespace is not None:
-            call["namespace"] = called.namespace
-        yield from self._begin(self._call.item, self._call.prefix, call)
-
-    def _begin(self, kind: str, prefix: str, fields: dict[str, Any]) -> Iterator[Event]:
+    def _begin(self, which: str, **about: Any) -> Iterator[Event]:
         yield from self._close("completed")
-        item_id = f"{prefix}_{uuid.uuid4().hex}"
-        self.items.append({"type": kind, "id": item_id, "status": "in_progress", **fields})
-        self._is_open = True
-        yield {**self._item_event("response.output_item.added")}
+        self._kind = kind = _KINDS[which]
+        item_id = f"{kind.prefix}_{uuid.uuid4().hex}"
+        item = {"type": kind.item, "id": item_id, "status": "in_progress", **about}
+        self._texts = []
+        item[kind.field] = "" if kind.part is None else []
+        self.items.append(item)
+        yield self._item_event("added")
+        if kind.part_events:
+            yield self._about(f"{kind.part_events}.added", part={**(kind.part or {}), "text": ""})
 
     def _close(self, status: str) -> Iterator[Event]:
-        if not self._is_open:
+        if self._kind is None:
             return
-        self._is_open = False
-        last = self._last
-        last["status"] = status
-        if last["type"] == "message":
-            yield self._event("response.output_text.done", text=self._part["text"], logprobs=[])
-            yield self._event("response.content_part.done", part=dict(self._part))
-        elif last["type"] == "reasoning":
-            yield self._event(f"{self._thoughts}_text.done", text=self._part["text"])
-            if self._is_summary:
-                yield self._event("response.reasoning_summary_part.done", part=dict(self._part))
-            if self._is_encoded:
-                last["encrypted_content"] = encoded(self._part["text"])
-        else:
-            done = {field: last[field] for field in self._call.done}
-            yield self._event(f"{self._call.event}.done", **done)
-        yield self._item_event("response.output_item.done")
+        kind, item, text = self._kind, self.items[-1], "".join(self._texts)
+        part = None if kind.part is None else {**kind.part, "text": text}
+        item |= {"status": status, kind.field: text if part is None else [part]}
+        if kind.item == "reasoning" and self._is_encoded:
+            item["encrypted_content"] = encoded(text)
+        done = {kind.field if part is None else "text": text}
+        yield self._event("done", **done, **({"name": item["name"]} if kind.prefix == "fc" else {}))
+        if kind.part_events:
+            yield self._about(f"{kind.part_events}.done", part=part)
+        yield self._item_event("done")
+        self._kind = None
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        """An event about the last item, or about the one part of a message."""
-        about: Event = {"output_index": len(self.items) - 1, "item_id": self._last["id"]}
-        if "call_id" not in self._last:
-            about["summary_index" if "summary" in kind else "content_index"] = 0
-        return {"type": kind, **about, **fields}
+        """An event about the text of the last item."""
+        if self._kind is _KINDS["message"]:
+            fields["logprobs"] = []
+        return self._about(f"{self._kind.events if self._kind else ''}.{kind}", **fields)
+
+    def _about(self, kind: str, **fields: Any) -> Event:
+        place = {self._kind.place: 0} if self._kind and self._kind.place else {}
+        about = {"output_index": len(self.items) - 1, "item_id": self.items[-1]["id"], **place}
+        return {"type": f"response.{kind}", **about, **fields}
 
     def _item_event(self, kind: str) -> Event:
-        item = dict(self._last)
-        for parts in item.keys() & {"content", "summary"}:
-            item[parts] = [dict(part) for part in item[parts]]
-        return {"type": kind, "output_index": len(self.items) - 1, "item": item}
+        place = len(self.items) - 1
+        return {"type": f"response.output_item.{kind}", "output_index": place,
+                "item": dict(self.items[-1])}  # fmt: skip

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError
+from pydantic import Discriminator, Field, Tag
 
 from hotcold.ui.api.fields import MAX_TOOLS, AnyJson, StrictModel
 
 
-class ForeignTool(StrictModel):
+class OtherTool(StrictModel):
     """A tool that is not run here."""
 
     type: str = Field(max_length=100)
@@ -27,16 +27,6 @@ class FunctionTool(StrictModel):
     description: str | None = None
     parameters: AnyJson = None
     strict: bool | None = None
-
-    def in_chat(self, name: str, before: str) -> dict[str, Any]:
-        """The tool of a chat completion; `before` its description."""
-        function = self.model_dump(exclude={"type"})
-        told = _joined(before, self.description)
-        return {"type": "function", "function": {**function, "name": name, "description": told}}
-
-    def told(self) -> dict[str, Any]:
-        """The tool as a response tells it."""
-        return self.model_dump() | {"strict": self.strict is True}
 
 
 class InputFormat(StrictModel):
@@ -55,28 +45,16 @@ class CustomTool(StrictModel):
     description: str | None = None
     format: InputFormat | None = None
 
-    def in_chat(self, name: str, before: str) -> dict[str, Any]:
-        """The tool of a chat completion; `before` its description."""
-        custom: dict[str, Any] = {"name": name, "description": _joined(before, self.description)}
-        if self.format is not None and self.format.type == "grammar":
-            grammar = self.format.model_dump(include={"syntax", "definition"})
-            custom["format"] = {"type": "grammar", "grammar": grammar}
-        return {"type": "custom", "custom": custom}
-
-    def told(self) -> dict[str, Any]:
-        """The tool as a response tells it."""
-        return self.model_dump(exclude_none=True)
-
 
 def _kind_of_tool(given: Any) -> str:
     kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", "function")
-    return kind.capitalize() if kind in ("function", "custom", "namespace") else "Foreign"
+    return kind.capitalize() if kind in ("function", "custom", "namespace") else "Other"
 
 
 _Named = (
     Annotated[FunctionTool, Tag("Function")]
     | Annotated[CustomTool, Tag("Custom")]
-    | Annotated[ForeignTool, Tag("Foreign")]
+    | Annotated[OtherTool, Tag("Other")]
 )
 _InNamespace = Annotated[_Named, Discriminator(_kind_of_tool)]
 
@@ -89,15 +67,9 @@ class NamespaceTool(StrictModel):
     description: str | None = None
     tools: Annotated[list[_InNamespace], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
-    def told(self) -> dict[str, Any]:
-        """The tool as a response tells it."""
-        tools = [one.told() for one in self.tools if not isinstance(one, ForeignTool)]
-        return {**self.model_dump(exclude={"tools"}), "tools": tools}
-
 
 Tool = Annotated[_Named | Annotated[NamespaceTool, Tag("Namespace")], Discriminator(_kind_of_tool)]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
-_TOOLS: TypeAdapter[list[Tool]] = TypeAdapter(Tools)
 
 
 class Offered(NamedTuple):
@@ -115,7 +87,15 @@ class Offered(NamedTuple):
     @property
     def in_chat(self) -> dict[str, Any]:
         """The tool of a chat completion."""
-        return self.tool.in_chat(self.flat_name, self.about_namespace)
+        tool, kind = self.tool, self.tool.type
+        told = "\n\n".join(filter(None, (self.about_namespace, tool.description)))
+        named: dict[str, Any] = {"name": self.flat_name, "description": told}
+        if isinstance(tool, FunctionTool):
+            named |= {"parameters": tool.parameters, "strict": tool.strict}
+        elif tool.format is not None and tool.format.type == "grammar":
+            grammar = tool.format.model_dump(include={"syntax", "definition"})
+            named["format"] = {"type": "grammar", "grammar": grammar}
+        return {"type": kind, kind: named}
 
 
 def flat_name(namespace: str | None, name: str) -> str:
@@ -128,21 +108,20 @@ def offered(tools: Iterable[Any]) -> Iterator[Offered]:
     for tool in tools:
         if isinstance(tool, NamespaceTool):
             about = tool.description or ""
-            for one in tool.tools:
-                if not isinstance(one, ForeignTool):
-                    yield Offered(one, tool.name, about)
-                    about = ""
-        elif not isinstance(tool, ForeignTool):
+            for one in offered(tool.tools):
+                yield Offered(one.tool, tool.name, about)
+                about = ""
+        elif not isinstance(tool, OtherTool):
             yield Offered(tool)
 
 
-def tools_in(item: dict[str, Any]) -> list[Any]:
-    """The tools that an item adds; none where it has no right ones."""
-    try:
-        return list(_TOOLS.validate_python(item.get("tools")))
-    except ValidationError:
-        return []
-
-
-def _joined(*texts: str | None) -> str:
-    return "\n\n".join(filter(None, texts))
+def told(tools: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """The tools as a response tells them."""
+    for tool in tools:
+        match tool:
+            case FunctionTool():
+                yield tool.model_dump() | {"strict": tool.strict is True}
+            case CustomTool():
+                yield tool.model_dump(exclude_none=True)
+            case NamespaceTool():
+                yield tool.model_dump(exclude={"tools"}) | {"tools": list(told(tool.tools))}

@@ -6,19 +6,12 @@ The model is offered a function of one string `input`.
 from __future__ import annotations
 
 import json
-import re
 from functools import lru_cache
 from typing import Any, Literal
 
 from hotcold.ui.api.fields import StrictModel
 from hotcold.ui.api.tools.lark_regex import regex_of
 
-_OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-# Characters and whole escapes of a JSON string; a pair of surrogates is one.
-_WHOLE = re.compile(
-    r'(?:[^"\\]|\\[^u]|\\u(?:[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u]))'
-    r"|(?![dD][89abAB])[0-9a-fA-F]{4}))*"
-)
 _MAX_GRAMMAR = 1 << 16  # characters
 
 
@@ -61,24 +54,3 @@ def pattern_of(syntax: str, definition: str) -> str | None:
 def _pattern(syntax: str, definition: str) -> str | None:
     found = definition if syntax == "regex" else regex_of(definition)
     return None if found is None else f"^(?:{found})$"
-
-
-class InputReader:
-    """Reads a custom tool's input out of a call's arguments, as they come."""
-
-    def __init__(self) -> None:
-        self._json = ""  # not read yet
-        self._is_open = False  # within the string
-
-    def push(self, more: str) -> str:
-        """The input that is certain after this further piece of JSON."""
-        self._json += more
-        if not self._is_open and (match := _OPENING.match(self._json)):
-            self._is_open, self._json = True, self._json[match.end() :]
-        if not self._is_open:
-            return ""
-        end = _WHOLE.match(self._json).end()  # type: ignore[union-attr]  # matches ""
-        found, self._json = self._json[:end], self._json[end:]
-        text: str = json.loads(f'"{found}"', strict=False)
-        # Half a pair of surrogates is no character.
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import re
 import uuid
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hotcold.actors.protocol.messages import TokenEvent
 from hotcold.model.text.calls import CallSplitter, SpanKind
 from hotcold.model.text.tools import CallSyntax
+
+if TYPE_CHECKING:
+    from hotcold.ui.api.logprobs import ContentLogprobs
+
+_OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+# Characters and whole escapes of a JSON string; a pair of surrogates is one.
+_WHOLE = re.compile(
+    r'(?:[^"\\]|\\[^u]|\\u(?:[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u]))'
+    r"|(?![dD][89abAB])[0-9a-fA-F]{4}))*"
+)
 
 
 class TextPart(NamedTuple):
@@ -15,6 +28,7 @@ class TextPart(NamedTuple):
 
     text: str
     at: int = 0
+    logprobs: Sequence[dict[str, Any]] = ()
 
 
 class ReasoningPart(NamedTuple):
@@ -29,10 +43,11 @@ class CallPart(NamedTuple):
     number: int
     id: str
     name: str
+    is_custom: bool = False
 
 
 class ArgumentsPart(NamedTuple):
-    """More of a call's arguments, as JSON text."""
+    """More of a call's arguments, as JSON text, or of a custom tool's input."""
 
     number: int
     text: str
@@ -87,12 +102,41 @@ class CallReader:
         return [TextPart(said, at)] if said else []
 
 
+class InputReader:
+    """Reads a custom tool's input out of a call's arguments, as they come."""
+
+    def __init__(self) -> None:
+        self._json = ""  # not read yet
+        self._is_open = False  # within the string
+
+    def push(self, more: str) -> str:
+        """The input that is certain after this further piece of JSON."""
+        self._json += more
+        if not self._is_open and (match := _OPENING.match(self._json)):
+            self._is_open, self._json = True, self._json[match.end() :]
+        if not self._is_open:
+            return ""
+        end = _WHOLE.match(self._json).end()  # type: ignore[union-attr]  # matches ""
+        found, self._json = self._json[:end], self._json[end:]
+        text: str = json.loads(f'"{found}"', strict=False)
+        # Half a pair of surrogates is no character.
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 class AnswerReader:
     """Parses one answer incrementally; the system tells its thoughts apart."""
 
-    def __init__(self, syntax: CallSyntax | None) -> None:
-        """`syntax` None: no calls."""
+    def __init__(
+        self,
+        syntax: CallSyntax | None,
+        customs: Collection[str] = (),
+        scored: ContentLogprobs | None = None,
+    ) -> None:
+        """`syntax` None: no calls. `customs`: custom tools. `scored` None: no logprobs."""
         self._calls = None if syntax is None else CallReader(syntax)
+        self._customs = customs
+        self._inputs: dict[int, InputReader] = {}  # by the number of their call
+        self._scored = scored
         self._num_read = 0  # characters of all text
         self._begin: int | None = None  # of these, where the answer itself begins
 
@@ -101,8 +145,24 @@ class AnswerReader:
         """How many calls have begun."""
         return 0 if self._calls is None else self._calls.num_calls
 
-    def push(self, event: TokenEvent) -> list[Part]:
+    def push(self, event: TokenEvent) -> Iterator[Part]:
         """The parts that are certain after this further event."""
+        if self._scored is not None:
+            self._scored.add(event)
+        for part in self._parts(event):
+            match part:
+                case TextPart() if self._scored is not None:
+                    yield part._replace(logprobs=self._scored.of(part))
+                case CallPart(number, _, name) if name in self._customs:
+                    self._inputs[number] = InputReader()
+                    yield part._replace(is_custom=True)
+                case ArgumentsPart(number, text) if number in self._inputs:
+                    if more := self._inputs[number].push(text):
+                        yield ArgumentsPart(number, more)
+                case _:
+                    yield part
+
+    def _parts(self, event: TokenEvent) -> list[Part]:
         parts: list[Part] = [ReasoningPart(event.thought)] if event.thought else []
         said, at = event.said, self._num_read + event.said_at
         self._num_read += len(event.text)

@@ -1,0 +1,243 @@
+"""Answers of /v1/responses, kept so that later ones continue them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import ValidationError
+from pydantic_core import to_json
+
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.model.errors import PromptTooLongError
+from hotcold.ui.api import sse
+from hotcold.ui.api.answer import Answer, JsonAnswer, answer_of, answered, reader_of
+from hotcold.ui.api.backend import Backend
+from hotcold.ui.api.errors import TOO_LONG, ApiError, as_api_error, refusal
+from hotcold.ui.api.requests import chat_requests
+from hotcold.ui.api.responses.items import ITEMS, MAX_ITEMS, Item, Reference
+from hotcold.ui.api.responses.kept import Kept, KeptResponses
+from hotcold.ui.api.responses.output import Event, Output
+from hotcold.ui.api.responses.schemas import ReasoningOptions, ResponsesRequest
+from hotcold.ui.api.responses.tools import told
+from hotcold.ui.api.schemas import parse
+from hotcold.ui.api.served_models import ServedModels
+from hotcold.ui.openapi import body_of
+
+
+def add_responses(app: FastAPI, models: ServedModels) -> None:
+    """Add the routes to `app`."""
+    kept = KeptResponses()
+
+    async def asked(request: Request) -> ResponseAnswer:
+        body = parse(ResponsesRequest, await request.body())
+        backend = models.choose(request, body.model)
+        last = body.previous_response_id
+        previous = None if last is None else kept.continued(last)
+        referred = kept.own() if any(isinstance(one, Reference) for one in body.items) else []
+        # A conversation may be long, and a turn is short.
+        return await asyncio.to_thread(ResponseAnswer, backend, body, kept, previous, referred)
+
+    @app.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
+    async def respond(request: Request) -> Response:
+        """Answer a conversation of items, or the next turn of one, as OpenAI's responses do."""
+
+        async def work() -> Response:
+            answer = await asked(request)
+            try:
+                return await answer_of(answer, answer.body.stream)
+            except PromptTooLongError as error:
+                if not answer.body.stream:
+                    raise
+                # As OpenAI does: by that event alone agents know that they have to shorten it.
+                return sse.EventStream(answer.refused(error))
+
+        made: Response = await answered(request, work(), ResponseAnswer.prompt)
+        return made
+
+    @app.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponsesRequest))
+    async def count(request: Request) -> Response:
+        """How many tokens the input of such a request has; nothing is answered."""
+
+        async def work() -> int:
+            (one,) = await (await asked(request)).requests()
+            return len(one.prompt_ids or ())
+
+        found = await answered(request, work(), ResponseAnswer.prompt)
+        return JsonAnswer({"object": "response.input_tokens", "input_tokens": found})
+
+    @app.get("/v1/responses/{response_id}")
+    async def kept_response(request: Request, response_id: str) -> Response:
+        """A response that is kept."""
+        for name in ("stream", "starting_after"):
+            if request.query_params.get(name, "false") != "false":
+                raise ApiError(400, f"{name} is not supported here; leave it out", param=name)
+        return Response(kept.found(response_id).response, media_type="application/json")
+
+    @app.delete("/v1/responses/{response_id}")
+    async def forget_response(response_id: str) -> dict[str, Any]:
+        """Forget a response; those that continue it stay."""
+        kept.remove(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+
+class ResponseAnswer(Answer):
+    """One response; `content` is its object so far."""
+
+    prompt = "input"
+
+    def __init__(
+        self,
+        backend: Backend,
+        body: ResponsesRequest,
+        kept: KeptResponses,
+        previous: Kept | None = None,
+        referred: Sequence[Kept] = (),
+    ) -> None:
+        """It continues `previous`, and may refer to items of `referred`.
+
+        Errors:  ApiError 400 and 404, PromptError without a tokenizer for its tools
+        """
+        super().__init__(backend)
+        self.body = body
+        self._kept = kept
+        try:
+            items = _conversation(previous, body.items, referred)
+            self._chat = body.as_chat(items)
+        except ValidationError as error:
+            raise refusal(error) from None
+        self._is_kept = body.store is not False
+        self._given = ITEMS.dump_json(items, by_alias=True, exclude_none=True)
+        reasoning = body.reasoning or ReasoningOptions()
+        is_encoded = "reasoning.encrypted_content" in (body.include or ())
+        self._output = Output(body.offered, reasoning.told_summary is not None, is_encoded)
+        self._reader = reader_of(backend, self._chat)
+        self._num_prompt_tokens = self._num_written = 0
+        self._result: Generation | None = None
+        shape = body.text.format if body.text is not None else None
+        drawn = body.drawn()
+        self.content: dict[str, Any] = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "model": backend.settings.model_name,
+            "output": self._output.items,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "temperature": drawn["temperature"],
+            "top_p": drawn["top_p"],
+            "tools": list(told(body.tools or ())),
+            "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "metadata": body.metadata or {},
+            "previous_response_id": body.previous_response_id,
+            "store": self._is_kept,
+            "truncation": "disabled",
+            "text": {
+                "format": shape.model_dump(by_alias=True, exclude_none=True)
+                if shape
+                else {"type": "text"}
+            },
+            "reasoning": {"effort": reasoning.effort, "summary": reasoning.told_summary},
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+        }
+
+    async def requests(self) -> list[GenerateRequest]:
+        """Its one request. Errors: PromptError, UsageError."""
+        made = await chat_requests(self._backend, self._chat)
+        self._num_prompt_tokens = len(made[0].prompt_ids or ())
+        return made
+
+    def opening(self) -> Iterable[Event]:
+        """That it has begun."""
+        for kind in ("response.created", "response.in_progress"):
+            yield {"type": kind, "response": {**self.content, "output": []}}
+
+    def take(self, index: int, event: TokenEvent) -> Iterator[Event]:
+        """Take the next event of the system."""
+        yield from self._output.of(self._reader.push(event))
+        if event.result is not None:
+            self._result = event.result
+            is_cut = event.result.finish_reason != "stop"
+            self.content["status"] = "incomplete" if is_cut else "completed"
+            yield from self._output.end(self.content["status"])
+
+    def closing(self) -> Iterable[Event]:
+        """The whole response, which is kept now."""
+        result, asked = self._result, self._num_prompt_tokens
+        if self.content["status"] == "incomplete":
+            self.content["incomplete_details"] = {"reason": "max_output_tokens"}
+        if result is not None:
+            self.content["usage"] = {
+                "input_tokens": asked,
+                "input_tokens_details": {
+                    "cached_tokens": result.num_cached_tokens,
+                    "cache_write_tokens": 0,
+                },
+                "output_tokens": len(result.ids),
+                "output_tokens_details": {"reasoning_tokens": result.num_thought_tokens},
+                "total_tokens": asked + len(result.ids),
+            }
+        if self._is_kept:
+            ids = frozenset(item["id"] for item in self._output.items)
+            one = Kept(self._given, to_json(self.content), ids)
+            self._kept.add(self.content["id"], one)
+        return [{"type": f"response.{self.content['status']}", "response": self.content}]
+
+    def failing(self, error: ApiError) -> Iterable[Event]:
+        """The last event of an answer that fails."""
+        self.content["status"] = "failed"
+        code = error.code if error.code == TOO_LONG else "server_error"
+        self.content["error"] = {"code": code, "message": error.message}
+        return [{"type": "response.failed", "response": self.content}]
+
+    async def refused(self, error: Exception) -> AsyncGenerator[bytes, None]:
+        """The stream of a response that cannot begin."""
+        for event in (*self.opening(), *self.failing(as_api_error(error))):
+            yield self.written(event)
+
+    def written(self, piece: Event) -> bytes:
+        """An event with its number."""
+        self._num_written += 1
+        numbered = {**piece, "sequence_number": self._num_written - 1}
+        return sse.event(numbered, piece["type"])
+
+    def whole(self) -> dict[str, Any]:
+        """The response."""
+        return self.content
+
+
+def _conversation(
+    previous: Kept | None, own: Sequence[Item], referred: Sequence[Kept]
+) -> list[Item]:
+    """All items: those of earlier turns, and the request's own with what they refer to.
+
+    Errors:  ApiError 400 for too many, 404 for a reference to none; ValidationError
+    """
+    found: list[Item] = []
+    if previous is not None:
+        found += ITEMS.validate_json(previous.items)
+        found += ITEMS.validate_python(previous.output)
+    wanted = {item.id for item in own if isinstance(item, Reference)}
+    kept = {item["id"]: item for one in referred if wanted & one.item_ids for item in one.output}
+    for item in own:
+        if isinstance(item, Reference):
+            if item.id not in kept:
+                text = f"Item with id {item.id[:100]!a} not found; send the item itself."
+                raise ApiError(404, text, param="input")
+            found += ITEMS.validate_python([kept[item.id]])
+        else:
+            found.append(item)
+    if len(found) > MAX_ITEMS:
+        text = f"the conversation has {len(found)} items; send at most {MAX_ITEMS}"
+        raise ApiError(400, text, param="input")
+    return found
