@@ -37,7 +37,7 @@ from hotcold.actors.setup.preflight import SystemOptions, prepare_system
 from hotcold.actors.system import System
 from hotcold.cuda_kernels.device import first_gpu
 from hotcold.jobs.bench.decode import decode_request
-from hotcold.jobs.support.options import Bytes
+from hotcold.jobs.support.options import BYTES
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact import ModelIdentity
@@ -237,7 +237,7 @@ def _clipped(count: float, most: int) -> int:
 @click.option("--density", type=float, default=0.05, help="Of such a model.")
 @click.option("--format", "file_format", default="f16", help="Of a GGUF file.")
 @click.option("--mode", "modes", multiple=True, default=("exact",), help="Several times.")
-@click.option("--budget", "budgets", type=Bytes(), multiple=True, help="VRAM; several times.")
+@click.option("--budget", "budgets", type=BYTES, multiple=True, help="VRAM; several times.")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("/dev/shm/hotcold"))
 @click.option("--prompt-tokens", default=64)
 @click.option("--tokens", default=128)

@@ -37,7 +37,7 @@ from hotcold.actors.setup.preflight import SystemOptions, in_memory, prepare_sys
 from hotcold.actors.setup.storage import has_bundles, pack_model
 from hotcold.jobs.bench.decode import decode_request
 from hotcold.jobs.support.loading import running_system
-from hotcold.jobs.support.options import Bytes
+from hotcold.jobs.support.options import BYTES
 from hotcold.jobs.support.text_file import read_text_ids
 from hotcold.model.bundles.bundle_file import bundle_path
 from hotcold.model.bundles.geometry import BundleGeometry
@@ -149,7 +149,7 @@ def _parts(config: ModelConfig) -> Iterator[tuple[str, list[str]]]:
 
 @frame.program
 @click.argument("model", type=frame.EXISTING)
-@click.option("--cpu-memory", "sizes", type=Bytes(), multiple=True)
+@click.option("--cpu-memory", "sizes", type=BYTES, multiple=True)
 @click.option("--resident", "shares", type=click.FloatRange(0, 1), multiple=True,
               help="Share of the neurons in memory.")  # fmt: skip
 @click.option("--mode", "modes", multiple=True, default=["sign"])
@@ -162,7 +162,7 @@ def _parts(config: ModelConfig) -> Iterator[tuple[str, list[str]]]:
 @click.option("--repeat", default=1)
 @click.option("--load", "load_s", default=0.0, help="Then a mixed load of so many seconds.")
 @click.option("--threads", default=2)
-@click.option("--read-bytes", type=Bytes(), default="16KiB", help="Of reads of the disk alone.")
+@click.option("--read-bytes", type=BYTES, default="16KiB", help="Of reads of the disk alone.")
 @click.option("--all/--no-all", "with_all", default=True, help="Also with all in memory.")
 @click.option("--ablation", is_flag=True)
 @click.option("--llama-bench", "llama", multiple=True, help="PATH's without it.")

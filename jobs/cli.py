@@ -24,7 +24,7 @@ import click
 
 import hotcold
 from hotcold.jobs.support.console import OutputError, progress_bar, tell, use_own_streams
-from hotcold.jobs.support.lazy_group import Invocation, LazyCommand, LazyGroup
+from hotcold.jobs.support.lazy_group import Invocation, LazyGroup, lazy_commands
 from hotcold.jobs.support.settings import origin_of
 from hotcold.jobs.support.signals import (
     end_at_sigterm,
@@ -44,81 +44,44 @@ EXIT_UNREAD = 141
 # Objects allocated between two garbage collections: most of those that imports make stay.
 _GC_THRESHOLD = 50_000
 
-COMMANDS = {
-    "run": LazyCommand(
-        "hotcold.jobs.commands.run:run",
-        "Talk with a model, or answer a prompt.",
-    ),
-    "generate": LazyCommand(
-        "hotcold.jobs.commands.generate:generate",
-        "Continue a prompt.",
-    ),
-    "chat": LazyCommand(
-        "hotcold.jobs.commands.chat:chat",
-        "Talk with a model in the terminal.",
-    ),
-    "serve": LazyCommand(
-        "hotcold.jobs.commands.serve:serve",
-        "The chat page and an OpenAI-compatible API.",
-    ),
-    "ps": LazyCommand("hotcold.jobs.commands.ps:ps", "List the systems that are running."),
-    "top": LazyCommand(
-        "hotcold.jobs.commands.top:top", "Watch a running system's neurons and services."
-    ),
-    "stop": LazyCommand("hotcold.jobs.commands.stop:stop", "End a running system."),
-    "pull": LazyCommand("hotcold.jobs.commands.models:pull", "Fetch a model from Hugging Face."),
-    "show": LazyCommand("hotcold.jobs.commands.models:show", "Say what a model is and takes."),
-    "list": LazyCommand(
-        "hotcold.jobs.commands.models:list_models", "List the models that are here."
-    ),
-    "rm": LazyCommand("hotcold.jobs.commands.models:rm", "Remove a model that was fetched."),
-    "scale": LazyCommand(
-        "hotcold.jobs.commands.scale:scale", "Give a running system more or fewer CPU services."
-    ),
-    "plan": LazyCommand(
-        "hotcold.jobs.commands.plan:plan", "Decide which device holds which neurons."
-    ),
-    "doctor": LazyCommand(
-        "hotcold.jobs.commands.doctor:doctor",
-        "Say what this machine has, what fits, what is wrong.",
-    ),
-    "compile": LazyCommand(
-        "hotcold.jobs.commands.compile:compile_kernels",
-        "Compile a model's kernels ahead of its first start.",
-    ),
-    "make-model": LazyCommand(
-        "hotcold.jobs.commands.make_model:make_model",
-        "Write a checkpoint of random weights of a given shape.",
-    ),
-    "quantize": LazyCommand(
-        "hotcold.jobs.commands.rewrite:quantize", "Write a model again in 8 or 4 bits a weight."
-    ),
-    "pack": LazyCommand(
-        "hotcold.jobs.commands.rewrite:pack",
-        "Write a model's neurons for reading them from storage.",
-    ),
-    "perplexity": LazyCommand(
-        "hotcold.jobs.commands.perplexity:perplexity",
-        "Score a mode on a text, and compare it with dense.",
-    ),
-    "profile": LazyCommand(
-        "hotcold.jobs.commands.profile:profile", "Count on a text how often each neuron fires."
-    ),
-    "train-predictors": LazyCommand(
-        "hotcold.jobs.commands.train_predictors:train_predictors",
-        "Fit what says which neurons will fire.",
-    ),
-    "config": LazyCommand(
-        "hotcold.jobs.commands.config:config", "Say what settings hold, and from where."
-    ),
-    "completion": LazyCommand(
-        "hotcold.jobs.commands.completion:completion",
-        "Let the shell complete commands and options.",
-    ),
-    "bench": LazyCommand(
-        "hotcold.jobs.commands.bench:bench", "Measure one part, beside the hardware's limit."
-    ),
-}
+COMMANDS = lazy_commands(
+    "hotcold.jobs.commands",
+    {
+        "run": "Talk with a model, or answer a prompt.",
+        "generate": "Continue a prompt.",
+        "chat": "Talk with a model in the terminal.",
+        "serve": "The chat page and an OpenAI-compatible API.",
+        "ps": "List the systems that are running.",
+        "top": "Watch a running system's neurons and services.",
+        "stop": "End a running system.",
+        "pull": "Fetch a model from Hugging Face.",
+        "show": "Say what a model is and takes.",
+        "list": "List the models that are here.",
+        "rm": "Remove a model that was fetched.",
+        "scale": "Give a running system more or fewer CPU services.",
+        "plan": "Decide which device holds which neurons.",
+        "doctor": "Say what this machine has, what fits, what is wrong.",
+        "compile": "Compile a model's kernels ahead of its first start.",
+        "make-model": "Write a checkpoint of random weights of a given shape.",
+        "quantize": "Write a model again in 8 or 4 bits a weight.",
+        "pack": "Write a model's neurons for reading them from storage.",
+        "perplexity": "Score a mode on a text, and compare it with dense.",
+        "profile": "Count on a text how often each neuron fires.",
+        "train-predictors": "Fit what says which neurons will fire.",
+        "config": "Say what settings hold, and from where.",
+        "completion": "Let the shell complete commands and options.",
+        "bench": "Measure one part, beside the hardware's limit.",
+    },
+    {
+        "pull": "models:pull",
+        "show": "models:show",
+        "list": "models:list_models",
+        "rm": "models:rm",
+        "compile": "compile:compile_kernels",
+        "quantize": "rewrite:quantize",
+        "pack": "rewrite:pack",
+    },
+)
 
 
 @click.group(

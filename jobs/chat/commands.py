@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from hotcold.jobs.chat.conversation import Conversation
 from hotcold.jobs.chat.files import load_conversation, read_attachment, save_conversation
+from hotcold.jobs.support.console import what_it_took
 from hotcold.model.errors import UsageError, shown
 from hotcold.model.parameters import Biases, Switch, Texts, TokenIds, Whole, bias_of
 from hotcold.model.sampling import PARAMETERS
@@ -187,7 +188,7 @@ class Commands:
             f"{counts.num_new_tokens:,} new ones",
         ]
         if result is not None:
-            lines.append(last_answer(conversation))
+            lines.append(what_it_took(result))
             parts = dict(result.per_token_ms)
             whole = parts.pop("total", 0.0)
             told = ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items() if ms >= 0.005)
@@ -261,18 +262,6 @@ _KEYS = (
     "Alt-Enter          a new line; Tab completes; Ctrl-X Ctrl-E opens $EDITOR",
     "Ctrl-C             stops an answer, or gives up the line; Ctrl-D ends",
 )
-
-
-def last_answer(conversation: Conversation) -> str:
-    """What the last answer took, in a line; "" without a result."""
-    result = conversation.result
-    if result is None:
-        return ""
-    return (
-        f"[{len(result.ids)} tokens, {result.finish_reason}; prefill "
-        f"{result.prefill_tokens_per_s:.1f} tokens/s, decode {result.decode_tokens_per_s:.1f} "
-        f"tokens/s, {result.neurons_computed:.1%} of neurons computed]"
-    )
 
 
 def _value(name: str, text: str) -> object:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from hotcold.actors.protocol.messages import TokenEvent
-from hotcold.jobs.chat.commands import Ask, Commands, Edit, End, GoOn, Settings, last_answer
+from hotcold.jobs.chat.commands import Ask, Commands, Edit, End, GoOn, Settings
 from hotcold.jobs.chat.conversation import Conversation
 from hotcold.jobs.chat.files import mentioned, read_attachment
 from hotcold.jobs.chat.screen import Screen
-from hotcold.jobs.support.console import cut_short
+from hotcold.jobs.support.console import cut_short, what_it_took
 from hotcold.jobs.support.signals import on_interrupt
 from hotcold.model.errors import PromptError, UsageError
 
@@ -101,18 +101,13 @@ class Session:
         except PromptError as error:  # the conversation has outgrown the context
             self._screen.say(f"{error}{'; /clear starts anew' if conversation.messages else ''}")
             return
-        if conversation.result and (
-            cut := cut_short(
-                conversation.result,
-                conversation.facts.context_length,
-                conversation.facts.max_positions,
-                _LONGER,
-                _ANEW,
-            )
-        ):
+        result, facts = conversation.result, conversation.facts
+        if result is None:
+            return
+        if cut := cut_short(result, facts.context_length, facts.max_positions, _LONGER, _ANEW):
             self._screen.say(cut)
-        if self._settings.verbose and (told := last_answer(conversation)):
-            self._screen.say(told)
+        if self._settings.verbose:
+            self._screen.say(what_it_took(result))
 
     def _stopped_by_interrupt(self, request_id: str) -> AbstractContextManager[None]:
         """At a terminal Ctrl-C ends the answer; in a pipe it ends the program."""

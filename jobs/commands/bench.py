@@ -2,20 +2,18 @@
 
 import click
 
-from hotcold.jobs.support.lazy_group import LazyCommand, LazyGroup
+from hotcold.jobs.support.lazy_group import LazyGroup, lazy_commands
 
-_COMMANDS = {
-    "exchange": LazyCommand(
-        "hotcold.jobs.bench.exchange:exchange", "A round trip to the CPU services."
-    ),
-    "kernels": LazyCommand(
-        "hotcold.jobs.bench.kernels:kernels", "Kernels beside a plain read of memory."
-    ),
-    "decode": LazyCommand(
-        "hotcold.jobs.bench.decode:decode", "Tokens a second, and where the time goes."
-    ),
-    "prefill": LazyCommand("hotcold.jobs.bench.decode:prefill", "Prompt tokens a second."),
-}
+_COMMANDS = lazy_commands(
+    "hotcold.jobs.bench",
+    {
+        "exchange": "A round trip to the CPU services.",
+        "kernels": "Kernels beside a plain read of memory.",
+        "decode": "Tokens a second, and where the time goes.",
+        "prefill": "Prompt tokens a second.",
+    },
+    {"prefill": "decode:prefill"},
+)
 
 
 @click.group(cls=LazyGroup, lazy_commands=_COMMANDS)

@@ -62,6 +62,7 @@ def doctor(
     With MODEL, also how many bytes `generate` takes for it here, and whether it fits. Nothing is
     loaded. Of systems that run meanwhile it says on which NUMA nodes their memory lies.
     """
+    from hotcold.actors.setup.preflight import read_model
     from hotcold.jobs.support.doctor_checks import (
         check_machine,
         check_measured,
@@ -69,17 +70,24 @@ def doctor(
         check_services,
         check_thresholds,
     )
+    from hotcold.model.files.locate import locate_model
+    from hotcold.placement.machine.description import write_machine
     from hotcold.placement.machine.memory_pages import running_services
     from hotcold.placement.machine.survey import survey
 
     if fresh and not measure:
         raise UsageError("--fresh measures and --no-measure does not; leave one out")
-    found = None if model is None else _model(model, weight_dtype)
+    found = None
+    if model is not None:
+        path = locate_model(model)
+        found = path, read_model(path, weight_dtype)
     need = None if found is None else _need(*found, context_length, weight_dtype)
     machine = survey()
     measured = _measured(measure, fresh)
     if machine_out is not None:
-        _write(machine_out, measured)
+        if measured is None:
+            raise UsageError("--machine-out: nothing is measured yet; leave --no-measure out")
+        write_machine(machine_out, measured)
     findings = list(check_machine(machine))
     if measured is not None:
         findings.extend(check_measured(measured))
@@ -91,7 +99,16 @@ def doctor(
     disk = {} if found is None or not measure else _disk(found[0])
     _print_report(machine, measured, findings, need, disk)
     if as_json:
-        _print_json(machine, measured, findings, need, disk)
+        sizes = None if need is None else {**asdict(need), "total_bytes": need.total_bytes}
+        speed = None if measured is None else measured.read_gb_per_s
+        print_json({
+            "version": hotcold.__version__,
+            "machine": {**asdict(machine), "read_gb_per_s": speed},
+            "measured": None if measured is None else measured.as_json(),
+            "findings": [asdict(finding) for finding in findings],
+            "model": sizes,
+            "disk_gb_per_s": {"read_bytes": list(_READ_SIZES), **disk} if disk else None,
+        })  # fmt: skip
 
 
 def _systems() -> dict[int, str]:
@@ -147,43 +164,6 @@ def _disk(path: Path) -> dict[str, list[float]]:
             f"{largest}: cannot be read ({problem.strerror}); --no-measure leaves that out"
         ) from None
     return rates
-
-
-def _write(path: Path, measured: Machine | None) -> None:
-    from hotcold.placement.machine.description import write_machine
-
-    if measured is None:
-        raise UsageError("--machine-out: nothing is measured yet; leave --no-measure out")
-    write_machine(path, measured)
-
-
-def _print_json(
-    machine: MachineSurvey,
-    measured: Machine | None,
-    findings: list[Finding],
-    need: Account | None,
-    disk: dict[str, list[float]],
-) -> None:
-    sizes = None if need is None else {**asdict(need), "total_bytes": need.total_bytes}
-    read_gb_per_s = None if measured is None else measured.read_gb_per_s
-    print_json(
-        {
-            "version": hotcold.__version__,
-            "machine": {**asdict(machine), "read_gb_per_s": read_gb_per_s},
-            "measured": None if measured is None else measured.as_json(),
-            "findings": [asdict(finding) for finding in findings],
-            "model": sizes,
-            "disk_gb_per_s": {"read_bytes": list(_READ_SIZES), **disk} if disk else None,
-        }
-    )
-
-
-def _model(model: str, weight_dtype: str | None) -> tuple[Path, ModelConfig]:
-    from hotcold.actors.setup.preflight import read_model
-    from hotcold.model.files.locate import locate_model
-
-    path = locate_model(model)
-    return path, read_model(path, weight_dtype)
 
 
 def _need(

@@ -19,9 +19,9 @@ from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.running.client import GoneError
 from hotcold.jobs.running.find import find_system
 from hotcold.jobs.running.in_flight import Connection, InFlight
-from hotcold.jobs.support.console import cut_short, json_option, print_json, tell
+from hotcold.jobs.support.console import cut_short, json_option, print_json, tell, what_it_took
 from hotcold.jobs.support.options import (
-    TokenIds,
+    TOKEN_IDS,
     kept_options,
     sampling_options,
     split_sampling,
@@ -40,7 +40,7 @@ _LONGER = "a larger --max-tokens lets it be longer"
 @click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
 @click.option("--prompt", help="Text to continue; read from standard input without it.")
-@click.option("--prompt-ids", type=TokenIds(), help="Token ids to continue, like 1,2,3.")
+@click.option("--prompt-ids", type=TOKEN_IDS, help="Token ids to continue, like 1,2,3.")
 @click.option("--chat", is_flag=True, help="The prompt is a question: use the chat template.")
 @sampling_options
 @system_options
@@ -157,16 +157,10 @@ def _show_end(result: Generation, about: dict[str, Any]) -> None:
     if not about["has_text"]:
         click.echo(",".join(map(str, result.ids)), nl=False)
     click.echo()
-    click.echo(
-        f"[{len(result.ids)} tokens, {result.finish_reason}; prefill "
-        f"{result.prefill_tokens_per_s:.1f} tokens/s, decode {result.decode_tokens_per_s:.1f} "
-        f"tokens/s, {result.neurons_computed:.1%} of {about['num_neurons']} neurons computed"
-        f"{_first_rows(result)}]",
-        err=True,
-    )
+    neurons = f"{about['num_neurons']} neurons"
+    click.echo(what_it_took(result, neurons, _first_rows(result)), err=True)
     positions = about["system"]["context_length"], about["max_positions"]
-    cut = cut_short(result, *positions, _LONGER)
-    if cut:
+    if cut := cut_short(result, *positions, _LONGER):
         click.echo(cut, err=True)
 
 

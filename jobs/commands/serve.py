@@ -15,7 +15,7 @@ import click
 
 from hotcold.jobs.support.extras import require_extra, require_known_gradio
 from hotcold.jobs.support.listening import listen, url_of
-from hotcold.jobs.support.options import Duration, split_system_options, system_options
+from hotcold.jobs.support.options import DURATION, split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand, ModelsArgument
 from hotcold.jobs.support.shared_imports import share_imports
 from hotcold.jobs.support.signals import Signals
@@ -105,7 +105,7 @@ _LAST_BYTES_S = 2.0  # to send what was answered; an open page would wait for ev
 @click.option(
     "--stay",
     "keep_s",
-    type=Duration(),
+    type=DURATION,
     default=0,
     help="Answer this user's commands and programs alone, at a Unix socket instead of a port, and "
     "end so long after the last answer; -1: with `hotcold stop`.",

@@ -87,7 +87,7 @@ class Client:
         try:
             self.facts = self._first(connection, "state", {"attend": "true"})
         except TimeoutError:
-            raise self._silent() from None
+            raise self.silent() from None
         return self
 
     def __reduce__(self) -> Any:
@@ -183,7 +183,7 @@ class Client:
             with closing(self._connection(_ASK_S)) as connection:
                 return self._first(connection, "telemetry", {})
         except TimeoutError:
-            raise self._silent() from None
+            raise self.silent() from None
 
     def is_compiling(self) -> bool:
         """Whether requests wait for kernels that are being compiled. Errors: HotcoldError."""
@@ -255,7 +255,8 @@ class Client:
     def _ended(self, kind: type[ServiceError] = GoneError) -> ServiceError:
         return kind(f"the system {self.record.name!r} has ended")
 
-    def _silent(self) -> ServiceError:
+    def silent(self) -> ServiceError:
+        """The error of a system that has not answered in time."""
         name = self.record.name
         return ServiceError(
             f"the system {name!r} does not answer; end it with `hotcold stop {name}`"

@@ -152,11 +152,7 @@ def _await(system: Client, server: _Server | None) -> None:
         while (state := _state(system, server))["status"] != "ready":
             num_silent += state["status"] == SILENT
             if num_silent == _MAX_SILENT:
-                name = system.record.name
-                raise ServiceError(
-                    f"the system {name!r} does not answer; end it with `hotcold stop {name}`, or "
-                    "give --own"
-                )
+                raise ServiceError(f"{system.silent()}, or give --own")
             if state.get("progress"):
                 show(LoadProgress(**state["progress"]))
             time.sleep(_POLL_S)

@@ -100,6 +100,15 @@ def print_json(content: dict[str, Any]) -> None:
     click.echo(json.dumps(content, allow_nan=False))
 
 
+def what_it_took(result: Generation, neurons: str = "neurons", more: str = "") -> str:
+    """An answer's tokens and speed, in a line; `neurons` are those of which some were computed."""
+    return (
+        f"[{len(result.ids)} tokens, {result.finish_reason}; prefill "
+        f"{result.prefill_tokens_per_s:.1f} tokens/s, decode {result.decode_tokens_per_s:.1f} "
+        f"tokens/s, {result.neurons_computed:.1%} of {neurons} computed{more}]"
+    )
+
+
 def cut_short(
     result: Generation, context_length: int, most_positions: int, longer: str, anew: str = ""
 ) -> str:

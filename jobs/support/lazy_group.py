@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import click
@@ -28,6 +30,20 @@ class LazyCommand(NamedTuple):
 
     target: str  # "module:attribute"
     short_help: str
+
+
+def lazy_commands(
+    package: str, about: Mapping[str, str], places: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, LazyCommand]:
+    """Commands by their names: `about` is what help says of each.
+
+    Each is the function of its name in a module of its name, but for those in `places`.
+    """
+    found = {}
+    for name, text in about.items():
+        own = name.replace("-", "_")
+        found[name] = LazyCommand(f"{package}.{places.get(name, f'{own}:{own}')}", text)
+    return found
 
 
 class LazyGroup(click.Group):

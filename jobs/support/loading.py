@@ -13,7 +13,7 @@ from hotcold.actors.setup.drafting import draft_note
 from hotcold.actors.setup.shards import served_config
 from hotcold.actors.setup.storage import has_bundles, pack_model
 from hotcold.actors.setup.storage_shares import bytes_in_memory
-from hotcold.jobs.support.console import loading_bar, progress_bar, stderr_console
+from hotcold.jobs.support.console import loading_bar, progress_bar, tell
 from hotcold.model.bundles.bundle_file import bundle_path
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.byte_sizes import size_text
@@ -62,11 +62,8 @@ def make_bundles(path: Path, config: ModelConfig, weight_dtype: str) -> Path:
     """
     geometry = BundleGeometry.of(config)
     place = place_to_write(path, bundle_path(path, geometry))
-    stderr_console().print(
-        f"writing the model's neurons to {place}, {size_text(geometry.file_bytes)}",
-        markup=False,
-        soft_wrap=True,
-    )
+    size = size_text(geometry.file_bytes)
+    tell(f"writing the model's neurons to {place}, {size}", err=True)
     with progress_bar(place.name) as on_bytes:
         return pack_model(path, config, weight_dtype, on_bytes)
 
@@ -77,7 +74,7 @@ def tell_draft(system: SystemConfig) -> None:
         return
     path = Path(system.model_path)
     config = served_config(system, Checkpoint(path), read_config(path))
-    stderr_console().print(draft_note(system, config), markup=False, soft_wrap=True)
+    tell(draft_note(system, config), err=True)
 
 
 def require_bundles(system: SystemConfig) -> None:
@@ -94,11 +91,10 @@ def require_bundles(system: SystemConfig) -> None:
     total = config.num_neurons * geometry.neuron_bytes
     num_hot = max(0, share.num_hot_neurons)
     on_gpu = f", about {size_text(num_hot * geometry.neuron_bytes)} on the GPU" if num_hot else ""
-    stderr_console().print(
+    tell(
         f"{size_text(kept)} of {size_text(total)} of neurons in memory{on_gpu}, the others are "
         f"read from {system.storage.path}",
-        markup=False,
-        soft_wrap=True,
+        err=True,
     )
     if not has_bundles(path, config):
         make_bundles(path, config, system.weight_dtype)

@@ -33,6 +33,10 @@ from hotcold.predictors.powerinfer import has_predictors
 from hotcold.predictors.predictor_file import predictors_path
 
 _KV_DTYPE = "float16"
+_OF_CONFIG = (
+    "name", "family", "num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads",
+    "vocab_size", "max_positions", "dtype", "activation_fn", "has_gate", "is_sparse",
+)  # fmt: skip
 _NO_ZEROS = "no activation is exactly zero, so every neuron is computed"
 
 
@@ -46,28 +50,16 @@ def facts_of(path: Path) -> dict[str, Any]:
     parameters, known = num_parameters(checkpoint, config), known_firing_share(config)
     return {
         "path": str(path),
-        "name": config.name,
-        "family": config.family,
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_size": config.ffn_size,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "vocab_size": config.vocab_size,
+        **{name: getattr(config, name) for name in _OF_CONFIG},
         "num_parameters": parameters,
         "num_active_parameters": parameters - num_unchosen_parameters(config),
         "experts": _experts(config),
-        "max_positions": config.max_positions,
         "kv_bytes_a_token": kv_cache_bytes(config, 1, _KV_DTYPE),
         "kv_bytes_beyond_windows": kv_cache_bytes(config, 1, _KV_DTYPE, 0),
         "window": max(config.windows, default=0),
         "stored_bytes": stored_bytes(checkpoint),
-        "dtype": config.dtype,
         "weight_bytes": weight_bytes(served),
         "quantized_bytes": _quantized_bytes(path),
-        "activation_fn": config.activation_fn,
-        "has_gate": config.has_gate,
-        "is_sparse": config.is_sparse,
         "firing_share": _firing_share(path, config) if config.is_sparse else None,
         "published_share": known[0] if known else None,
         "share_source": known[1] if known else None,
@@ -189,7 +181,8 @@ def _sparsity_of(neurons: str, facts: dict[str, Any]) -> str:
 def _mode(facts: dict[str, Any]) -> str:
     if facts["mode"] == "dense":
         why = "all neurons of the chosen experts are computed" if facts["experts"] else _NO_ZEROS
-        return f"dense: {why}" + _threshold_words(facts)
+        found = facts["thresholds"]
+        return f"dense: {why}" + (f". --mode threshold: {found}" if found else "")
     whose = "all neurons of the chosen experts" if facts["experts"] else "all neurons"
     text = f"exact: gates of {whose}, then only those that fire; the same result as dense"
     if facts["predictors"]:
@@ -198,13 +191,6 @@ def _mode(facts: dict[str, Any]) -> str:
             f". It has predictors: {kinds} skips gates too (--mode auto tries whether it is faster)"
         )
     return text
-
-
-def _threshold_words(facts: dict[str, Any]) -> str:
-    found = facts["thresholds"]
-    if found is None:
-        return ""
-    return f". --mode threshold: {found}"
 
 
 def _thresholds(path: Path, config: ModelConfig) -> str | None:

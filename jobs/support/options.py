@@ -14,81 +14,40 @@ from hotcold.model.parameters import Biases, Kind, Number, Parameter, Switch, Te
 from hotcold.model.sampling import PARAMETERS, REPEATS, SamplingParams
 
 
-class Bytes(click.ParamType[int]):
-    """A size such as 8GiB (binary), 8GB (decimal) or a number of bytes; a word for none."""
+class Reads(click.ParamType[Any]):
+    """What `read` makes of a text, or refuses with a UsageError; help calls it `name`."""
 
-    name = "size"
+    def __init__(self, name: str, read: Callable[[str], Any]) -> None:
+        self.name = name
+        self._read = read
 
-    def __init__(self, none: tuple[str, ...] = ()) -> None:
-        self._none = none
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        """The number of bytes."""
-        if isinstance(value, int):
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """See click; a default need not be a text."""
+        if not isinstance(value, str):
             return value
-        if value in self._none:
-            return 0
         try:
-            return bytes_of(value)
+            return self._read(value)
         except UsageError as problem:
             self.fail(str(problem), param, ctx)
 
 
-class Duration(click.ParamType[float]):
-    """A time such as 10m, 1h30m or a number of seconds; less than 0: without end."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        """Seconds, -1 for a time without end."""
-        if isinstance(value, int | float):
-            return float(value)
-        try:
-            return seconds_of(value)
-        except UsageError as problem:
-            self.fail(str(problem), param, ctx)
+def _token_ids(text: str) -> list[int]:
+    """Ids with commas between them; they are checked against the vocabulary later."""
+    try:
+        return [int(part) for part in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise UsageError(f"{shown(text)} is no list of token ids; write it like 1,2,3") from None
 
 
-class TokenIds(click.ParamType[list[int]]):
-    """Token ids with commas between them."""
-
-    name = "ids"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
-        """The list of ids; they are checked against the vocabulary later."""
-        if isinstance(value, list):
-            return value
-        try:
-            return [int(part) for part in value.split(",")] if value.strip() else []
-        except ValueError:
-            self.fail(f"{shown(value)} is no list of token ids; write it like 1,2,3", param, ctx)
+def _addresses(text: str) -> tuple[str, ...]:
+    """With commas between them; a start checks whether they are nodes of the cluster."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-class Bias(click.ParamType[tuple[int, float]]):
-    """A token id and a number, such as 1234=-5."""
-
-    name = "id=number"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, float]:
-        """The pair; `SamplingParams` checks its bounds."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return bias_of(value)
-        except UsageError as problem:
-            self.fail(str(problem), param, ctx)
-
-
-class Addresses(click.ParamType[tuple[str, ...]]):
-    """Addresses of hosts with commas between them."""
-
-    name = "addresses"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
-        """The addresses; a start checks whether they are nodes of the cluster."""
-        if isinstance(value, tuple):
-            return value
-        return tuple(part.strip() for part in value.split(",") if part.strip())
+BYTES = Reads("size", bytes_of)
+DURATION = Reads("time", seconds_of)
+TOKEN_IDS = Reads("ids", _token_ids)
+ADDRESSES = Reads("addresses", _addresses)
 
 
 def system_option(name: str, **changes: Any) -> Any:
@@ -97,9 +56,9 @@ def system_option(name: str, **changes: Any) -> Any:
     kinds: dict[str, Any] = {
         "choice": click.Choice(one.choices),
         "number": int,
-        "size": Bytes(one.choices),
+        "size": Reads("size", lambda text: 0 if text in one.choices else bytes_of(text)),
         "path": click.Path(path_type=Path),
-        "addresses": Addresses(),
+        "addresses": ADDRESSES,
     }
     given = {"type": kinds[one.reads], "help": one.about}
     if one.default is not None:
@@ -114,7 +73,7 @@ def _sampling_option(name: str, parameter: Parameter) -> Any:
         Number: {"type": float},
         Switch: {"is_flag": True},
         Texts: {"multiple": True},
-        Biases: {"type": Bias(), "multiple": True},
+        Biases: {"type": Reads("id=number", bias_of), "multiple": True},
     }
     kind = kinds[type(parameter.kind)]
     has_default = not isinstance(parameter.kind, Switch) and parameter.default != ()
@@ -123,7 +82,7 @@ def _sampling_option(name: str, parameter: Parameter) -> Any:
 
 
 _KEPT = [
-    _option("--keep", "keep_s", type=Duration(), default=0,
+    _option("--keep", "keep_s", type=DURATION, default=0,
                  help="Keep the system for the next command, so long after its last answer: 10m, "
                  "300 (seconds), -1 (until `hotcold stop`); 0: it ends with this command."),
     _option("--own", "is_own", is_flag=True, help="Start a system of this command's own, also "

@@ -7,7 +7,7 @@ from typing import Any
 import click
 import pytest
 
-from hotcold.jobs.support.options import Addresses, Bytes, TokenIds
+from hotcold.jobs.support.options import ADDRESSES, BYTES, TOKEN_IDS
 
 
 @pytest.mark.parametrize(
@@ -26,18 +26,18 @@ from hotcold.jobs.support.options import Addresses, Bytes, TokenIds
     ],
 )
 def test_sizes_of_the_command_line(text: Any, size: int) -> None:
-    assert Bytes().convert(text, None, None) == size
+    assert BYTES.convert(text, None, None) == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GB", "1e9", "8 PiB", "8GiBs", "0x10", "1" * 40])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(click.BadParameter, match="is no size"):
-        Bytes().convert(text, None, None)
+        BYTES.convert(text, None, None)
 
 
 def test_lists_of_ids_and_addresses() -> None:
-    assert TokenIds().convert("1, 2,3", None, None) == [1, 2, 3]
-    assert TokenIds().convert(" ", None, None) == []
+    assert TOKEN_IDS.convert("1, 2,3", None, None) == [1, 2, 3]
+    assert TOKEN_IDS.convert(" ", None, None) == []
     with pytest.raises(click.BadParameter, match="is no list of token ids"):
-        TokenIds().convert("1,,2", None, None)
-    assert Addresses().convert("10.0.0.1, 10.0.0.2,", None, None) == ("10.0.0.1", "10.0.0.2")
+        TOKEN_IDS.convert("1,,2", None, None)
+    assert ADDRESSES.convert("10.0.0.1, 10.0.0.2,", None, None) == ("10.0.0.1", "10.0.0.2")
