@@ -1,7 +1,8 @@
-"""A conversation at a terminal, with a system that answers as tests say."""
+"""A conversation at a terminal, most with a system that answers as tests say; one over a pipe."""
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import termios
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import command_line, processes_left, ray_folder
+from tests.e2e.commands import command_line, processes_left, ray_folder, run_main
 from tests.e2e.terminal import Terminal, terminal
+from tests.e2e.word_model import make_word_model
 
+GREEDY = ["--temperature", "0", "--ignore-eos"]
 LINE = [sys.executable, "-m", "tests.stand_in_chat"]
 RENDERED = """A title
 
@@ -117,9 +120,10 @@ def test_a_cut_answer_goes_on(talk: tuple[Terminal, subprocess.Popen[bytes]]) ->
     screen.wait_for("echo of cutecho of echo of cut")
 
 
-def test_run_talks_at_a_terminal_until_it_is_terminated(state: Path) -> None:
-    """With the embedded model. The terminal is afterwards as it was before."""
-    line = command_line(["run", "--temperature", "0", "--max-tokens", "4"])
+def test_run_talks_at_a_terminal_until_it_is_terminated(state: Path, tmp_path: Path) -> None:
+    """With a system of its own. The terminal is afterwards as it was before."""
+    words = make_word_model(tmp_path / "words")
+    line = command_line(["run", words, *GREEDY, "--max-tokens", "50000", "--context", "50100"])
     with (
         ray_folder() as folder,
         terminal(line, {"XDG_STATE_HOME": str(state), "RAY_TMPDIR": str(folder)}) as (
@@ -127,17 +131,28 @@ def test_run_talks_at_a_terminal_until_it_is_terminated(state: Path) -> None:
         ),
     ):  # fmt: skip
         before = termios.tcgetattr(screen.descriptor)
-        screen.wait_for_prompt(timeout_s=150)
+        screen.wait_for("Ctrl-D ends it", "0 of 50,100 tokens", timeout_s=150)
         assert termios.tcgetattr(screen.descriptor) != before
-        screen.type("What does textwrap.dedent do?\r")
-        screen.wait_for("the answer was cut at 4 tokens; /continue lets it go on")
+        for keys in ("\x03", "\x03\x03", "\x03"):
+            screen.type("w5\r")
+            screen.wait_for(" w", "tokens/s")  # the status of what is being answered
+            screen.type(keys)
+            screen.wait_for_prompt()
+            screen.type("/clear\r")
+            screen.wait_for(" 0 of 50,100 tokens (0%)")
+            screen.wait_for_prompt()
+        screen.type("w3")
+        screen.wait_for("> w3")
+        screen.type("\x03")  # at the prompt it only gives up the line
         screen.wait_for_prompt()
         process.terminate()
         assert process.wait(timeout=120) == 143
         assert termios.tcgetattr(screen.descriptor) == before
         screen.drain()
-        assert "SIGTERM" not in screen.all_text and "Traceback" not in screen.all_text
+        assert not {"SIGTERM", "Traceback", "error"} & set(screen.all_text.split())
         assert processes_left(folder) == []
+    kept = (state / "hotcold" / "chat-history").read_text()
+    assert "+/clear" in kept and "w3" not in kept
 
 
 def test_a_terminal_without_a_cursor_has_plain_text(state: Path) -> None:
@@ -156,3 +171,27 @@ def test_a_terminal_without_a_cursor_has_plain_text(state: Path) -> None:
         screen.drain()
         assert process.wait(timeout=120) == 0
     assert not state.exists()
+
+
+def test_conversation_over_a_pipe(
+    local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = make_word_model(tmp_path / "words")
+    ten_words = " ".join(f"w{i}" for i in range(10))
+    typed = ["w1 w2", "", "w3", "/reset", "w1 w2", "/unknown", ten_words, "/reset", "w1 w2",
+             "\udcff", "/exit", "w4"]  # fmt: skip
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(typed)))
+    done = run_main("chat", words, *GREEDY, "--max-tokens", "5", "--context", "16")
+    assert done.status == 0, done.err
+    first, second, *again = done.out.splitlines()
+    assert len(first.split()) == 5
+    assert again == [first, first]
+    assert second != first
+    told = [line for line in done.error_lines if "cut at 5 tokens" not in line]
+    assert len(done.error_lines) == len(told) + 4  # answers
+    help_line, unknown, outgrown, no_unicode = told
+    assert help_line.startswith("/help lists commands")
+    assert unknown == "there is no /unknown; /help lists what there is"
+    assert "the prompt has 17 tokens, the context holds 16" in outgrown
+    assert "/clear" in outgrown
+    assert "Unicode" in no_unicode

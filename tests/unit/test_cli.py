@@ -46,6 +46,11 @@ group = LazyGroup("hotcold", lazy_commands=TABLE)
 Run = Callable[..., tuple[int, str, str]]
 
 
+def python(code: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=50, check=False)
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     def run_with(
@@ -147,9 +152,7 @@ def command():
 
 run(command)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
-    )
+    done = python(code)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\n")
 
 
@@ -172,9 +175,7 @@ from hotcold.__main__ import run
 
 run()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
-    )
+    done = python(code)
     if ignored:
         assert (done.returncode, done.stderr) == (0, "")
         assert hotcold.__version__ in done.stdout
@@ -190,10 +191,7 @@ sys.modules["hotcold"] = types.ModuleType("hotcold")  # as of a folder without c
 sys.argv = ["hotcold", "--version"]
 runpy.run_path({str(Path(hotcold.__file__).with_name("__main__.py"))!r}, run_name="__main__")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=50,
-        check=False,
-    )  # fmt: skip
+    done = python(code, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert hotcold.__version__ in done.stdout
 
@@ -236,13 +234,7 @@ run(command)
     ("how", "status"), [("interrupted", 130), ("terminated", 143), ("done", 0)]
 )
 def test_a_process_ends_without_taking_apart_what_threads_use(how: str, status: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ENDING, how],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python(ENDING, how)
     assert (done.returncode, done.stderr.strip()) == (status, "")
     assert done.stdout == "an answer\ncleaned up\n"
 

@@ -63,28 +63,15 @@ def lines() -> list[str]:
     return found[:NUM_LINES]
 
 
-@pytest.fixture(scope="module")
-def reference(
-    lines: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, sentencepiece.SentencePieceProcessor]:
-    """A model like Llama's, trained by SentencePiece itself on some of the lines."""
-    folder = tmp_path_factory.mktemp("spm")
+def train_sentencepiece(lines: list[str], folder: Path) -> sentencepiece.SentencePieceProcessor:
+    """A model like Llama's, trained by SentencePiece itself: `tokenizer.model` in `folder`."""
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines[:1500]),
-        model_prefix=str(folder / "tokenizer"),
-        model_type="bpe",
-        vocab_size=1200,
-        byte_fallback=True,
-        split_digits=True,
-        character_coverage=0.99,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True,
-        num_threads=1,
-        minloglevel=2,
-    )
-    path = folder / "tokenizer.model"
-    return path, sentencepiece.SentencePieceProcessor(model_file=str(path))
+        sentence_iterator=iter(lines), model_prefix=str(folder / "tokenizer"), model_type="bpe",
+        vocab_size=1200, byte_fallback=True, split_digits=True, character_coverage=0.99,
+        normalization_rule_name="identity", remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True, num_threads=1, minloglevel=2,
+    )  # fmt: skip
+    return sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
 
 
 def assert_equal(own: Tokenizer | None, lines: list[str], wanted: list[list[int]]) -> None:
@@ -98,20 +85,11 @@ def assert_equal(own: Tokenizer | None, lines: list[str], wanted: list[list[int]
     assert not different, (len(different), different[0])
 
 
-def test_tokenizer_model(
-    lines: list[str], reference: tuple[Path, sentencepiece.SentencePieceProcessor]
-) -> None:
-    path, processor = reference
+def test_a_sentencepiece_model(lines: list[str], tmp_path: Path) -> None:
+    """tokenizer.model, and a GGUF file of it."""
+    processor = train_sentencepiece(lines[:1500], tmp_path)
     wanted = processor.encode(lines)
-    assert_equal(Tokenizer.from_model(path.parent), lines, wanted)
-
-
-def test_gguf_of_a_sentencepiece_model(
-    lines: list[str],
-    reference: tuple[Path, sentencepiece.SentencePieceProcessor],
-    tmp_path: Path,
-) -> None:
-    _, processor = reference
+    assert_equal(Tokenizer.from_model(tmp_path), lines, wanted)
     ids = range(processor.vocab_size())
     tokens = [processor.id_to_piece(i) for i in ids]
     kinds = [
@@ -120,8 +98,7 @@ def test_gguf_of_a_sentencepiece_model(
     ]  # fmt: skip
     scores = [processor.get_score(i) for i in ids]
     made = draft("llama", tokens, kinds, scores=scores, bos_token_id=1)
-    own = Tokenizer.from_model(written(made, tmp_path / "m.gguf"))
-    assert_equal(own, lines, processor.encode(lines))
+    assert_equal(Tokenizer.from_model(written(made, tmp_path / "m.gguf")), lines, wanted)
 
 
 def test_merges_and_gguf_of_a_byte_level_model(lines: list[str], tmp_path: Path) -> None:
