@@ -68,14 +68,6 @@ def asked(running: StandIn) -> list[list[str]]:
     return [[one["content"] for one in request.messages or []] for request in running.requests]
 
 
-def test_a_conversation_goes_on_until_it_is_cleared() -> None:
-    screen, talk, running = typed("a", "", "b", "/clear", "c", "/bye", "d")
-    assert asked(running) == [["a"], ["a", "echo of a", "b"], ["c"]]
-    assert screen.answers == ["echo of a", "echo of b", "echo of c"]
-    assert screen.told == []
-    assert [one["role"] for one in talk.messages] == ["user", "assistant"]
-
-
 def test_the_last_question_is_asked_again_or_otherwise() -> None:
     screen, talk, running = typed("a", "b", "/regen", "/edit c", "/edit", "d", "/edit", "/stats")
     before = ["a", "echo of a"]
@@ -183,16 +175,6 @@ def test_an_answer_that_cannot_go_on_stays_as_it_is() -> None:
     Session(talk, screen, Settings()).run()
     assert screen.told[1:] == ["the chat template changes it; /clear starts anew"]
     assert talk.messages[-1]["content"] == "echo of a"
-
-
-def test_what_has_outgrown_the_context_changes_nothing(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("text")
-    screen, _, running = typed("a", f"/file {tmp_path / 'x'}", "too much", "b")
-    assert len(asked(running)[1]) == 3 and "x:" in asked(running)[1][2]
-    assert screen.told[1:] == []  # with the file it is another question
-    screen, _, running = typed("a", "too much", "b")
-    assert screen.told[0].endswith("; /clear starts anew")
-    assert asked(running)[2] == ["a", "echo of a", "b"]
 
 
 def test_figures() -> None:

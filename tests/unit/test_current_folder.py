@@ -58,10 +58,7 @@ def test_modules_are_not_looked_for_there(
     given = ["/one", entry.format(here=foreign, link=link), LIBRARY, "/installed"]
     monkeypatch.setattr(sys, "path", given)
     assert module_folders() == ["/one", LIBRARY, "/installed"]
-
-
-def test_what_is_installed_there_is_found(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as another program's checkout, whose developer stands in it."""
+    # What is installed there is found, such as another program's checkout.
     monkeypatch.setattr(sys, "path", ["/one", LIBRARY, str(foreign)])
     assert module_folders() == ["/one", LIBRARY, str(foreign)]
 

@@ -423,14 +423,3 @@ def test_a_silent_system_is_told_of(claim: Any, monkeypatch: pytest.MonkeyPatch)
     claim("model")
     out = CliRunner().invoke(ps).output.splitlines()
     assert out[1].split() == ["model", "model", "silent"]
-
-
-def test_a_system_that_has_just_ended_is_found_no_more(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its record was read a moment before; nobody listens any more."""
-    identity = identity_of(model_text(None), SystemOptions())
-    found = iter([[Record("demo", 1, socket="demo.sock", identity=identity)], []])
-    monkeypatch.setattr(find_module, "running", lambda: next(found))
-    monkeypatch.setattr(find_module, "may_be_running", lambda: True)
-    assert find_system(None, SystemOptions(), 0.0, False, attends=True) is None

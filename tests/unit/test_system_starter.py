@@ -12,10 +12,7 @@ from typing import Any
 
 import pytest
 
-from hotcold.actors.exchange.watch import Pulse
 from hotcold.actors.protocol.messages import (
-    COMPILING_LONGER,
-    DriverLoad,
     LoadProgress,
     SystemConfig,
 )
@@ -136,29 +133,3 @@ def test_what_loading_writes_beside_a_model_is_part_of_what_it_is(
     asked = identity_of(str(tmp_path), SystemOptions())
     assert record.identity == json.loads(json.dumps(asked))
     assert [name for name, *_ in record.identity["files"]] == ["written"]
-
-
-def test_a_service_that_was_replaced_is_told_of(
-    made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    starter, backend, _ = made
-    told: list[tuple[str, str]] = []
-    starter._tell = lambda event, model: told.append((event, model))
-    loads = [
-        DriverLoad(0, 0, 0.0),
-        DriverLoad(0, 0, 0.0, num_replaced=1, last_replaced="one"),
-        None,  # no answer yet
-        DriverLoad(0, 0, 0.0, num_replaced=1, last_replaced="one"),
-        DriverLoad(0, 0, 0.0, num_replaced=3, last_replaced="two"),
-        DriverLoad(0, 0, 0.0),  # after `hotcold scale`
-        DriverLoad(0, 0, 0.0, num_replaced=1, last_replaced="three"),
-        DriverLoad(1, 0, 0.0, num_replaced=1, is_compiling=True),
-        DriverLoad(1, 0, 0.0, num_replaced=1, is_compiling=True),
-    ]
-    answers = iter(loads)
-    monkeypatch.setattr(Pulse, "poll", lambda pulse, max_polls: next(answers))
-    starter.start(backend)
-    for _ in loads:
-        assert starter.lost() == []
-    events = ["one", "two", "three", COMPILING_LONGER]
-    assert told == [(event, "demo") for event in events]

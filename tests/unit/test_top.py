@@ -219,9 +219,8 @@ def test_experts_are_told() -> None:
     )
     rows = [line for line in lines if line.strip()[:2].strip().isdigit()]
     assert len(rows) == 12 and rows[0].split()[1] == "▓" * 41  # a third of a dense layer fires
-    for width, cells in ((120, 41), (70, 32), (60, 16), (40, 8)):
+    for width, cells in ((70, 32), (40, 8)):
         lines = drawn(picture("words", found, width), width, False).splitlines()
-        assert max(map(len, lines)) <= width
-        assert lines[3].count("▓") == cells
+        assert max(map(len, lines)) <= width and lines[3].count("▓") == cells
     found["map"]["experts"]["chosen"] = np.zeros((12, 41)).tolist()
     assert "experts: 4 of 40 a token\n" in drawn(picture("words", found, 120), 120, False)
