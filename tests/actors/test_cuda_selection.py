@@ -34,14 +34,8 @@ from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.numpy_device import NumpyDevice
 from tests.actors.test_cuda_emulated import emulated_devices
 from tests.conftest import TinyCheckpoint
-from tests.kernels.reference import activate, gemv
-from tests.kernels.selections import (
-    KINDS,
-    factors,
-    random_selection,
-    selected_ffn,
-    starts_of_blocks,
-)
+from tests.kernels.neurons import SELECTIONS, factors, random_selection, starts_of_blocks
+from tests.kernels.reference import activate, gemv, widened
 
 Tiny = Callable[..., TinyCheckpoint]
 NUM_BLOCKS, LAYER_ASKED, MANY = 4, 0, 40
@@ -89,7 +83,10 @@ class Blocks:
         return buffers.partials[0, :num_tokens].copy()
 
     def expected(self, x: np.ndarray, selection: Selection) -> np.ndarray:
-        return selected_ffn(x, *self.matrices, selection, self.starts)
+        gate, up, down = self.matrices
+        h = np.maximum(gemv(gate, x), 0) * gemv(up, x)
+        found: np.ndarray = h * factors(selection, self.starts, len(x)) @ widened(down)
+        return found
 
 
 @pytest.fixture(params=["plain", "emulated"])
@@ -119,7 +116,7 @@ def inputs(blocks: Blocks, num_tokens: int) -> np.ndarray:
 def selections_for(blocks: Blocks, num_tokens: int) -> list[Selection]:
     """One of each kind that the layer knows."""
     rng = np.random.default_rng(num_tokens)
-    kinds = [kind for kind in KINDS if blocks.starts.size > 2 or "blocks" not in kind]
+    kinds = [kind for kind in SELECTIONS if blocks.starts.size > 2 or "blocks" not in kind]
     return [random_selection(rng, kind, blocks.starts, num_tokens) for kind in kinds]
 
 

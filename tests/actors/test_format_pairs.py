@@ -53,9 +53,7 @@ def mixture(pair: tuple[str, str], folder: Path) -> None:
     write_gguf(folder, "qwen2moe", kinds=kinds(pair, ("_exps", "_shexp")), changed_keys=keys)
 
 
-@pytest.mark.sweep(
-    keep=3, pair=[("Q8_0", "MXFP4"), ("Q4_K", "Q6_K"), ("F16", "Q8_0"), ("Q4_0", "MXFP4")]
-)
+@pytest.mark.sweep(keep=2, pair=[("Q4_K", "Q6_K"), ("F16", "Q8_0")])
 @pytest.mark.parametrize("written", [dense, mixture])
 @pytest.mark.parametrize("pair", list(combinations(FORMATS, 2)), ids="-".join)
 def test_two_formats(

@@ -17,7 +17,6 @@ from hotcold.numba_kernels.ir.target import LINE_BYTES, has_feature
 from hotcold.numba_kernels.serve.mailbox import FAILED, STATUS
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
-from tests.kernels.amx import EmulatedAmxMatmul
 from tests.patched_models import load_model
 from tests.tiny_models import MIXTURES, VARIANTS, Variant, make_tiny
 from tests.unit.test_reference import relative_difference
@@ -40,12 +39,6 @@ MODES = ["dense", "exact"]
 def as_on_a_cpu_with(monkeypatch: pytest.MonkeyPatch, *features: str) -> None:
     """Prompts are multiplied as on a CPU that has no other features for it."""
     monkeypatch.setattr("hotcold.actors.cpu.matmul.matmul_features", lambda: frozenset(features))
-
-
-def multiply_as_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts are multiplied as on a CPU with AMX, whose sums are made in plain loops."""
-    as_on_a_cpu_with(monkeypatch, "amx-bf16", "avx512bf16")
-    monkeypatch.setattr("hotcold.actors.cpu.matmul.AmxMatmul", EmulatedAmxMatmul)
 
 
 @pytest.fixture(scope="module", params=[*VARIANTS, *MIXTURES])
@@ -261,12 +254,9 @@ def test_prefill_rounds_like_bfloat16_of_transformers(
     tiny: Tiny, feature: str, variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By own kernels, and by AMX's sums in plain loops, for which any CPU will do."""
-    if feature == "amx-bf16":
-        multiply_as_amx(monkeypatch)
-    elif not has_feature(feature):
-        pytest.skip("a CPU without AVX512-BF16")
-    else:
-        as_on_a_cpu_with(monkeypatch, feature)
+    if not has_feature(feature):
+        pytest.skip(f"a CPU without {feature}")
+    as_on_a_cpu_with(monkeypatch, "avx512bf16", feature)
     checkpoint = tiny(variant, dtype)
     kv_dtype = "float16" if dtype == "float16" else "float32"
     with InProcessSystem(checkpoint.path, 2, 1, kv_dtype=kv_dtype) as system:

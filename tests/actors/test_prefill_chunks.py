@@ -21,14 +21,11 @@ CUTS = {LENGTH: ([64], [128], [97, MATRIX_TOKENS, 70, 200, 112]), MAX_POSITIONS:
 FEATURES = {"this": None, "plain": (), "vnni": ("avx512vnni",)}
 # The features that their products differ by: `matmul_kinds` has the table.
 MODELS = {
-    ("llama-relu", "float32", ""): ["this"],
     ("llama-gqa", "bfloat16", ""): ["this", "plain", "vnni"],
-    ("falcon-bias", "float16", ""): ["this", "plain", "vnni"],
-    ("gemma2", "float16", ""): ["this", "plain", "vnni"],
+    ("gemma2", "float16", ""): ["this"],
     ("opt-postnorm", "float32", ""): ["this"],
-    ("q-llama", "float16", "q8"): ["this", "plain"],
     ("q-llama-wide", "float16", "q4"): ["this", "plain"],
-    ("q-opt", "float16", "q4_1"): ["this", "plain"],
+    ("q-opt", "float16", "q4_1"): ["this"],
 }
 
 

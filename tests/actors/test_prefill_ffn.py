@@ -26,12 +26,10 @@ from hotcold.numba_kernels.ffn_arrays import (
 )
 from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.numba_kernels.load.quantize import quantize_rows
-from hotcold.numba_kernels.prefill.block_tokens import ChoiceRows, every_token, one_block
-from hotcold.numba_kernels.prefill.ffn import activate_kernel
 from tests.kernels.arrays import BITS, random_bits, random_floats
+from tests.kernels.neurons import block_rows
 from tests.kernels.quantized_rows import KINDS, SUMMED, random_rows
 from tests.kernels.reference import narrowed
-from tests.kernels.sources import block_rows
 
 pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.sweep]
 WIDTH, CHOSEN = 256, 2
@@ -39,7 +37,6 @@ WIDTH, CHOSEN = 256, 2
 SIZES = np.array([[512, 0, 0, 0, 0, 0], [256, 256, 0, 256, 256, 768]])
 STARTS = np.concatenate([[0], np.cumsum(SIZES)])
 LIMITS = {"fatrelu": 0.5, "clamped_silu": 1.0}
-NOTHING = np.empty(0, np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -232,18 +229,6 @@ def test_neurons_are_counted_where_their_expert_was_chosen(matmul: Matmul) -> No
     assert counts.sum() > 1000
 
 
-@pytest.mark.parametrize(("layout", "kind"), [("rows", "f32"), ("transposed", "q8")])
-def test_tokens_that_chose_nothing_here(matmul: Matmul, layout: str, kind: str) -> None:
-    """All chose the expert of another shard; some or all tokens have no choice in this one."""
-    arrays, x = a_shard(layout, kind, has_bias=False), random_floats(7, 40, WIDTH)
-    weights = np.zeros((40, 6), np.float32)
-    weights[:, 2] = 1
-    assert not output(matmul, arrays, 1, "relu", x, weights).any()
-    weights[7, 1] = 0.5
-    found = output(matmul, arrays, 1, "silu", x, weights)
-    assert found[7].any() and not np.delete(found, 7, axis=0).any()
-
-
 def test_no_expert_but_the_chosen_ones_is_read(matmul: Matmul) -> None:
     arrays, x = a_shard("rows", "f32"), random_floats(7, 40, WIDTH)
     weights = routed(8, 40)
@@ -354,28 +339,3 @@ def test_when_up_and_down_rows_are_awaited(
     found = output(matmul, without, 0, name, x, NO_WEIGHTS, await_up_down=await_up_down, **options)
     np.testing.assert_array_equal(found, expected)
     assert seen == order
-
-
-@pytest.mark.parametrize("name", list(ACTIVATION_CODES))
-def test_activations(name: str) -> None:
-    """Of numbers of all sizes, in any column: the vectors' and the last ones."""
-    values = np.concatenate([np.linspace(-12, 12, 4001), [-1e4, -100, -0.0, 1e-30, 100, 1e4]])
-    values = values.astype(np.float32)
-    threshold = {"fatrelu": 0.5, "clamped_silu": 7.0}.get(name, 0.0)
-    function = activation(name, threshold)
-    h, num_fired = np.stack([values, np.roll(values, 7)]), np.empty((1, 2), np.int64)
-
-    def activate(last: int) -> None:
-        none, ends = ChoiceRows(NOTHING, np.zeros(2, np.int64)), np.array([0, values.size])
-        of_rows = none, none, np.array([[0, values.size]]), one_block(h), num_fired
-        tokens = every_token(2)
-        activate_kernel(function, NOTHING, NOTHING, NOTHING, ends, tokens, *of_rows, 0, last)
-
-    activate(2)
-    exact = activated(name, torch.from_numpy(values.astype(np.float64)), threshold).numpy()
-    assert (np.abs(h[0] - exact) <= 4e-7 * np.maximum(np.abs(values), np.abs(exact))).all()
-    assert h[0].tobytes() == np.roll(h[1], -7).tobytes()
-    assert num_fired[0].tolist() == np.count_nonzero(h, axis=1).tolist()
-    h[0, :20] = np.nan
-    activate(1)
-    assert np.isnan(h[0, :20]).all() and np.isfinite(h[0, 20:]).all()

@@ -54,8 +54,9 @@ def by_python(system: InProcessSystem) -> None:
         service._loops_prompts = False
 
 
-@pytest.mark.parametrize(("num_services", "num_threads"), [(1, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("kinds", [MIXED, GEMMA_LIKE])
+@pytest.mark.parametrize(
+    ("kinds", "num_services", "num_threads"), [(MIXED, 2, 2), (GEMMA_LIKE, 1, 1)]
+)
 def test_a_file_of_quantized_weights(
     kinds: dict[str, str], num_services: int, num_threads: int, tmp_path: Path
 ) -> None:
@@ -78,7 +79,7 @@ def test_a_file_of_quantized_weights(
         assert "cpu0" in system.python_answers
 
 
-@pytest.mark.parametrize("variant", ["q-llama", "q-opt", "q-falcon-grouped"])
+@pytest.mark.parametrize("variant", ["q-opt", "q-falcon-grouped"])
 def test_attention_beside_rows_of_neurons(variant: str, tmp_path: Path) -> None:
     """Biases, both kinds of norms, parallel layers; down rows of neurons are Python's."""
     path = make_model(variant, tmp_path)
@@ -100,6 +101,7 @@ def test_tokens_of_two_sequences_are_refused(tmp_path: Path) -> None:
         assert np.array_equal(logits, engine.step(ids, range(40), [0] * 40))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("num_wanted", [0, 1, 3])
 @pytest.mark.parametrize(
     ("variant", "weights"),
@@ -130,6 +132,7 @@ def test_the_last_layer_of_the_last_tokens(
         assert are_equal([found, *attention.cache_arrays], [wanted, *cache])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("next_tokens", [1, 3, 40])
 @pytest.mark.parametrize("kind", ["keys", "values"])
 def test_a_nan_of_a_token_without_an_output_is_noticed(

@@ -1,5 +1,7 @@
 """The kernels' suite on a real GPU, and what only a GPU can show: graphs and great sizes.
 
+`tests/kernels/test_ffn.py` and others run on the first GPU by themselves.
+
 python -m pytest -n 0 tests/gpu/test_kernels.py
 """
 
@@ -18,11 +20,8 @@ from hotcold.cuda_kernels.matrix import DeviceMatrix
 from hotcold.numba_kernels.decode.activations import activation, not_zero
 from tests.kernels import (
     backends,
-    test_batch_mates,
     test_device_kernels,
-    test_ffn,
     test_norm_and_attention,
-    test_quantized,
     test_rows,
 )
 from tests.kernels.arrays import random_bits, random_floats
@@ -37,11 +36,8 @@ if not _GPUS:
 
 
 _SUITE = (
-    test_batch_mates,
     test_device_kernels,
-    test_ffn,
     test_norm_and_attention,
-    test_quantized,
     test_rows,
 )
 
@@ -64,12 +60,6 @@ for _module in _SUITE:
 @pytest.fixture
 def device() -> DeviceCalls:
     return backends.cuda_calls()
-
-
-@pytest.fixture
-def is_emulated() -> bool:
-    """Whether kernels take a hundred times as long."""
-    return False
 
 
 @pytest.fixture

@@ -24,9 +24,3 @@ def unaligned(array: np.ndarray) -> np.ndarray:
     view = np.frombuffer(b"\0" + array.tobytes(), array.dtype, offset=1).reshape(array.shape)
     assert view.ctypes.data % 2 and not view.flags.aligned
     return view
-
-
-def bundled(*matrices: np.ndarray) -> list[np.ndarray]:
-    """The matrices as slices of one [N, number, d] array: rows contiguous, far apart."""
-    bundle = np.stack(matrices, axis=1)
-    return [bundle[:, i] for i in range(len(matrices))]

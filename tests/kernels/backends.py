@@ -10,20 +10,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from hotcold.cuda_kernels.device import list_gpus
 from hotcold.cuda_kernels.kernels import CudaKernels
 from hotcold.cuda_kernels.launch import cupy_copies
 from hotcold.numba_kernels.decode.attention import rope_table
 from hotcold.numba_kernels.decode.rows import gemv
-from hotcold.numba_kernels.decode.sampling import sample
-from hotcold.numba_kernels.load.convert import to_bfloat16
 from tests.kernels import numba_calls
 from tests.kernels.device_calls import DeviceCalls
 from tests.kernels.emulation.build import all_entries, build_key, build_library
 from tests.kernels.emulation.launcher import EmulatedLauncher, aligned
 
-_SHARED = ("decode_attention", "layer_norm", "rms_norm", "rope", "gemv", "sparse_ffn")
+_SHARED = ("decode_attention", "layer_norm", "rms_norm", "rope", "gemv")
 
 
 def numba_backend() -> SimpleNamespace:
@@ -35,9 +34,6 @@ def numba_backend() -> SimpleNamespace:
         rope=numba_calls.rope,
         rope_table=rope_table,
         gemv=gemv,
-        sample=sample,
-        sparse_ffn=numba_calls.sparse_ffn,
-        to_bfloat16=to_bfloat16,
     )
 
 
@@ -75,6 +71,13 @@ def device_backend(calls: DeviceCalls) -> SimpleNamespace:
     """A device's wrappers."""
     wrappers = {name: getattr(calls, name) for name in _SHARED}
     return SimpleNamespace(**wrappers, rope_table=rope_table)  # tables are made on the host
+
+
+def calls(name: str, request: pytest.FixtureRequest) -> DeviceCalls:
+    """Those of one of DEVICES."""
+    if name == "cuda":
+        return cuda_calls()
+    return emulated_calls(request.getfixturevalue("emulated_library"))
 
 
 DEVICES = ["emulated", *(["cuda"] if list_gpus()[0] else [])]

@@ -25,22 +25,10 @@ def backend(request: pytest.FixtureRequest) -> SimpleNamespace:
     """The wrappers of one kernel package."""
     if request.param == "numba":
         return backends.numba_backend()
-    return backends.device_backend(_calls(request))
+    return backends.device_backend(backends.calls(request.param, request))
 
 
 @pytest.fixture(params=backends.DEVICES)
 def device(request: pytest.FixtureRequest) -> DeviceCalls:
     """A device's kernels, and copies to it and back."""
-    return _calls(request)
-
-
-def _calls(request: pytest.FixtureRequest) -> DeviceCalls:
-    if request.param == "cuda":
-        return backends.cuda_calls()
-    return backends.emulated_calls(request.getfixturevalue("emulated_library"))
-
-
-@pytest.fixture
-def cpu_backend() -> SimpleNamespace:
-    """Those of numba_kernels, for what no device computes."""
-    return backends.numba_backend()
+    return backends.calls(request.param, request)

@@ -17,13 +17,10 @@ from hotcold.cuda_kernels.neurons import DeviceNeurons, DeviceSelection, LayerRe
 from hotcold.cuda_kernels.sizes import FfnLayout
 from hotcold.numba_kernels.checks import float_array, optional_floats, require, weight_rows
 from hotcold.numba_kernels.decode.activations import (
-    ALL_FIRE,
     Activation,
     Thresholds,
-    activation,
-    not_zero,
 )
-from hotcold.numba_kernels.decode.selection import EVERYTHING, Selection
+from hotcold.numba_kernels.decode.selection import Selection
 from hotcold.numba_kernels.formats import FORMATS, is_quantized, row_width
 from tests.kernels.layer_numbers import device_layer
 from tests.kernels.numba_calls import floats
@@ -79,37 +76,6 @@ class DeviceCalls:
             self.kernels.gemv(matrix, shift, self.to_device(x[t : t + MAX_TOKENS]), part)
             out[t : t + MAX_TOKENS] = self.to_host(part)
         return out
-
-    def sparse_ffn(
-        self,
-        gate: np.ndarray,
-        up: np.ndarray | None,
-        down: np.ndarray,
-        x: np.ndarray,
-        ids: np.ndarray | None = None,
-        token_masks: np.ndarray | None = None,
-        *,
-        gate_bias: np.ndarray | None = None,
-        up_bias: np.ndarray | None = None,
-        activation_fn: str = "relu",
-        threshold: float = 0.0,
-        skip_silent: bool = True,
-        thresholds: Thresholds | None = None,
-        down_norms: np.ndarray | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        if thresholds is None:
-            thresholds = not_zero(activation_fn) if skip_silent else ALL_FIRE
-        own = np.arange(gate.shape[0], dtype=np.int32) if ids is None else ids
-        if not own.size:
-            return np.zeros_like(x), own
-        selection = EVERYTHING
-        if ids is not None:
-            masks = np.full(own.size, 0xFFFFFFFF, np.uint32) if token_masks is None else token_masks
-            selection = Selection(True, own, masks, EVERYTHING.block_weights)
-        neurons = self.neurons(gate, up, down, gate_bias, up_bias, down_norms)
-        function = activation(activation_fn, threshold)
-        out, is_fired = self.selected_ffn(neurons, x, selection, function, thresholds)
-        return out, own if thresholds == ALL_FIRE else own[is_fired[own]]
 
     def neurons(
         self,

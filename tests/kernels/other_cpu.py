@@ -10,7 +10,10 @@ listed rows, and sums of rows. The loops around it are the same everywhere.
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,15 +38,12 @@ from hotcold.numba_kernels.formats import CHUNK, QUANT_GROUP, is_quantized, row_
 from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.ir.vector_ir import dot_ahead
 from tests.kernels.arrays import random_bits, random_floats
-from tests.kernels.page_end import at_page_end
 from tests.kernels.prefill_texts import a_text, attend
 from tests.kernels.products import combine, linear
 from tests.kernels.quantized_rows import (
     IN_BLOCKS,
     LIMITS,
     SUMMED,
-    Quantized,
-    quantized_vectors,
     random_rows,
 )
 
@@ -63,40 +63,43 @@ LISTED = np.array([0, 2, 3, 7, 8, 11, 12, 19, 20, 22, 26], np.int32)  # twice fo
 ASSEMBLIES = ("aarch64", "x86_64")
 
 
+def at_page_end(array: np.ndarray) -> np.ndarray:
+    """A copy that ends where a page ends that cannot be read. It stays as long as the process."""
+    page = mmap.PAGESIZE
+    size = -(-array.nbytes // page) * page
+    memory = mmap.mmap(-1, size + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(start + size), ctypes.c_size_t(page), 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    flat = np.frombuffer(memory, np.uint8, array.nbytes, size - array.nbytes)
+    found = flat.view(array.dtype).reshape(array.shape)
+    found[...] = array
+    return found
+
+
 def width_of(kind: str) -> int:
     """Weights of a row of that kind, or of what is multiplied with it."""
     return WIDTH_IN_BLOCKS if kind in IN_BLOCKS else WIDTH
 
 
-def matrix(kind: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Weights as kernels take them, and (N, d) float64."""
+def matrix(kind: str, seed: int) -> np.ndarray:
+    """Weights as kernels take them."""
     if kind == "f16":
-        bits = random_bits(seed, np.uint16, NUM_ROWS, WIDTH)
-        return bits, bits.view(np.float16).astype(np.float64)
-    quantized = random_rows(seed, kind, NUM_ROWS, width_of(kind))
-    return quantized.rows, quantized.weights
+        return random_bits(seed, np.uint16, NUM_ROWS, WIDTH)
+    return random_rows(seed, kind, NUM_ROWS, width_of(kind)).rows
 
 
-def with_last_chunk(kind: str, groups: int) -> Quantized:
-    """Rows of a whole chunk and so many groups."""
-    return random_rows(groups, kind, LAST_ROWS, CHUNK + QUANT_GROUP * groups)
-
-
-def with_ends(kind: str) -> list[Quantized]:
+def with_ends(kind: str) -> list[np.ndarray]:
     """Rows of the least value alone, and of the greatest, which make the largest sums."""
     ends = (7, 15) if kind == "mxfp4" else LIMITS[kind]  # numbers of values
-    return [random_rows(abs(end), kind, LAST_ROWS, WIDTH_IN_BLOCKS, (end, end)) for end in ends]
+    return [
+        random_rows(abs(end), kind, LAST_ROWS, WIDTH_IN_BLOCKS, (end, end)).rows for end in ends
+    ]
 
 
-def ones() -> np.ndarray:
-    """Tokens of 1 or of -1 alone: 127 and -127 where they are quantized."""
-    return np.repeat(np.array([[1], [-1]] * 5, np.float32), WIDTH_IN_BLOCKS, axis=1)
-
-
-def inputs(kind: str, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens as kernels take them, and as products with weights of that kind take them."""
-    x = random_floats(num_tokens, num_tokens, width_of(kind))
-    return x, x.astype(np.float64) if kind == "f16" else quantized_vectors(x)
+def tokens(kind: str, number: int) -> np.ndarray:
+    return random_floats(number, number, width_of(kind))
 
 
 @njit(nogil=True, _nrt=False)
@@ -111,17 +114,19 @@ def _listed_sums(gate, down, ids, order, x, scratch, h, sums, out):
 
 def results(kind: str) -> dict[str, np.ndarray]:
     """The kernels' products for all TOKENS, and sums of the rows in LISTED for one token."""
-    gate, down = matrix(kind, 1)[0], matrix(kind, 2)[0]
-    found = {f"rows{n}": gemv(gate, inputs(kind, n)[0]) for n in TOKENS}
+    gate, down = matrix(kind, 1), matrix(kind, 2)
+    found = {f"rows{n}": gemv(gate, tokens(kind, n)) for n in TOKENS}
     if kind == "f16":
         found |= {f"attended{i}": attend(PROMPT, **how) for i, how in enumerate(ATTENTION)}
     else:
         found |= _last_chunks(kind)
-        found |= {f"end{i}": gemv(rows.rows, ones()) for i, rows in enumerate(with_ends(kind))}
+        # Tokens of 1 or of -1 alone: 127 and -127 where they are quantized.
+        ones = np.repeat(np.array([[1], [-1]] * 5, np.float32), WIDTH_IN_BLOCKS, axis=1)
+        found |= {f"end{i}": gemv(rows, ones) for i, rows in enumerate(with_ends(kind))}
     if kind != "f16" and kind not in SUMMED:  # its rows are multiplied only
         return found
     found |= _prompt_products(gate, down)
-    x, _ = inputs(kind, 1)
+    x = tokens(kind, 1)
     scratch = activation_space(1, *x.shape)
     h, out = np.zeros(LISTED.size, np.float32), np.zeros(WIDTH, np.float32)
     sums = np.zeros(whole_chunks(WIDTH), np.float32)
@@ -149,10 +154,10 @@ def _last_chunks(kind: str) -> dict[str, np.ndarray]:
     """Products of rows at the end of what can be read, for all LAST_GROUPS."""
     found = {}
     for groups in LAST_GROUPS if kind not in IN_BLOCKS else (8,):
-        rows = at_page_end(with_last_chunk(kind, groups).rows)
+        width = CHUNK + QUANT_GROUP * groups
+        rows = at_page_end(random_rows(groups, kind, LAST_ROWS, width).rows)
         for n in LAST_TOKENS:
-            x = random_floats(n, n, CHUNK + QUANT_GROUP * groups)
-            found[f"last{groups}x{n}"] = gemv(rows, x)
+            found[f"last{groups}x{n}"] = gemv(rows, random_floats(n, n, width))
     return found
 
 
@@ -167,7 +172,7 @@ def assembly(architecture: str, kind: str) -> str:
     for name in ("__extendhfsf2", "__truncsfhf2"):
         # Code for x86 without F16C calls them and is linked here, though never run.
         binding.add_symbol(name, 1)
-    weights, x = matrix(kind, 1)[0], random_floats(2, 5, width_of(kind))
+    weights, x = matrix(kind, 1), random_floats(2, 5, width_of(kind))
     one_thread = QuantizedVectors(*(part[0] for part in empty_vectors(1, *x.shape)))
     vectors = x if kind == "f16" else one_thread
     alone = numba.njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)

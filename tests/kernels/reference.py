@@ -58,40 +58,11 @@ def activate(values: np.ndarray, activation_fn: str, threshold: float = 0.0) -> 
     return 0.5 * values * (1 + np.vectorize(math.erf, otypes=[float])(values / math.sqrt(2)))
 
 
-def sparse_ffn(
-    gate: np.ndarray,
-    up: np.ndarray | None,
-    down: np.ndarray,
-    x: np.ndarray,
-    ids: np.ndarray | None = None,
-    *,
-    gate_bias: np.ndarray | None = None,
-    up_bias: np.ndarray | None = None,
-    activation_fn: str = "relu",
-    threshold: float = 0.0,
-    skip_silent: bool = True,
-    thresholds: tuple[float, float] | None = None,
-    down_norms: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The output over `ids`, and those of them that fire for some token."""
-    ids = np.arange(gate.shape[0], dtype=np.int32) if ids is None else ids
-    h = gemv(gate, x, gate_bias)[:, ids]
-    h = activate(h, activation_fn, threshold)
-    fires = h != 0 if thresholds is None else np.abs(h) > thresholds[0]
-    if up is not None:
-        factors = gemv(up, x, up_bias)[:, ids]
-        if activation_fn == "drelu":
-            factors = np.maximum(factors, 0)
-            fires &= factors != 0
-        if activation_fn == "clamped_silu":
-            factors = np.clip(factors, -threshold, threshold) + 1
-        h = h * factors
-        if thresholds is not None:
-            fires &= np.abs(h) * (1 if down_norms is None else down_norms[ids]) > thresholds[1]
-    if thresholds is not None:
-        h = np.where(fires, h, 0)
-    fired = ids[fires.any(axis=0)] if skip_silent else ids
-    return h @ widened(down)[ids], fired
+def activate_up(values: np.ndarray, activation_fn: str, limit: float = 0.0) -> np.ndarray:
+    """The factor of up rows."""
+    if activation_fn == "clamped_silu":
+        return np.clip(values, -limit, limit) + 1
+    return np.maximum(values, 0) if activation_fn == "drelu" else values
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:

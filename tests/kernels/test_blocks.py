@@ -6,7 +6,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from numba import types
 
 from hotcold.numba_kernels.formats import (
     BLOCK_FORMATS,
@@ -22,9 +21,7 @@ from hotcold.numba_kernels.formats import (
     ROW_FORMATS,
     block_dtype,
     row_items,
-    row_width,
 )
-from hotcold.numba_kernels.load import block_kernels, loading, quantize_kernels
 from hotcold.numba_kernels.load.blocks import (
     COLUMNS_AT_ONCE,
     PairedBlocks,
@@ -33,7 +30,7 @@ from hotcold.numba_kernels.load.blocks import (
     blocks_status,
     dequantize_rows,
 )
-from hotcold.numba_kernels.load.convert import from_float32, to_float32
+from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.numba_kernels.load.quantize import (
     DONE,
     NOT_FINITE,
@@ -61,16 +58,6 @@ def blocks(name: str, seed: int = 0, height: int = HEIGHT) -> tuple[np.ndarray, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sizes_are_ggmls(name: str) -> None:
-    block, ggmls = BLOCK_FORMATS[block_dtype(name)], gguf.GGMLQuantizationType[name]
-    assert block.ggml_type == ggmls
-    assert (block.weights, block.num_bytes) == gguf.GGML_QUANT_SIZES[ggmls]
-    assert row_width(block_dtype(name), row_items(block_dtype(name), WIDTH)) == WIDTH
-    with pytest.raises(ValueError, match="no whole blocks"):
-        row_items(block_dtype(name), block.weights + 1)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_values_are_ggmls_to_the_bit_for_any_bytes(name: str) -> None:
     rng = np.random.default_rng(1)
     num_bytes = BLOCK_FORMATS[block_dtype(name)].num_bytes
@@ -84,15 +71,6 @@ def test_values_are_ggmls_to_the_bit_for_any_bytes(name: str) -> None:
     assert same.mean() > 0.5
     assert np.array_equal(np.isfinite(found), same)
     assert np.array_equal(found[same].view(np.uint32), wanted[same].view(np.uint32))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_some_rows_and_blocks(name: str) -> None:
-    rows, values = blocks(name)
-    weights = BLOCK_FORMATS[rows.dtype].weights
-    found = dequantize_rows(rows, np.array([5, 0, 5]), 1, 2)
-    assert np.array_equal(found, values[[5, 0, 5], weights : 3 * weights])
-    assert np.array_equal(to_float32(rows[2]), values[2])
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "IQ4_NL", "MXFP4"])
@@ -197,36 +175,6 @@ def test_mxfp4_of_safetensors(width: int) -> None:
             PairedBlocks(*wrong)
 
 
-def test_columns_of_pairs_are_quantized_again() -> None:
-    rng = np.random.default_rng(8)
-    values = rng.integers(0, 256, (64, 40, 16), np.uint8)
-    pairs = PairedBlocks(values, rng.integers(117, 120, (64, 40), np.uint8))
-    ids = rng.permutation(WIDTH)[:100]
-    found, expected = (np.zeros((100, row_items(Q8, 64)), Q8) for _ in range(2))
-    assert block_columns_into(pairs, ids, found) == DONE
-    assert block_columns_into(np.asarray(pairs), ids, expected) == DONE
-    assert np.array_equal(found, expected)
-
-
-@pytest.mark.parametrize("dtype", [Q4_K, Q5, Q5_K, Q6], ids=str)
-def test_nothing_else_becomes_them(dtype: np.dtype) -> None:
-    rows, values = blocks("Q3_K")
-    out = np.zeros((HEIGHT, row_items(dtype, WIDTH)), dtype)
-    with pytest.raises(ValueError, match="quantizing float32"):
-        blocks_into(rows, np.arange(HEIGHT), out)
-    with pytest.raises(ValueError, match="quantizing float32"):
-        quantize_rows(values, dtype)
-
-
-def test_q4_k_as_q4_1_keeps_its_values_and_rounds_its_scales() -> None:
-    rows, values = blocks("Q4_K")
-    out = np.zeros((HEIGHT, row_items(Q4_1, WIDTH)), Q4_1)
-    assert blocks_into(rows, np.arange(HEIGHT), out) == DONE
-    groups, found = (a.reshape(HEIGHT, -1, 32) for a in (values, to_float32(out)))
-    sizes = np.abs(groups).max(axis=2, keepdims=True)
-    assert (np.abs(found - groups) <= sizes * 2.0**-9 + 1e-6).all()
-
-
 @pytest.mark.parametrize("at", [0, 2], ids=["scale", "minimum"])
 def test_q4_k_beyond_float16_is_refused(at: int) -> None:
     rows, _ = blocks("Q4_K")
@@ -269,28 +217,3 @@ def test_infinite_scales_are_found(name: str) -> None:
     assert blocks_status(rows) == NOT_FINITE
     out = np.zeros((HEIGHT, row_items(Q8, WIDTH)), Q8)
     assert blocks_into(rows, np.arange(HEIGHT), out) == NOT_FINITE
-
-
-def test_kernels_are_compiled_for_sources_that_are_read_only_alone() -> None:
-    """As mapped files are; arrays would be another type, and the same to compute."""
-    (rows, _), ids = blocks("Q4_K"), np.arange(HEIGHT)
-    floats = from_float32(to_float32(rows), np.dtype(np.uint16))
-    assert rows.flags.writeable and floats.flags.writeable
-    row_ids = ids.astype(np.int32)
-    for source in (floats, floats[:0]):
-        loading.copy_rows(source, np.empty_like(source))
-        loading.gather_rows(source, row_ids[: len(source)], np.empty_like(source))
-        loading.all_finite(source)
-    loading.gather_columns(floats, row_ids, np.empty((HEIGHT, HEIGHT), np.uint16))
-    quantized = quantize_rows(floats, Q8)
-    copy_quantized(quantized, ids, np.empty_like(quantized))
-    blocks_into(rows, ids, np.empty((HEIGHT, row_items(Q4_K, WIDTH)), Q4_K))
-    for kernel in (
-        loading._copy_rows, loading._gather_rows, loading._gather_columns, loading._all_finite,
-        quantize_kernels.quantize_q8_kernel, quantize_kernels.copy_rows_kernel,
-        block_kernels.dequantize_kernel, block_kernels.repack_k_kernel,
-    ):  # fmt: skip
-        assert kernel.overloads
-        for arguments in kernel.overloads:
-            arrays = [kind for kind in arguments if isinstance(kind, types.Array)]
-            assert not arrays[0].mutable, kernel

@@ -8,8 +8,10 @@ takes minutes.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
+import site
 import subprocess
 from pathlib import Path
 
@@ -17,72 +19,29 @@ import pytest
 
 from hotcold.cuda_kernels.source import CSRC, OPTIONS, Entry, plain_source
 from tests.kernels.emulation.build import all_entries
-from tests.kernels.nvrtc import Nvrtc, find_nvrtc
 
 TARGETS = (75, 80, 86, 89, 90, 120)
-FEW = {
-    "gemv": [
-        "F32_true_8",
-        "BF16_true_2",
-        "F16_false_8",
-        "Q4_true_1",
-        "Q4_1_true_2",
-        "Q6_true_1",
-        "Q4_K_true_1",
-        "Q5_true_2",
-        "Q5_K_false_1",
-        "MXFP4_true_1",
-    ],
-    "gates": ["F16_true_4", "Q8_true_2", "Q4_false_1", "Q4_1_false_8"],
-    "down": [
-        "F32_true_2",
-        "F16_true_8",
-        "BF16_false_4",
-        "Q8_true_1",
-        "Q4_true_4",
-        "Q8_false_4",
-        "Q4_1_true_4",
-        "MXFP4_true_1",
-    ],
-    "attention": ["F16_true_16_8", "F32_false_32_4", "F16_false_8_1", "merge_splits"],
-    "widen": [
-        "F32_true",
-        "F16_false",
-        "BF16_true",
-        "Q8_true",
-        "Q4_false",
-        "Q4_1_true",
-        "Q6_true",
-        "Q4_K_true",
-        "Q5_true",
-        "Q5_K_false",
-        "MXFP4_true",
-    ],
-}
 _CUPY_OPTIONS = ["--device-as-default-execution-space"]  # which it always gives
 IS_ALL = os.environ.get("HOTCOLD_ALL_KERNELS") == "1"
 FILES = sorted(path.stem for path in CSRC.glob("*.cu"))
 
 
 def chosen(file: str) -> list[Entry]:
+    """All, or few that have between them every argument of a template in every place."""
     own = [entry for entry in all_entries() if entry.file == file]
-    if IS_ALL or file not in FEW:
+    if IS_ALL:
         return own
-    return [entry for entry in own if entry.name.endswith(tuple(FEW[file]))]
+    found, seen = [], set[tuple[int, str]]()
+    for entry in own:
+        arguments = set(enumerate(entry.arguments))
+        if not arguments or not arguments <= seen:
+            found.append(entry)
+            seen |= arguments
+    return found
 
 
 def source_of(file: str) -> str:
     return "\n".join([plain_source(file), *(entry.line for entry in chosen(file)), ""])
-
-
-def test_the_choice_has_every_template() -> None:
-    assert {entry.file for entry in all_entries()} == set(FILES)
-    for files in ({"gemv", "gates"}, {"down"}, {"attention"}, {"widen"}):
-        found = {
-            argument for file in files for entry in chosen(file) for argument in entry.arguments
-        }
-        everything = [entry for entry in all_entries() if entry.file in files]
-        assert found == {argument for entry in everything for argument in entry.arguments}
 
 
 @pytest.mark.sweep(keep=1)
@@ -108,6 +67,43 @@ def test_nvcc(file: str, tmp_path: Path) -> None:
     if len(known) < len(TARGETS):
         unknown = sorted(set(TARGETS) - set(known))
         pytest.skip(f"compiled for {known}; this nvcc does not know {unknown}")
+
+
+def find_nvrtc() -> Path | None:
+    """The library that the wheels of the cuda extra bring."""
+    folders = [*site.getsitepackages(), site.getusersitepackages()]
+    found = [path for folder in folders for path in Path(folder).glob("nvidia/*/lib/libnvrtc.so.*")]
+    return next(iter(sorted(found)), None)
+
+
+class Nvrtc:
+    """One library of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+
+    def targets(self) -> set[int]:
+        """The compute capabilities that it knows, as 75 for 7.5."""
+        count = ctypes.c_int()
+        self._library.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+        numbers = (ctypes.c_int * count.value)()
+        self._library.nvrtcGetSupportedArchs(numbers)
+        return set(numbers)
+
+    def compile(self, source: str, options: list[str]) -> tuple[bool, str]:
+        """Whether it compiles, and what the compiler says: errors and warnings."""
+        program, size = ctypes.c_void_p(), ctypes.c_size_t()
+        library = self._library
+        library.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None
+        )
+        words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status = library.nvrtcCompileProgram(program, len(options), words)
+        library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetProgramLog(program, log)
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+        return status == 0, log.value.decode(errors="replace").strip()
 
 
 def test_nvrtc() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from hotcold.cuda_kernels.kernels import Layer, PagedCache
 from hotcold.cuda_kernels.matrix import DeviceMatrix, row_bytes
 from hotcold.cuda_kernels.neurons import LayerResidual
-from hotcold.cuda_kernels.sizes import FfnLayout, ffn_scratch_items, has_whole_pieces
+from hotcold.cuda_kernels.sizes import has_whole_pieces
 from hotcold.numba_kernels.decode.activations import activation, not_zero
 from hotcold.numba_kernels.decode.selection import EVERYTHING
 from hotcold.numba_kernels.ffn.in_memory import set_bias
@@ -21,9 +22,11 @@ from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.numba_kernels.serve.layer_loop import merge_normed, merge_partials
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
+from tests.kernels.backends import emulated_calls
 from tests.kernels.device_calls import DeviceCalls, device_matrix
+from tests.kernels.emulation.launcher import aligned
 from tests.kernels.layer_numbers import device_layer
-from tests.kernels.quantized_rows import IN_BLOCKS, IN_LAYERS, KINDS, SUMMED, random_matrix
+from tests.kernels.quantized_rows import IN_BLOCKS, KINDS, random_matrix, random_rows
 
 pytestmark = pytest.mark.sweep(kind=["f32", "f16", "q8", "q4"])
 
@@ -111,7 +114,8 @@ def expected_step(step: Step) -> tuple[np.ndarray, np.ndarray]:
         pages = cache[:, step.page_tables[step.slots[t]]].transpose(0, 2, 1, 3, 4)
         keys, values = pages.reshape(2, step.num_kv_heads, -1, dim)
         queries = heads[t, : step.num_heads]
-        found = reference.decode_attention(queries, keys, values, position + 1)
+        sinks = step.sinks if step.sinks.size else None
+        found = reference.decode_attention(queries, keys, values, position + 1, sinks=sinks)
         out[t] = found.reshape(-1)
     return out, cache
 
@@ -120,9 +124,15 @@ SHAPES = [((8, 8), 64), ((8, 2), 128), ((6, 1), 20), ((16, 1), 256), ((2, 1), 8)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16], ids=["f32", "f16"])
+@pytest.mark.parametrize("sinks", [0, 1, 200])
 @pytest.mark.parametrize(("heads", "dim"), SHAPES, ids=str)
-def test_attention_step(device: DeviceCalls, dtype: type, heads: tuple[int, int], dim: int) -> None:
+def test_attention_step(
+    device: DeviceCalls, dtype: type, heads: tuple[int, int], dim: int, sinks: int
+) -> None:
+    """Sinks join the softmax: larger than any score, too."""
     step = make_step(dtype, heads, dim, [199, 200, 0, 127, 128, 300])
+    if sinks:
+        step = replace(step, sinks=np.linspace(-sinks, sinks, heads[0], dtype=np.float32))
     found, cache = step.run(device, 301)
     expected, expected_cache = expected_step(step)
     tolerance = 2e-5 if dtype is np.float32 else 2e-3  # a key may round to the next float16
@@ -135,34 +145,6 @@ def test_attention_step(device: DeviceCalls, dtype: type, heads: tuple[int, int]
     for t in range(2, 6):  # alone, and where the grid allows for longer sequences
         alone, _ = step.token(t).run(device, 301 if t == 5 else 1000)
         assert (alone[0] == found[t]).all()
-
-
-@pytest.mark.parametrize("size", [1, 200])
-def test_sinks_join_the_softmax(device: DeviceCalls, size: float) -> None:
-    """A head's output is as if another position with a value of zeros had its logit; sinks may be
-    larger than any score, or so large that nothing else is left.
-    """
-    step = make_step(np.float32, (4, 2), 20, [199, 200, 0, 300])
-    sinks = np.array([-1, 0.5, 1, -np.inf], np.float32) * np.float32(size)
-    plain, _ = step.run(device, 301)
-    found, _ = replace(step, sinks=sinks).run(device, 301)
-    expected, share = expected_step(step)[0].reshape(4, 4, 20), np.empty((4, 4, 1))
-    for t in range(len(step.qkv)):
-        for head, sink in enumerate(sinks.astype(np.float64)):
-            total = np.exp(scores_of(step, t, head)).sum()
-            share[t, head] = total / (total + np.exp(sink))
-    np.testing.assert_allclose(found, (expected * share).reshape(4, -1), atol=2e-5)
-    assert (found.reshape(4, 4, 20)[:, 3] == plain.reshape(4, 4, 20)[:, 3]).all()
-
-
-def scores_of(step: Step, t: int, head: int) -> np.ndarray:
-    """Float64 scores of a token's head, over all its positions."""
-    cache, dim = expected_step(step)[1], step.cache.shape[-1]
-    keys = cache[0][step.page_tables[step.slots[t]], head * step.num_kv_heads // step.num_heads]
-    query = step.qkv[t].reshape(-1, dim)[head : head + 1].astype(np.float64)
-    query = reference.rope(query, step.table[step.positions[t]])[0]
-    found: np.ndarray = keys.reshape(-1, dim)[: step.positions[t] + 1] @ query * dim**-0.5
-    return found
 
 
 def test_a_sequence_of_more_splits_than_a_block_has_threads(device: DeviceCalls) -> None:
@@ -199,19 +181,6 @@ def test_what_float16_cannot_hold_becomes_a_nan_in_the_cache(device: DeviceCalls
     np.testing.assert_array_equal(found, [65504, 65504, np.nan, np.nan, np.nan, -65504])
 
 
-@pytest.mark.parametrize("kind", BITS)
-@pytest.mark.parametrize("num_tokens", [1, 7])
-def test_residual_in_place(device: DeviceCalls, kind: str, num_tokens: int) -> None:
-    rows, weights = random_matrix(1, kind, 37, 264)
-    x, bias = random_floats(2, num_tokens, 264), random_floats(3, 37)
-    residual = random_floats(4, num_tokens, 37)
-    out = device.to_device(residual)
-    matrix = device_matrix(rows, device.to_device)
-    put = device.to_device
-    device.kernels.gemv(matrix, put(bias), put(x), out, out)
-    np.testing.assert_allclose(device.to_host(out), x @ weights.T + bias + residual, atol=1e-4)
-
-
 @pytest.mark.sweep(kind=["f32", "q4", "q6", "mxfp4"])
 @pytest.mark.parametrize("kind", [*BITS, *KINDS])
 def test_pieces_that_are_not_aligned_give_the_same_bits(device: DeviceCalls, kind: str) -> None:
@@ -237,38 +206,6 @@ def test_pieces_that_are_not_aligned_give_the_same_bits(device: DeviceCalls, kin
         found.append((device.to_host(out), device.to_host(wide)))
     for own, other in zip(*found, strict=True):
         np.testing.assert_array_equal(own, other)
-
-
-@pytest.mark.parametrize("kind", [*BITS, *IN_LAYERS])
-@pytest.mark.parametrize("num_tokens", [1, 2, 4, 8, 16, 32])
-def test_hot_ffn_of_many_parts(device: DeviceCalls, kind: str, num_tokens: int) -> None:
-    """Parts of 16 neurons, so runs of parts too; steps of every number of tokens agree."""
-    height, width = 333, 256
-    kinds = (kind, kind, "q8" if kind in KINDS and kind not in SUMMED else kind)
-    matrices = [random_matrix(s, k, height, width) for s, k in zip((7, 8, 9), kinds, strict=True)]
-    x = random_floats(10, num_tokens, width)
-    gate, up, down = (m[1] for m in matrices)
-    gate_bias = random_floats(12, height) - np.float32(2 * np.sqrt(width) * gate.std())
-    neurons = device.neurons(matrices[0][0], matrices[1][0], matrices[2][0], gate_bias)
-    found, fired = device.selected_ffn(neurons, x, EVERYTHING, RELU, not_zero("relu"))
-    count = np.count_nonzero(fired)
-    vectors = x if kind in BITS else rounded(x)
-    h = np.maximum(vectors @ gate.T + gate_bias, 0)
-    assert count == (h != 0).any(axis=0).sum() and 0 < count < height
-    expected = (h * (vectors @ up.T)) @ down
-    sizes = (h * (np.abs(vectors) @ np.abs(up).T)) @ np.abs(down)
-    sizes += (np.abs(x) @ np.abs(gate).T * np.abs(vectors @ up.T)) @ np.abs(down)  # h's rounding
-    assert (np.abs(found - expected) <= 4e-6 * sizes + 1e-5).all()
-    alone, _ = device.selected_ffn(neurons, x[-1:], EVERYTHING, RELU, not_zero("relu"))
-    assert (alone[0] == found[-1]).all()
-
-
-def rounded(x: np.ndarray) -> np.ndarray:
-    """x as it meets quantized rows."""
-    groups = x.reshape(len(x), -1, 32)
-    largest = np.abs(groups).max(axis=2, keepdims=True)
-    values = np.rint(groups * (np.float32(127) / largest)).astype(np.float64)
-    return (values * (largest / np.float32(127))).reshape(x.shape)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
@@ -311,26 +248,15 @@ def test_a_whole_ffn_is_added_to_the_residual(
     assert not fired.any() and np.isnan(found[0]).nonzero()[0].tolist() == [5]
 
 
-def test_no_hot_neurons(device: DeviceCalls) -> None:
-    neurons = device.neurons(*[np.empty((0, 24), np.uint16)] * 3)
-    x = random_floats(2, 3, 24)
-    found, fired = device.selected_ffn(neurons, x, EVERYTHING, RELU, not_zero("relu"))
-    assert not found.any() and not fired.size
-
-
 @pytest.mark.parametrize("kind", [*BITS, *KINDS])
-@pytest.mark.parametrize("width", [32, 96, 512, 768, 1056])
-def test_widen(device: DeviceCalls, kind: str, width: int) -> None:
-    if kind in IN_BLOCKS:
-        width = -(-width // 256) * 256  # whole blocks
-    rows, weights = random_matrix(13, kind, 9, width)
-    out = device.to_device(np.zeros((4, width), np.uint16))
-    device.kernels.widen(device_matrix(rows, device.to_device), 3, 7, out)
-    if rows.dtype in QUANTIZED:
-        weights = to_float32(rows)
-    expected = weights[3:7].astype(np.float32)
-    found = device.to_host(out)
-    assert (found == reference.narrowed(expected, np.uint16)).all()
+def test_widen(device: DeviceCalls, kind: str) -> None:
+    for width in (256, 512, 768, *(() if kind in IN_BLOCKS else (32, 96, 1056))):
+        rows, weights = random_matrix(13, kind, 9, width)
+        out = device.to_device(np.zeros((4, width), np.uint16))
+        device.kernels.widen(device_matrix(rows, device.to_device), 3, 7, out)
+        wide = to_float32(rows) if rows.dtype in QUANTIZED else weights.astype(np.float32)
+        expected = reference.narrowed(wide[3:7], np.uint16)
+        np.testing.assert_array_equal(device.to_host(out), expected)
 
 
 def test_widen_of_every_float16_and_of_what_is_beyond(device: DeviceCalls) -> None:
@@ -350,24 +276,24 @@ def test_widen_of_every_float16_and_of_what_is_beyond(device: DeviceCalls) -> No
         np.testing.assert_array_equal(device.to_host(out).view(np.float16), expected)
 
 
-def test_too_many_tokens_and_too_wide_heads_are_refused(device: DeviceCalls) -> None:
-    put = device.to_device
-    matrix = device_matrix(np.ones((3, 8), np.float32), put)
-    with pytest.raises(ValueError, match="33 tokens"):
-        device.kernels.gemv(
-            matrix, None, put(np.ones((33, 8), np.float32)), put(np.ones((33, 3), np.float32))
-        )
-    with pytest.raises(ValueError, match="heads of 264 numbers"):
-        make_step(np.float32, (1, 1), 264, [3, 4]).run(device, 5)
-
-
-def test_scratch_is_enough_for_fewer_tokens_and_neurons() -> None:
-    for width in (64, 4096, 8192):
-        for most in (10, 300, 5000, 11008, 28672):
-            for tokens in (1, 3, 4, 5, 8, 32):
-                num_items = ffn_scratch_items(tokens, most, width)
-                for neurons in {1, 9, most // 7, most // 3, most // 2 + 1, most - 1, most}:
-                    for t in {1, min(4, tokens), tokens}:
-                        layout = FfnLayout(t, neurons, width)
-                        assert layout.offsets[-1] <= num_items
-                        assert layout.num_partials >= 1 and layout.part_size <= 128
+@pytest.mark.parametrize("num_tokens", [1, 3, 32])
+def test_the_order_of_threads_and_blocks_changes_nothing(
+    emulated_library: Path, num_tokens: int
+) -> None:
+    """Without a barrier that is needed it would."""
+    rows = [random_rows(seed, "q8", 90, 512).rows for seed in (1, 2, 3)]
+    x, weight = random_floats(4, num_tokens, 512), random_floats(5, 512)
+    queries, cache = random_floats(6, 8, 64), random_floats(7, 2, 2, 300, 64)
+    found = []
+    for is_reversed in (False, True):
+        calls = emulated_calls(emulated_library, is_reversed)
+        neurons = calls.neurons(rows[0], rows[1], rows[2])
+        out, fired = calls.selected_ffn(neurons, x, EVERYTHING, RELU, not_zero("relu"))
+        heads = calls.decode_attention(queries, cache[0], cache[1], 290)
+        norm = calls.layer_norm(x[0], weight, weight, 1e-5)
+        halves = np.zeros((90, 512), np.uint16)
+        calls.kernels.widen(device_matrix(rows[0], aligned), 0, 90, halves)
+        found.append([out, fired, heads, norm, halves])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert halves.any()

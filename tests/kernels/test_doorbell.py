@@ -21,7 +21,6 @@ from hotcold.numba_kernels.serve.doorbell import (
     CLOCK_US,
     CROWDED_US,
     INTS_A_CELL,
-    RUNG_US,
     SLEEPERS,
     atomic_load,
     atomic_store,
@@ -31,19 +30,13 @@ from hotcold.numba_kernels.serve.doorbell import (
     wait_change,
 )
 from hotcold.numba_kernels.serve.mailbox import (
-    ARRIVED,
     CELLS_A_SERVICE,
-    DONE,
     NO_COUNTERS,
     NUM_REPLY_WORDS,
     NUM_REQUEST_WORDS,
-    REQUEST,
-    await_all,
     await_done,
-    cell,
     finish_request,
     post,
-    post_and_await,
 )
 
 SECOND = 1_000_000_000
@@ -101,25 +94,6 @@ def test_rounds_between_threads_keep_their_order(spins: int, crowded: bool) -> N
             assert payload[1] == 3 * number
 
 
-def test_wait_ends_at_its_timeout() -> None:
-    cells = new_cells(1)
-    cells[0] = 7
-    for spins in (0, 100):
-        started = clock_ns()
-        assert wait_change(cells, 0, np.int32(7), spins, SECOND // 20) == 7
-        assert clock_ns() - started >= SECOND // 20
-    assert wait_change(cells, 0, np.int32(7), 0, 0) == 7
-    assert wait_change(cells, 0, np.int32(6), 0, 0) == 7
-
-
-def test_a_doorbell_records_when_it_was_rung() -> None:
-    cells = new_cells(2)
-    before = clock_us()
-    ring(cells, 1, np.int32(3))
-    assert (cells[INTS_A_CELL + RUNG_US] - before) & CLOCK_US <= (clock_us() - before) & CLOCK_US
-    assert cells[RUNG_US] == 0
-
-
 def test_a_waiter_that_notices_late_marks_the_doorbell_crowded() -> None:
     """Another program takes the core each time it is yielded, and keeps it after a ring."""
     core = min(os.sched_getaffinity(0))
@@ -150,23 +124,6 @@ def test_a_waiter_that_notices_late_marks_the_doorbell_crowded() -> None:
             other.kill()
 
 
-def test_every_waiter_is_woken() -> None:
-    """Each by the ring: their timeout is longer than the test's."""
-    cells, woken = new_cells(1), []
-    ring(cells, 0, np.int32(0))
-    wait_change(cells, 0, np.int32(0), 0, 0)  # now both are compiled, and the others sleep at once
-
-    def wait() -> None:
-        woken.append(int(wait_change(cells, 0, np.int32(0), 0, 10 * LONG)))
-
-    with threads(wait, wait, wait, wait):
-        while cells[SLEEPERS] < 4:
-            time.sleep(0.001)
-        assert not woken
-        ring(cells, 0, np.int32(5))
-    assert woken == [5] * 4
-
-
 @pytest.mark.parametrize("num_killed", [0, 3])
 def test_a_doorbell_counts_sleeping_threads(num_killed: int) -> None:
     """Only then a ring makes a system call; threads killed asleep stay counted."""
@@ -182,23 +139,6 @@ def test_a_doorbell_counts_sleeping_threads(num_killed: int) -> None:
         ring(cells, 1, np.int32(1))
     assert cells[INTS_A_CELL + SLEEPERS] == num_killed
     assert cells[SLEEPERS] == 0
-
-
-def test_a_waiting_thread_uses_no_processor() -> None:
-    cells = new_cells(1)
-    with threads(lambda: wait_change(cells, 0, np.int32(0), 100, LONG)):
-        while not cells[SLEEPERS]:
-            time.sleep(0.001)
-        before = time.process_time()
-        time.sleep(0.5)
-        assert time.process_time() - before < 0.05
-        ring(cells, 0, np.int32(1))
-
-
-def test_other_cells_do_not_wake() -> None:
-    cells = new_cells(3)
-    with threads(lambda: ring(cells, 0, np.int32(1)), lambda: ring(cells, 2, np.int32(1))):
-        assert wait_change(cells, 1, np.int32(0), 10, SECOND // 10) == 0
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
@@ -218,44 +158,6 @@ def test_barrier(num_threads: int) -> None:
     assert arrived.tolist() == [rounds] * num_threads
     assert cells[0] == 0
     assert cells[INTS_A_CELL] == (rounds if num_threads > 1 else 0)
-
-
-def serve(
-    cells: np.ndarray, replies: np.ndarray, service: int, num_threads: int, last: int
-) -> None:
-    """One thread of a service that serves requests up to `last`."""
-    seen, requests = 0, np.zeros((service + 1, NUM_REQUEST_WORDS), np.int64)
-    while seen < last:
-        number = wait_change(cells, cell(service, REQUEST), np.int32(seen), 100, LONG)
-        assert number == seen + 1
-        finish_request(
-            cells, requests, replies, NO_COUNTERS, service, number, num_threads, clock_ns()
-        )
-        seen = number
-
-
-def test_many_requests_to_two_services_of_two_threads() -> None:
-    cells, rounds = new_cells(2 * CELLS_A_SERVICE), 1000
-    replies, both = np.zeros((2, NUM_REPLY_WORDS), np.int64), np.array([0, 1])
-    loops = [lambda s=s: serve(cells, replies, s, 2, rounds) for s in (0, 0, 1, 1)]
-    with threads(*loops):
-        for number in range(1, rounds + 1):
-            assert post_and_await(cells, both, number, LONG) == 2
-            for service in both:
-                assert cells[cell(service, DONE) * INTS_A_CELL] == number
-                assert cells[cell(service, ARRIVED) * INTS_A_CELL] == 0
-
-
-def test_the_silent_service_is_returned_and_can_be_awaited_again() -> None:
-    cells, replies = new_cells(3 * CELLS_A_SERVICE), np.zeros((3, NUM_REPLY_WORDS), np.int64)
-    services = np.array([2, 0, 1])
-    with threads(*[lambda s=s: serve(cells, replies, s, 1, 1) for s in (2, 1)]):
-        assert post_and_await(cells, services, 1, SECOND) == 1  # service 0 does not run
-    assert await_all(cells, services, 1, 1, SECOND // 50) == 1
-    with threads(lambda: serve(cells, replies, 0, 1, 1)):
-        assert await_all(cells, services, 1, 1, LONG) == 3
-    assert await_done(cells, 2, 1, 0)
-    assert not await_done(cells, 2, 2, SECOND // 50)
 
 
 def test_an_answer_to_an_older_request_is_not_taken() -> None:

@@ -1,294 +1,279 @@
-"""The sparse FFN against the reference, and that silent neurons really are left out."""
+"""The sparse FFN over rows of every format, in memory, transposed and on a GPU, against float64.
+
+Drawn at random: which neurons are selected with which weights, their blocks, numbers and widths,
+biases, the function, thresholds. What is not selected and what does not fire holds NaN.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from hotcold.model.config.model_config import SPARSE_ACTIVATION_FNS
+from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.numba_kernels.checks import ACTIVATION_CODES
-from hotcold.numba_kernels.decode.activations import Thresholds
-from hotcold.numba_kernels.formats import Q4_K, Q5, Q5_K, Q6, ROW_FORMATS
-from tests.kernels import reference
-from tests.kernels.arrays import BITS, random_bits, random_floats
-from tests.kernels.numba_calls import sparse_ffn
+from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, activation, not_zero
+from hotcold.numba_kernels.decode.candidates import list_spans, own_part
+from hotcold.numba_kernels.decode.selection import EVERYTHING, NO_IDS, NO_MASKS, Selection
+from hotcold.numba_kernels.ffn.in_memory import new_scratch
+from hotcold.numba_kernels.ffn.serve_ffn import NeuronBuckets, ffn_request
+from hotcold.numba_kernels.load.convert import row_lengths
+from hotcold.numba_kernels.serve.mailbox import (
+    ALL_NEURONS,
+    FFN,
+    GATE_THRESHOLD,
+    LAST_FIRED,
+    LAST_GATES,
+    LAYER,
+    NUM_BUCKETS,
+    NUM_COMPUTED,
+    NUM_IDS,
+    NUM_TOKENS,
+    OPERATION,
+    PRODUCT_THRESHOLD,
+    WATCHED,
+    WEIGHS_BLOCKS,
+    threshold_words,
+)
+from tests.kernels import backends, reference
+from tests.kernels.arrays import BITS, random_floats
+from tests.kernels.neurons import (
+    BEFORE,
+    SELECTIONS,
+    Matrix,
+    Neurons,
+    alone,
+    factors,
+    fired_ids,
+    random_selection,
+)
+from tests.kernels.quantized_rows import IN_LAYERS, KINDS, quantized_vectors
 
-pytestmark = pytest.mark.sweep(kind=["f32", "f16"])
-
-WIDTHS = [1, 3, 16, 17, 100]
-HEIGHTS = [1, 2, 5, 97]
-
-
-@dataclass(frozen=True)
-class Case:
-    """Arguments of one call."""
-
-    gate: np.ndarray
-    up: np.ndarray | None
-    down: np.ndarray
-    x: np.ndarray
-    ids: np.ndarray | None = None
-    gate_bias: np.ndarray | None = None
-    up_bias: np.ndarray | None = None
-    activation_fn: str = "relu"
-    threshold: float = 0.0
-    token_masks: np.ndarray | None = None
-    thresholds: Thresholds | None = None
-    down_norms: np.ndarray | None = None
-
-    def run(self, package: Any, skip_silent: bool = True) -> tuple[np.ndarray, np.ndarray]:
-        """Call the package's sparse_ffn."""
-        masks = {} if self.token_masks is None else {"token_masks": self.token_masks}
-        return package.sparse_ffn(
-            self.gate,
-            self.up,
-            self.down,
-            self.x,
-            self.ids,
-            **masks,
-            gate_bias=self.gate_bias,
-            up_bias=self.up_bias,
-            activation_fn=self.activation_fn,
-            threshold=self.threshold,
-            skip_silent=skip_silent,
-            thresholds=self.thresholds,
-            down_norms=self.down_norms,
-        )
-
-    def sizes(self) -> np.ndarray:
-        """Sums of the absolute values of all that is added up: what rounding is relative to."""
-        ids = slice(None) if self.ids is None else self.ids
-        gates = self._size(self.gate, self.gate_bias)[:, ids]
-        gates = gates**2 if self.activation_fn == "relu2" else gates
-        ups = 1 if self.up is None else self._size(self.up, self.up_bias)[:, ids]
-        return (gates * ups) @ np.abs(reference.widened(self.down))[ids]
-
-    def _size(self, weights: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-        return np.abs(self.x) @ np.abs(reference.widened(weights)).T + np.abs(
-            0 if bias is None else bias
-        )
+NAMES = list(ACTIVATION_CODES)
+LIMITS = {"fatrelu": 0.5, "clamped_silu": 1.0}
+SOURCES = [
+    *(f"rows {kind}" for kind in (*BITS, *KINDS)),
+    *(f"transposed {kind}" for kind in (*BITS, *KINDS)),
+    *(f"{device} {kind}" for device in backends.DEVICES for kind in (*BITS, *IN_LAYERS)),
+]
+# Computes the output, and whether each neuron fires: by so many threads.
+Ffn = Callable[[np.ndarray, Selection, str, Thresholds, int], tuple[np.ndarray, np.ndarray]]
 
 
-def make_case(
-    kind: str,
-    height: int,
-    width: int,
-    num_tokens: int = 1,
-    *,
-    gated: bool = True,
-    bias: bool = False,
-) -> Case:
-    seed = height * 1000 + width
-    gate, up, down = (random_bits(seed + i, BITS[kind], height, width) for i in range(3))
-    return Case(
-        gate,
-        up if gated else None,
-        down,
-        random_floats(seed + 4, num_tokens, width),
-        gate_bias=random_floats(seed + 5, height) if bias else None,
-        up_bias=random_floats(seed + 6, height) if bias and gated else None,
-    )
+def ffn_of(way: str, neurons: Neurons, request: pytest.FixtureRequest) -> Ffn:
+    if way in ("rows", "transposed"):
+        source = neurons.stacked()
+
+        def by_numba(
+            x: np.ndarray, selection: Selection, name: str, thresholds: Thresholds, threads: int
+        ) -> tuple[np.ndarray, np.ndarray]:
+            limit = LIMITS.get(name, 0.0)
+            out, scratch = source.ffn(1, x, selection, thresholds, name, threads, limit=limit)
+            fired = np.zeros(len(neurons.gate.rows), bool)
+            fired[fired_ids(scratch)] = True
+            return out, fired
+
+        return by_numba
+    calls = backends.calls(way, request)
+    assert isinstance(neurons.down, Matrix)
+    on_device = calls.neurons(
+        neurons.gate.rows, neurons.up and neurons.up.rows, neurons.down.rows, neurons.gate_bias,
+        neurons.up_bias, neurons.down_norms, neurons.starts,
+    )  # fmt: skip
+
+    def by_device(
+        x: np.ndarray, selection: Selection, name: str, thresholds: Thresholds, threads: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        function = activation(name, LIMITS.get(name, 0.0))
+        return calls.selected_ffn(on_device, x, selection, function, thresholds)
+
+    return by_device
 
 
-def assert_right(backend: SimpleNamespace, case: Case) -> None:
-    expected, fired = case.run(reference)
-    for skip_silent in (True, False):
-        found, found_fired = case.run(backend, skip_silent)
-        assert found.dtype == np.float32 and found.shape == expected.shape
-        assert (np.abs(found - expected) <= 4e-6 * case.sizes()).all()
-        assert found_fired.dtype == np.int32
-        if skip_silent and case.activation_fn in SPARSE_ACTIVATION_FNS:
-            assert found_fired.tolist() == fired.tolist()
-        elif skip_silent:  # what is next to zero is zero in one of them and not in the other
-            assert found_fired.size
-        else:
-            all_ids = range(case.gate.shape[0]) if case.ids is None else case.ids
-            assert found_fired.tolist() == list(all_ids)
+def drawn_thresholds(
+    rng: np.random.Generator, neurons: Neurons, x: np.ndarray, selection: Selection, name: str
+) -> Thresholds:
+    """All fire; those that are not zero; or about half of gates, and of those half of products."""
+    kind = rng.integers(3)
+    if kind < 2:
+        return (ALL_FIRE, not_zero(name))[kind]
+    h, *_ = neurons.selected(x, selection, name, LIMITS.get(name, 0.0), ALL_FIRE)
+    gates = x @ neurons.gate.weights.T
+    gate = np.median(np.abs(reference.activate(gates, name, LIMITS.get(name, 0.0))))
+    products = np.abs(h * neurons.down_norms)
+    product = np.median(products[products > 0]) if products.any() else 0
+    return Thresholds(np.float32(gate), np.float32(product if neurons.up else -1))
 
 
-def some_ids(height: int) -> list[np.ndarray]:
-    order = np.random.default_rng(height).permutation(height).astype(np.int32)
-    sizes = {0, 1, height // 2, height}
-    return [np.sort(order[:size]) for size in sorted(sizes)] + [order]
+@pytest.mark.sweep(seed=[0])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("source", SOURCES)
+def test_random_layers(source: str, seed: int, request: pytest.FixtureRequest) -> None:
+    """A token has the bits of its own request, of any threads where rows are transposed."""
+    way, kind = source.split()
+    rng = np.random.default_rng([SOURCES.index(source), seed])
+    is_emulated, is_transposed = way == "emulated", way == "transposed"
+    for turn in range(4 if is_emulated else 15):
+        neurons = Neurons.random(rng, kind, is_transposed, 120 if is_emulated else 400)
+        selected = SELECTIONS[(turn + seed) % len(SELECTIONS)]
+        name, num_tokens = NAMES[rng.integers(len(NAMES))], int(rng.choice([1, 2, 7, 32]))
+        if way not in ("rows", "transposed"):
+            neurons.down_biases = neurons.down_biases[:, :0]
+        selection = random_selection(rng, selected, neurons.starts, num_tokens)
+        x = random_floats(turn, num_tokens, neurons.width) / np.float32(4)
+        wide = x.astype(np.float64) if kind in BITS else quantized_vectors(x)
+        thresholds = drawn_thresholds(rng, neurons, wide, selection, name)
+
+        # Numbers next to a threshold may fall to either side.
+        h, least, most = (
+            neurons.selected(
+                wide, selection, name, LIMITS.get(name, 0.0),
+                Thresholds(*(np.float32(t * part + more) for t in thresholds)),
+            )
+            for part, more in ((1, 0), (1.001, 1e-5), (0.999, -1e-5))
+        )  # fmt: skip
+        expected = h[0] @ neurons.down_weights + neurons.biases(selection, num_tokens)
+        limits = 4e-6 * neurons.limits(wide, selection, name) + 1e-5
+        limits += (np.abs(most[0]) * ~least[2]) @ np.abs(neurons.down_weights)
+        if is_transposed and kind in KINDS:  # h is rounded to 8 bits
+            limits = limits + 0.03 * np.abs(expected).max()
+
+        unread = ~(factors(selection, neurons.starts, num_tokens) != 0).any(axis=0)
+        some = neurons
+        if not is_transposed:
+            some = neurons.poison(unread, ~most[1].any(axis=0), ~most[2].any(axis=0))
+        ffn = ffn_of(way, some, request)
+        found, fired = ffn(x, selection, name, thresholds, 3)
+        assert (np.abs(found - expected) <= limits).all(), (turn, name, selected)
+        assert (fired >= least[2].any(axis=0)).all()
+        assert thresholds == ALL_FIRE or (fired <= most[2].any(axis=0)).all()
+        for t in rng.permutation(num_tokens)[: 2 if is_emulated else 6]:
+            threads = int(rng.integers(1, 6)) if is_transposed else 3
+            own, _ = ffn(x[t : t + 1], alone(selection, int(t)), name, thresholds, threads)
+            assert own[0].tobytes() == found[t].tobytes(), (turn, name, selected)
 
 
-@pytest.mark.parametrize("kind", BITS)
-@pytest.mark.parametrize("gated", [True, False], ids=["reglu", "two-matrix"])
-@pytest.mark.parametrize("width", WIDTHS)
-def test_sparse_ffn(backend: SimpleNamespace, kind: str, gated: bool, width: int) -> None:
-    for number, (height, num_tokens) in enumerate(product(HEIGHTS, (1, 3))):
-        # Both with every two of width, height and number of tokens.
-        bias = (WIDTHS.index(width) + number // 2 + number) % 2 == 1
-        case = make_case(kind, height, width, num_tokens, gated=gated, bias=bias)
-        for ids in (None, *some_ids(height)):
-            assert_right(backend, replace(case, ids=ids))
+def plain(gate: np.ndarray, down: np.ndarray, up: np.ndarray | None = None) -> Neurons:
+    """Neurons of float32 rows without biases."""
+    none, starts = np.empty(0, np.float32), np.array([0, len(gate)])
+    matrices = [each if each is None else Matrix(each, each, each) for each in (gate, up, down)]
+    gates, ups, downs = matrices
+    assert gates is not None and downs is not None
+    return Neurons(starts, gates, ups, downs, none, none, np.empty((1, 0), np.float32))
 
 
-@pytest.mark.parametrize("kind", BITS)
-def test_wide(backend: SimpleNamespace, kind: str) -> None:
-    case = make_case(kind, 41, 4096)
-    assert_right(backend, case)
-    assert_right(backend, replace(case, ids=np.arange(1, 41, 3, dtype=np.int32)))
+@pytest.mark.parametrize("way", ["rows", *backends.DEVICES])
+def test_functions_far_from_zero(way: str, request: pytest.FixtureRequest) -> None:
+    values = [-1e4, -200, -90, -20, -5, -1e-3, 0, 1e-3, 5, 20, 200, 1e4]
+    one = np.ones((len(values), 1), np.float32)
+    ffn = ffn_of(way, plain(np.array(values, np.float32)[:, None], one), request)
+    for name in NAMES:
+        for i, value in enumerate(values):
+            chosen = Selection(True, np.array([i], np.int32), NO_MASKS, EVERYTHING.block_weights)
+            found, _ = ffn(one[:1], chosen, name, ALL_FIRE, 1)
+            wanted = reference.activate(np.array([value]), name, LIMITS.get(name, 0.0))
+            np.testing.assert_allclose(found[0], wanted, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("activation_fn", ACTIVATION_CODES)
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("num_tokens", [1, 2, 9])
-def test_activation_functions(
-    backend: SimpleNamespace, activation_fn: str, gated: bool, num_tokens: int
-) -> None:
-    case = make_case("f32", 97, 17, num_tokens, gated=gated, bias=True)
-    threshold = {"fatrelu": 1.5, "clamped_silu": 0.8}.get(activation_fn, 0.0)
-    case = replace(case, activation_fn=activation_fn, threshold=threshold)
-    assert_right(backend, case)
-    assert_right(backend, replace(case, ids=np.arange(3, 90, 2, dtype=np.int32)))
+@pytest.mark.parametrize("way", ["rows", *backends.DEVICES])
+def test_a_nan_is_not_swallowed(way: str, request: pytest.FixtureRequest) -> None:
+    """Of the input or of a weight: it passes every threshold."""
+    gate, up, down, x = (random_floats(seed, 9, 33) for seed in range(4))
+    high = Thresholds(np.float32(1e9), np.float32(1e9))
+    for spoilt, thresholds in ((x, high), (gate, high), (up, high._replace(gate=np.float32(0)))):
+        kept, spoilt[0, 3] = spoilt[0, 3], np.nan
+        for num_tokens in (1, 2):
+            ffn = ffn_of(way, plain(gate, down, up), request)
+            out, fired = ffn(x[:num_tokens], EVERYTHING, "silu", thresholds, 1)
+            assert np.isnan(out[0]).all()
+            assert fired.sum() == (9 if spoilt is x else 1)
+        spoilt[0, 3] = kept
 
 
-@pytest.mark.parametrize("kind", BITS)
-@pytest.mark.parametrize("num_tokens", [1, 3, 17, 32])
-def test_drelu_fires_where_gate_and_up_do(
-    backend: SimpleNamespace, kind: str, num_tokens: int
-) -> None:
-    """Of several blocks of neurons; down rows of those that do not fire hold NaN."""
-    case = replace(make_case(kind, 700, 256, num_tokens, bias=True), activation_fn="drelu")
-    assert case.gate_bias is not None and case.up_bias is not None
-    shift = np.float32(8 * np.sqrt(256) * np.abs(reference.widened(case.gate)).mean())
-    case = replace(case, gate_bias=case.gate_bias - shift / 4, up_bias=case.up_bias - shift / 8)
-    expected, fired = case.run(reference)
-    assert 0 < fired.size < 700
-    unread = np.setdiff1d(np.arange(700), fired)
-    down = case.down.copy()
-    down[unread] = np.nan if kind == "f32" else {"f16": 0x7E00, "bf16": 0x7FC0}[kind]
-    found, found_fired = replace(case, down=down).run(backend)
-    assert found_fired.tolist() == fired.tolist()
-    assert (np.abs(found - expected) <= 4e-6 * case.sizes()).all()
-    for t in range(num_tokens):
-        alone, _ = replace(case, x=case.x[t : t + 1]).run(backend)
-        assert (alone[0] == found[t]).all()
+@pytest.mark.parametrize("way", ["rows", *backends.DEVICES])
+def test_nothing_is_selected_or_fires(way: str, request: pytest.FixtureRequest) -> None:
+    ffn = ffn_of(way, plain(np.ones((40, 72), np.float32), random_floats(1, 40, 72)), request)
+    x = np.full((3, 72), -1, np.float32)
+    for selection, thresholds in (
+        (EVERYTHING._replace(is_listed=True), ALL_FIRE),
+        (EVERYTHING._replace(block_weights=np.zeros((3, 1), np.float32)), ALL_FIRE),
+        (EVERYTHING, not_zero("relu")),
+    ):
+        found, fired = ffn(x, selection, "relu", thresholds, 2)
+        assert not found.any() and not fired.any()
 
 
-@pytest.mark.parametrize("activation_fn", ACTIVATION_CODES)
-def test_activation_far_from_zero(backend: SimpleNamespace, activation_fn: str) -> None:
-    limit = 7.0 if activation_fn == "clamped_silu" else 0.0
-    values = np.array([-1e4, -200, -90, -20, -5, -1e-3, 0, 1e-3, 5, 20, 200, 1e4], np.float32)
-    case = Case(
-        gate=values[:, None],
-        up=None,
-        down=np.eye(values.size, dtype=np.float32)[:, :1] * 0 + 1,
-        x=np.ones((1, 1), np.float32),
-        activation_fn=activation_fn,
-        threshold=limit,
-    )
-    for i in range(values.size):
-        found, _ = replace(case, ids=np.array([i], np.int32)).run(backend)
-        expected = reference.activate(values[i : i + 1].astype(np.float64), activation_fn, limit)
-        np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-7)
+def test_experts_that_no_token_chose_are_not_read() -> None:
+    """Nor their transposed down rows."""
+    rng = np.random.default_rng(1)
+    neurons = Neurons.random(rng, "q4_1", True)
+    while len(neurons.starts) != 9 or np.diff(neurons.starts).argmax() == 0:
+        neurons = Neurons.random(rng, "q4_1", True)
+    source, block = neurons.stacked(), int(np.diff(neurons.starts).argmax())
+    weights = rng.uniform(0.2, 1, (5, 8)).astype(np.float32)
+    weights[:, block] = 0
+    x, chosen = random_floats(6, 5, neurons.width), Selection(False, NO_IDS, NO_MASKS, weights)
+    wanted, _ = source.ffn(1, x, chosen, ALL_FIRE, "silu", 2)
+    source.rows.down.matrix(1, block).view(np.uint8)[:] = 0xFF  # scales that are NaN
+    found, _ = source.ffn(1, x, chosen, ALL_FIRE, "silu", 2)
+    np.testing.assert_array_equal(found, wanted)
+    weights[1, block] = 0.5
+    found, _ = source.ffn(1, x, chosen, ALL_FIRE, "silu", 2)
+    assert np.isnan(found[1]).all() and np.array_equal(found[2:], wanted[2:])
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("listed", [True, False])
-def test_silent_neurons_are_never_read_beyond_their_gate(
-    backend: SimpleNamespace, gated: bool, listed: bool
-) -> None:
-    """Their up and down rows hold NaN, which would show in the sum even when weighted by zero."""
-    case = make_case("f32", 97, 33, 2, gated=gated, bias=True)
-    ids = np.sort(np.random.default_rng(0).permutation(97)[:60]).astype(np.int32)
-    case = replace(case, ids=ids if listed else None)
-    expected, fired = case.run(reference)
-    assert 0 < fired.size < 97
-    unread = np.setdiff1d(np.arange(97), fired)
-    for matrix in (case.up, case.down):
-        if matrix is not None:
-            matrix[unread] = np.nan
-    found, found_fired = case.run(backend)
-    assert found_fired.tolist() == fired.tolist()
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-    if not listed:
-        assert np.isnan(case.run(backend, skip_silent=False)[0]).all()
+@pytest.mark.parametrize("num_threads", [2, 5, 16])
+def test_any_choice_of_experts_is_even_work(num_threads: int) -> None:
+    """Each thread has its part of each expert: of eight of 768 neurons, to a row of 32."""
+    starts, weights = np.arange(129) * 768, np.zeros((1, 128), np.float32)
+    weights[0, np.random.default_rng(num_threads).choice(128, 8, replace=False)] = 1
+    selection = Selection(False, NO_IDS, NO_MASKS, weights)
+    spans = list_spans.py_func(selection, starts, 1, np.zeros((128, 7), np.int64))
+    no_lanes, counts = np.zeros((0, 0), np.int64), np.zeros(num_threads, np.int64)
+    for thread in range(num_threads):
+        parts = [own_part(span, selection, no_lanes, thread, num_threads) for span in spans]
+        counts[thread] = sum(last - first for first, last in parts)
+    assert counts.sum() == 8 * 768 and counts.max() - counts.min() <= counts.sum() // 128
 
 
-def test_a_neuron_silent_for_one_token_of_two_is_kept(backend: SimpleNamespace) -> None:
-    ones = np.ones((1, 1), np.float32)
-    case = Case(gate=ones, up=None, down=ones, x=np.array([[-1], [2]], np.float32))
-    out, fired = case.run(backend)
-    assert fired.tolist() == [0] and out.tolist() == [[0], [2]]
+@pytest.mark.parametrize("num_tokens", [1, 7])
+@pytest.mark.parametrize("kind", ["blocks", "masked ids of blocks"])
+def test_neurons_of_chosen_blocks_are_counted(kind: str, num_tokens: int) -> None:
+    rng = np.random.default_rng(6)
+    neurons = Neurons.random(rng, "f32", False)
+    while len(neurons.starts) != 9 or not neurons.up or len(neurons.gate.rows) < 200:
+        neurons = Neurons.random(rng, "f32", False)
+    source, number, starts = neurons.stacked(), len(neurons.gate.rows), neurons.starts
+    selection = random_selection(rng, kind, starts, num_tokens)
+    layout = ArenaLayout(2, num_tokens, neurons.width, number, 8, 1, 1, 1, 2, num_blocks=8)
+    buffers = layout.buffers(layout.new_arena())
+    buffers.ffn_input[:] = random_floats(2, num_tokens, neurons.width)
+    buffers.block_weights[:] = selection.block_weights
+    request = buffers.requests[1]
+    request[[OPERATION, LAYER, NUM_TOKENS, WEIGHS_BLOCKS, WATCHED]] = FFN, 1, num_tokens, 1, 1
+    request[[GATE_THRESHOLD, PRODUCT_THRESHOLD]] = threshold_words([not_zero("relu")])[0]
+    request[NUM_IDS] = selection.ids.size if selection.is_listed else ALL_NEURONS
+    buffers.active_ids[1, : selection.ids.size] = selection.ids
+    buffers.active_masks[1, : selection.token_masks.size] = selection.token_masks
+    bucket = rng.integers(0, NUM_BUCKETS, BEFORE + number).astype(np.uint8)
+    buckets = NeuronBuckets(source.starts, bucket, np.zeros((2, NUM_BUCKETS), np.uint32))
+    scratch = new_scratch(1, num_tokens, number, neurons.width, 8)
+    ffn_request(0, 1, 1, buffers, source.rows, scratch, None, None, buckets, activation("relu"))
+    rows = selection.ids if selection.is_listed else np.arange(number)
+    chosen = (selection.block_weights != 0).any(axis=0)
+    gates = rows[np.repeat(chosen, np.diff(starts))[rows]]
+    found, own = buffers.neuron_counts[1, 1], bucket[BEFORE:]
+    for ids, word in ((gates, LAST_GATES), (fired_ids(scratch), LAST_FIRED)):
+        assert found[:, word].tolist() == np.bincount(own[ids], minlength=NUM_BUCKETS).tolist()
+    assert buffers.replies[1, NUM_COMPUTED] == scratch.counts.sum() > 0
+    out, _ = source.ffn(1, buffers.ffn_input.copy(), selection, not_zero("relu"), "relu")
+    np.testing.assert_array_equal(buffers.partials[1], out)
 
 
-def test_nothing_fires(backend: SimpleNamespace) -> None:
-    case = make_case("f16", 97, 16, gated=True)
-    case = replace(case, gate_bias=np.full(97, -1e6, np.float32))
-    out, fired = case.run(backend)
-    assert not fired.size and not out.any()
-
-
-def test_nan_input_is_not_swallowed(backend: SimpleNamespace) -> None:
-    case = make_case("f32", 5, 17)
-    x = case.x.copy()
-    x[0, 3] = np.nan
-    out, fired = replace(case, x=x).run(backend)
-    assert np.isnan(out).all() and fired.size == 5
-
-
-def random_masks(num_ids: int, num_tokens: int) -> np.ndarray:
-    """Random sets of tokens; the first is empty, the second holds all, bits beyond are noise."""
-    masks = np.random.default_rng(num_ids).integers(0, 1 << 32, num_ids, np.uint32)
-    masks[:1], masks[1:2] = np.uint32(0xFFFFFFFF) << np.uint32(num_tokens % 32), 0xFFFFFFFF
-    return masks
-
-
-@pytest.mark.parametrize("kind", BITS)
-@pytest.mark.parametrize("gated", [True, False], ids=["reglu", "two-matrix"])
-@pytest.mark.parametrize("num_tokens", [1, 3, 8, 31])
-def test_tokens_choose_their_own_neurons(
-    backend: SimpleNamespace, kind: str, gated: bool, num_tokens: int
-) -> None:
-    """The output is that of each token alone, over the neurons that list it."""
-    case = make_case(kind, 97, 33, num_tokens, gated=gated, bias=True)
-    for num_ids in (1, 4, 50, 97):
-        ids = np.random.default_rng(num_ids).permutation(97)[:num_ids].astype(np.int32)
-        masks = random_masks(num_ids, num_tokens)
-        expected, fired = np.zeros((num_tokens, 33)), np.zeros(97, bool)
-        for t in range(num_tokens):
-            own = ids[(masks >> np.uint32(t)) & np.uint32(1) != 0]
-            expected[t], own_fired = replace(case, x=case.x[t : t + 1], ids=own).run(reference)
-            fired[own_fired] = True
-        chosen = replace(case, ids=ids, token_masks=masks)
-        for skip_silent in (True, False):
-            found, found_fired = chosen.run(backend, skip_silent)
-            assert (np.abs(found - expected) <= 4e-6 * chosen.sizes()).all()
-            assert found_fired.tolist() == (ids[fired[ids]] if skip_silent else ids).tolist()
-
-
-@pytest.mark.parametrize("kind", BITS)
-@pytest.mark.parametrize("num_tokens", [1, 5])
-def test_threads_together(kind: str, num_tokens: int) -> None:
-    """The output is the reference's, and bit-equal every time, whichever thread is faster."""
-    case = make_case(kind, 1013, 600, num_tokens, bias=True)
-    ids = np.sort(np.random.default_rng(3).permutation(1013)[:700]).astype(np.int32)
-    for chosen in (case, replace(case, ids=ids), replace(case, ids=ids[:0])):
-        for num_threads in (2, 3):
-            team = SimpleNamespace(sparse_ffn=partial(sparse_ffn, num_threads=num_threads))
-            assert_right(team, chosen)
-            again = [chosen.run(team)[0].tobytes() for _ in range(5)]
-            assert len(set(again)) == 1
-
-
-def test_a_neuron_active_for_no_token_is_not_read(backend: SimpleNamespace) -> None:
-    case = make_case("f32", 97, 33, 2, bias=True)
-    assert case.up is not None
-    ids = np.arange(97, dtype=np.int32)
-    masks = np.where(ids % 2, np.uint32(3), np.uint32(4))  # there is no token 2
-    case.up[::2] = case.down[::2] = np.nan
-    out, fired = replace(case, ids=ids, token_masks=masks).run(backend)
-    assert np.isfinite(out).all() and fired.size and (fired % 2 == 1).all()
-
-
-@pytest.mark.parametrize("dtype", [Q4_K, Q5, Q5_K, Q6], ids=str)
-def test_rows_that_kernels_cannot_add_up(dtype: np.dtype) -> None:
-    assert not ROW_FORMATS[dtype].is_summed
+@pytest.mark.parametrize("kind", [*BITS, *IN_LAYERS])
+def test_row_lengths(kind: str) -> None:
+    matrix = Matrix.random(2, kind, 300, 256)
+    found = row_lengths(matrix.rows)
+    assert found.dtype == np.float32 and row_lengths(matrix.rows[:0]).shape == (0,)
+    np.testing.assert_allclose(found, np.linalg.norm(matrix.weights, axis=1), rtol=1e-6)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hotcold.actors.protocol.lanes import (
-    most_outputs,
     num_outputs,
     share_lanes,
     sums_of_services,
@@ -53,22 +51,3 @@ def test_services_sums_give_the_sum_of_all_lanes(threads: list[int], has_bias: b
     add_sums(partials, more, found, 0, TOKENS)
     expected = tree(0, LANES)
     np.testing.assert_array_equal(partials[1], expected + bias if has_bias else expected)
-
-
-@pytest.mark.parametrize("total", [2, 4, 8, 16])
-def test_most_that_is_left_over(total: int) -> None:
-    spans = [(first, end) for first in range(total) for end in range(first + 1, total + 1)]
-    most = max(len(first_lanes(*span)) for span in spans)
-    assert most_outputs(total, False) == most and most_outputs(total, True) == most + 1
-
-
-def test_what_is_left_over() -> None:
-    for first, end, expected in [
-        (0, 64, [0]),
-        (16, 32, [16]),
-        (0, 21, [0, 16, 20]),
-        (21, 43, [21, 22, 24, 32, 40, 42]),
-        (7, 8, [7]),
-        (9, 9, []),
-    ]:
-        assert first_lanes(first, end).tolist() == expected

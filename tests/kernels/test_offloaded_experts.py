@@ -53,8 +53,7 @@ from hotcold.numba_kernels.storage.read_queue import NOW, NUM_BATCHES, num_pendi
 from hotcold.numba_kernels.storage.routed_ahead import read_routed, release_lock, take_lock
 from tests.conftest import TinyCheckpoint
 from tests.kernels.arrays import random_floats
-from tests.kernels.numba_calls import fired_ids
-from tests.kernels.sources import Source
+from tests.kernels.neurons import Source, fired_ids
 
 Tiny = Callable[..., TinyCheckpoint]
 

@@ -15,31 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 from llvmlite import binding
 from safetensors.numpy import load_file
 
-from tests.kernels import reference
-from tests.kernels.arrays import random_floats
 from tests.kernels.other_cpu import (
-    ATTENTION,
     KINDS,
-    LAST_GROUPS,
-    LAST_TOKENS,
-    LISTED,
-    PROMPT,
-    PROMPT_PART,
-    PROMPT_TOKENS,
-    TOKENS,
-    inputs,
-    matrix,
-    ones,
     results,
-    with_ends,
-    with_last_chunk,
 )
-from tests.kernels.quantized_rows import IN_BLOCKS, SUMMED, quantized_vectors
 
 ROOT = Path(__file__).parents[2]
 HASWELL = (
@@ -96,60 +79,6 @@ def run_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     return run
 
 
-def check_numbers(kind: str, found: dict[str, np.ndarray]) -> None:
-    """Compare with float64 products of the numbers that the weights stand for."""
-    gate, down = matrix(kind, 1)[1], matrix(kind, 2)[1]
-    for num_tokens in TOKENS:
-        _, x = inputs(kind, num_tokens)
-        limit = 2e-6 * (np.abs(x) @ np.abs(gate).T)
-        assert (np.abs(found[f"rows{num_tokens}"] - x @ gate.T) <= limit).all()
-    if kind == "f16":
-        for i, how in enumerate(ATTENTION):
-            expected = reference.prompt_attention(*PROMPT, **how)
-            np.testing.assert_allclose(found[f"attended{i}"], expected, atol=3e-6)
-    else:
-        check_last_chunks(kind, found)
-        check_ends(kind, found)
-    if kind != "f16" and kind not in SUMMED:  # nobody adds up its rows
-        return
-    assert found["listed"].tobytes() == found["rows1"][0, LISTED].tobytes()
-    h = found["listed"].astype(np.float64)
-    limit = 2e-6 * (np.abs(h) @ np.abs(down[LISTED]))
-    assert (np.abs(found["sums"] - h @ down[LISTED]) <= limit).all()
-    check_prompts(found, gate if kind == "f16" else None, down)
-
-
-def check_prompts(found: dict[str, np.ndarray], gate: np.ndarray | None, down: np.ndarray) -> None:
-    """Products of a prompt's tokens, and the same bits of some of them alone."""
-    matrices = {"combine": down} | ({} if gate is None else {"linear": gate.T})
-    for name, weights in matrices.items():
-        x = random_floats(PROMPT_TOKENS, PROMPT_TOKENS, len(weights)).astype(np.float64)
-        together = found[f"{name}{PROMPT_TOKENS}"]
-        limit = 2e-6 * (np.abs(x) @ np.abs(weights))
-        assert (np.abs(together - x @ weights) <= limit).all()
-        alone = found[f"{name}{len(PROMPT_PART)}"]
-        assert alone.tobytes() == together[PROMPT_PART].tobytes()
-
-
-def check_last_chunks(kind: str, found: dict[str, np.ndarray]) -> None:
-    """The same of rows that end with a part of a chunk."""
-    for groups in LAST_GROUPS if kind not in IN_BLOCKS else (8,):
-        rows = with_last_chunk(kind, groups)
-        for n in LAST_TOKENS:
-            x = quantized_vectors(random_floats(n, n, rows.weights.shape[1]))
-            limit = 2e-6 * (np.abs(x) @ rows.sizes.T)
-            products = found[f"last{groups}x{n}"]
-            assert (np.abs(products - x @ rows.weights.T) <= limit).all(), (groups, n)
-
-
-def check_ends(kind: str, found: dict[str, np.ndarray]) -> None:
-    """The same of the largest sums of whole numbers that there are."""
-    x = ones().astype(np.float64)
-    for i, rows in enumerate(with_ends(kind)):
-        limit = 2e-6 * (np.abs(x) @ rows.sizes.T)
-        assert (np.abs(found[f"end{i}"] - x @ rows.weights.T) <= limit).all()
-
-
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="runs x86 code")
 @pytest.mark.parametrize(
     ("cpu", "kind"), [(cpu, kind) for cpu, (_, _, kinds) in OLDER.items() for kind in kinds]
@@ -161,9 +90,8 @@ def test_older_x86(run_for: Callable[..., Run], cpu: str, kind: str) -> None:
         pytest.skip(f"runs on a CPU with {lacking}")
     run = run_for("haswell", features, "results", *kinds)
     assert run.printed == expected
+    # The order of additions is the same everywhere; this CPU's are compared with float64 elsewhere.
     found = load_file(run.folder / kind)
-    check_numbers(kind, found)
-    # The order of additions is the same everywhere.
     own = results(kind)
     assert found.keys() == own.keys()
     for name in own:

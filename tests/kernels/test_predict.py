@@ -14,11 +14,9 @@ from hypothesis.extra import numpy as hnp
 from hotcold.numba_kernels.decode.predict import (
     lowrank_hidden_kernel,
     lowrank_scores_kernel,
-    pack_planes_kernel,
     pack_weights,
     select_kernel,
     sign_scores,
-    sign_scores_kernel,
 )
 from tests.kernels.arrays import random_bits, random_floats
 from tests.kernels.reference import widened
@@ -33,13 +31,6 @@ def unpacked(words: np.ndarray, width: int) -> np.ndarray:
     """Bits (..., width) of rows of words, bit by bit."""
     items = np.arange(width)
     return (words[..., items // 64] >> (items % 64).astype(np.uint64)) & np.uint64(1)
-
-
-def decoded_weights(bits: np.ndarray, width: int, num_planes: int) -> np.ndarray:
-    """w = sum over p of 2**p * (2 w_bit[p] - 1)."""
-    planes = bits.reshape(bits.shape[0], num_planes, -1)
-    signs = 2.0 * unpacked(planes, width) - 1
-    return np.einsum("npi,p->ni", signs, 2.0 ** np.arange(num_planes))
 
 
 def expected_weights(weights: np.ndarray, num_planes: int) -> np.ndarray:
@@ -70,47 +61,6 @@ def expected_levels(values: np.ndarray) -> tuple[float, np.ndarray, int]:
 
 @pytest.mark.parametrize("num_planes", [1, 2])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_pack_weights(width: int, num_planes: int) -> None:
-    weights = weights_of_two_sizes(width, 7, width)
-    bits = pack_weights(weights, num_planes)
-    words = -(-width // 64)
-    assert bits.dtype == np.uint64 and bits.shape == (7, num_planes * words)
-    found = decoded_weights(bits, width, num_planes)
-    np.testing.assert_array_equal(found, expected_weights(weights, num_planes))
-    # Bits beyond the width are zero in weights and inputs alike: they never differ.
-    ones = np.bitwise_count(bits.reshape(7, num_planes, words)).sum(axis=2)
-    planes = bits.reshape(7, num_planes, words)
-    np.testing.assert_array_equal(ones, unpacked(planes, width).sum(axis=2))
-
-
-def test_zeros_are_packed_as_the_small_negative_level() -> None:
-    row = np.array([[0.0, -0.0, 5.0, -5.0, 1e-45, -1e-45]], np.float32)
-    small, large = [-1, -1, 1, -1, 1, -1], [-1, -1, 3, -3, 1, -1]
-    assert decoded_weights(pack_weights(row, 1), 6, 1).tolist() == [small]
-    assert decoded_weights(pack_weights(row, 2), 6, 2).tolist() == [large]
-    zeros = np.zeros((1, 6), np.float32)
-    for num_planes in (1, 2):
-        assert decoded_weights(pack_weights(zeros, num_planes), 6, num_planes).tolist() == [
-            [-1] * 6
-        ]
-
-
-def test_two_planes_lose_least_of_normal_weights() -> None:
-    """Levels at a common unit: Max's four even levels lose 0.1188 of the variance."""
-    weights = random_floats(3, 16, 4096)
-    levels = decoded_weights(pack_weights(weights, 2), 4096, 2)
-    unit = (weights * levels).sum() / (levels**2).sum()
-    assert np.mean((weights - unit * levels) ** 2) == pytest.approx(0.1188, rel=0.02)
-
-
-@pytest.mark.parametrize("num_planes", [0, 3])
-def test_numbers_of_planes_refused(num_planes: int) -> None:
-    with pytest.raises(ValueError, match="num_weight_planes"):
-        pack_weights(np.ones((2, 3), np.float32), num_planes)
-
-
-@pytest.mark.parametrize("num_planes", [1, 2])
-@pytest.mark.parametrize("width", WIDTHS)
 def test_sign_scores(width: int, num_planes: int) -> None:
     num_tokens, height = 3, 41
     weights = weights_of_two_sizes(width, height, width)
@@ -131,38 +81,6 @@ def test_sign_scores(width: int, num_planes: int) -> None:
         assert found[t, 3] == -np.inf and found[t, 5] == np.inf
 
 
-@pytest.mark.parametrize("num_planes", [1, 2])
-def test_sign_scores_of_a_part_of_the_neurons(num_planes: int) -> None:
-    bits = pack_weights(random_floats(0, 20, 100), num_planes)
-    planes = np.empty((3, 2), np.uint64)
-    center, scale = np.zeros(100, np.float32), np.ones(100, np.float32)
-    x, thresholds = random_floats(1, 100), random_floats(2, 20)
-    unit = pack_planes_kernel(x, center, scale, planes)
-    out = np.full(20, 77, np.float32)
-    sign_scores_kernel(bits, planes, unit, 100, thresholds, out, 6, 13)
-    whole = sign_scores(bits, x[None], thresholds, center, scale)[0]
-    np.testing.assert_array_equal(out[6:13], whole[6:13])
-    assert (out[:6] == 77).all() and (out[13:] == 77).all()
-
-
-def test_sign_scores_follow_the_pre_activations() -> None:
-    """Signs correlate with normal numbers by sqrt(2 / pi) = 0.80, four levels by sqrt(1 - 0.1188)
-    = 0.94; eight levels of the input take two hundredths from both."""
-    gate, x = random_floats(0, 500, 1024), random_floats(1, 20, 1024)
-    zeros, ones = np.zeros(1024, np.float32), np.ones(1024, np.float32)
-    for num_planes, least in ((1, 0.77), (2, 0.91)):
-        bits = pack_weights(gate, num_planes)
-        found = sign_scores(bits, x, np.zeros(500, np.float32), zeros, ones)
-        assert np.corrcoef(found.ravel(), (x @ gate.T).ravel())[0, 1] > least
-
-
-def test_an_input_at_its_center_says_nothing() -> None:
-    x, thresholds = random_floats(0, 1, 70), random_floats(1, 9)
-    bits = pack_weights(random_floats(2, 9, 70), 2)
-    found = sign_scores(bits, x, thresholds, x[0], np.ones(70, np.float32))
-    np.testing.assert_array_equal(found[0], -thresholds)
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
 def test_an_input_that_is_not_finite_selects_every_neuron(value: float) -> None:
     x = random_floats(0, 1, 70)
@@ -171,30 +89,6 @@ def test_an_input_that_is_not_finite_selects_every_neuron(value: float) -> None:
     thresholds = np.full(9, np.inf, np.float32)
     zeros, ones = np.zeros(70, np.float32), np.ones(70, np.float32)
     assert np.isnan(sign_scores(bits, x, thresholds, zeros, ones)).all()
-
-
-@pytest.mark.parametrize(
-    ("name", "array"),
-    [
-        ("bits", np.zeros((5, 3), np.int64)),
-        ("bits", np.zeros((5, 6), np.uint64)),
-        ("x", np.zeros((1, 69), np.float32)),
-        ("x", np.zeros((1, 70), np.float64)),
-        ("thresholds", np.zeros(4, np.float32)),
-        ("scale", np.zeros(71, np.float32)),
-    ],
-)
-def test_mismatches_refused(name: str, array: np.ndarray) -> None:
-    arguments: dict[str, np.ndarray] = {
-        "bits": np.zeros((5, 2), np.uint64),
-        "x": np.zeros((1, 70), np.float32),
-        "thresholds": np.zeros(5, np.float32),
-        "center": np.zeros(70, np.float32),
-        "scale": np.ones(70, np.float32),
-    }
-    sign_scores(**arguments)
-    with pytest.raises(ValueError):
-        sign_scores(**arguments | {name: array})
 
 
 def lowrank_arrays(dtype: type, size: int, width: int, height: int) -> tuple[np.ndarray, ...]:
@@ -236,16 +130,6 @@ def test_lowrank(dtype: type, size: int, width: int, height: int, num_tokens: in
         assert (np.abs(scores - wanted) <= 2e-6 * size_of_sums).all()
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.int8])
-def test_parts_of_lowrank_leave_the_rest_alone(dtype: type) -> None:
-    down, scales, up, thresholds = lowrank_arrays(dtype, 10, 20, 30)
-    hidden, scores = np.full((1, 10), 77, np.float32), np.full(30, 77, np.float32)
-    lowrank_hidden_kernel(down, scales, random_floats(0, 1, 20), hidden, 2, 9)
-    assert hidden[0, [0, 1, 9]].tolist() == [77] * 3 and (hidden[0, 2:9] != 77).all()
-    lowrank_scores_kernel(up, hidden[0], thresholds, scores, 7, 23)
-    assert (scores[:7] == 77).all() and (scores[23:] == 77).all() and (scores[7:23] != 77).all()
-
-
 @pytest.mark.parametrize("num_active", range(10))
 def test_silent_hidden_units_are_never_read(num_active: int) -> None:
     """Their rows hold NaN, which would show in the sum even when weighted by zero."""
@@ -259,16 +143,6 @@ def test_silent_hidden_units_are_never_read(num_active: int) -> None:
     lowrank_scores_kernel(up, hidden, thresholds, scores, 0, 40)
     np.testing.assert_allclose(scores[2:], (expected - thresholds)[2:], rtol=1e-4, atol=1e-5)
     assert scores[:2].tolist() == [-np.inf, np.inf]
-
-
-def test_a_nan_in_the_input_reaches_the_lowrank_scores() -> None:
-    down, scales, up, thresholds = lowrank_arrays(np.int8, 8, 20, 30)
-    x, hidden = random_floats(0, 1, 20), np.empty((1, 8), np.float32)
-    x[0, 3] = np.nan
-    lowrank_hidden_kernel(down, scales, x, hidden, 0, 8)
-    scores = np.empty(30, np.float32)
-    lowrank_scores_kernel(up, hidden[0], thresholds, scores, 0, 30)
-    assert np.isnan(scores).all()
 
 
 SPECIAL = [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 1.0, -1.0]

@@ -197,12 +197,3 @@ def test_helpers_end_that_have_not_woken_for_the_last_answer(
         buffers.cells[done] = last  # not rung, so they sleep on
         predictor.close()
         assert buffers.cells[done] == last
-
-
-def test_its_layers_are_the_given_ones(layers: list[AnyLayer | None]) -> None:
-    predictor = predictor_of(layers)
-    for i, given in enumerate(layers):
-        found = predictor.layer(i)
-        assert type(found) is type(given)
-        for name, array in {} if given is None else vars(given).items():
-            np.testing.assert_array_equal(getattr(found, name), array)

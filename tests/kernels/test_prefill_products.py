@@ -6,10 +6,6 @@ those of the CPU that kernels are compiled for: `tests/kernels/test_other_cpus.p
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,17 +17,14 @@ from hotcold.actors.cpu.kernel_matmul import (
     Bfloat16Matmul,
     Float32Matmul,
     Int16Matmul,
-    QuantizedMatmul,
 )
 from hotcold.actors.cpu.matmul import matmul_kinds
 from hotcold.numba_kernels.ir.target import has_feature
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.products import combine, in_turn, linear
 from tests.kernels.quantized_rows import IN_BLOCKS, KINDS, SUMMED, random_matrix
-from tests.kernels.reference import widened
 
 pytestmark = pytest.mark.sweep
-ROOT = Path(__file__).resolve().parents[2]
 COLUMN_GROUP = 64  # of int16
 ZEN_4 = {"avx512bf16", "avx512vnni"}  # and Zen 5, Cooper Lake
 # A CPU's features, the one that must be here, the kinds of 16 bits, and of sums of quantized rows.
@@ -85,16 +78,6 @@ def rounded(kind: type, array: np.ndarray, most: int) -> np.ndarray:
         scale = top.astype(np.float64) / most
         found[:, first : first + COLUMN_GROUP] = np.rint(part * factor) * scale
     return found
-
-
-@each_way
-def test_features_and_format_choose_the_kind(way: str) -> None:
-    features, _, halves, sums = WAYS[way]
-    for dtype in (np.dtype(np.uint16), np.dtype(np.int16)):
-        assert matmul_kinds(dtype, features) == halves
-    for dtype in KINDS.values():
-        assert matmul_kinds(dtype, features) == (QuantizedMatmul, sums)
-    assert matmul_kinds(np.dtype(np.float32), features) == (Float32Matmul, Float32Matmul)
 
 
 @each_way
@@ -169,58 +152,3 @@ def test_what_is_not_finite_stays_in_its_place(way: str, name: str, kind: str, w
         assert np.isfinite(np.delete(found, column, axis=1)).all()
         if of_kind is not Int16Matmul:
             assert (np.isposinf if is_infinite else np.isnan)(found[:, column]).all()
-
-
-@each_way
-def test_space_that_held_other_numbers_does_not_matter(way: str) -> None:
-    """One object for matrices of many sizes, as a service has it."""
-    kinds = [kind_of(way, name, np.dtype(np.uint16)) for name in ("linear", "combine")]
-    matmuls = [in_turn(kind, 2) for kind in kinds]
-    for seed, (num_tokens, height, width) in enumerate([(64, 97, 600), (3, 7, 5), (40, 61, 33)]):
-        weights = random_bits(seed, BITS["f16"], height, width)
-        weights[0, 0] = 0x7C00 if seed == 0 else weights[0, 0]
-        for name, kind, matmul in zip(("linear", "combine"), kinds, matmuls, strict=True):
-            inner, columns = (width, height) if name == "linear" else (height, width)
-            x = random_floats(9 + seed, num_tokens, inner)
-            found = run(matmul, name, x, weights, columns)
-            assert found.tobytes() == run(in_turn(kind, 2), name, x, weights, columns).tobytes()
-
-
-@each_way
-def test_the_largest_and_the_least_numbers(way: str) -> None:
-    """All of a group at the top, of one sign: the largest sums there can be."""
-    x, weights = np.full((20, 192), -3e4, np.float32), np.full((13, 192), 0x7BFF, np.uint16)
-    of_kind = kind_of(way, "linear", weights.dtype)
-
-    def product(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        return run(in_turn(of_kind, 1), "linear", x, weights, len(weights))
-
-    exact = rounded(of_kind, x, 8191) @ rounded(of_kind, widened(weights), 4095).T
-    np.testing.assert_allclose(product(x, weights), exact, rtol=1e-6)
-    assert np.abs(product(np.full_like(x, 1e-42), weights)).max() <= 1e-30
-    assert not product(np.zeros_like(x), weights).any()
-    assert not product(x, np.zeros_like(weights)).any()
-
-
-MULTIPLY = """
-import numpy as np
-from hotcold.actors.cpu.kernel_matmul import Int16Matmul
-from tests.kernels.products import in_turn, linear
-
-weights = np.full((3, 64), 0x3C00, np.uint16)  # 1 in float16
-out = np.zeros((2, 3), np.float32)
-linear(in_turn(Int16Matmul, 1), np.ones((2, 64), np.float32), weights, out)
-assert np.allclose(out, 64)
-"""
-
-
-@pytest.mark.skipif(not has_feature("avx512vnni"), reason="a CPU with AVX512-VNNI")
-def test_a_process_that_was_killed_while_it_compiled_harms_no_later_one(tmp_path: Path) -> None:
-    """What it leaves are functions of a kernel that has to be compiled again with them."""
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    for _ in range(2):
-        subprocess.run([sys.executable, "-c", MULTIPLY], env=environment, cwd=ROOT, check=True)
-        kernels = list(tmp_path.rglob("*linear_int16_kernel*"))
-        assert kernels
-        for file in kernels:
-            file.unlink()

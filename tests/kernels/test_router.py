@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,12 +12,17 @@ import pytest
 import torch
 
 from hotcold.actors.attention.arrays import router_numbers
+from hotcold.cuda_kernels.kernels import MAX_EXPERTS, MAX_TOKENS
+from hotcold.cuda_kernels.neurons import DeviceRouter
 from hotcold.model.config.layer_spec import FfnSpec, RouterSpec
 from hotcold.numba_kernels.decode.router import choose_experts, route_tokens
 from hotcold.numba_kernels.router_arrays import RouterArrays
-from tests.kernels.layer_numbers import layer_numbers
+from tests.kernels import backends
+from tests.kernels.device_calls import DeviceCalls, device_matrix
+from tests.kernels.layer_numbers import device_layer, layer_numbers
 from tests.reference_experts import expert_weights
 
+SPARE = 2  # blocks of a layer that has more of them
 WIDTH, TOKENS, BEFORE = 70, 37, 5  # BEFORE: rows of a layer before the one that is computed
 SPECS: dict[str, dict[str, Any]] = {
     "softmax": {"score": "softmax", "norms_chosen": False},
@@ -99,57 +107,108 @@ def tokens(count: int = TOKENS) -> np.ndarray:
     return np.random.default_rng(4).standard_normal((count, WIDTH), np.float32)
 
 
-@pytest.mark.parametrize("facts", SPECS.values(), ids=SPECS)
-def test_weights_equal_the_reference(facts: dict[str, Any]) -> None:
-    router, x = Router(**facts), tokens()
-    found, expected = router.weights(x), router.expected(x)
-    assert not found[:, router.spec.num_experts :].any()
-    found = found[:, : router.spec.num_experts]
-    assert ((found != 0) == (expected != 0)).all()
-    assert (np.count_nonzero(found, axis=1) == router.spec.num_chosen).all()
-    np.testing.assert_allclose(found, expected, rtol=3e-6)
-
-
-@pytest.mark.parametrize("num_experts", [2, 32, 130])
-def test_other_numbers_of_experts(num_experts: int) -> None:
-    router = Router(
-        score="softmax", norms_chosen=True, num_experts=num_experts, num_chosen=1 + num_experts // 9
+def device_weights(
+    device: DeviceCalls, router: Router, x: np.ndarray, ffn_input: np.ndarray | None = None
+) -> np.ndarray:
+    """(T, B + SPARE), in launches of MAX_TOKENS tokens at most."""
+    put, arrays = device.to_device, router.arrays
+    own = DeviceRouter(
+        rows=device_matrix(arrays.rows[BEFORE:], put),
+        bias=put(arrays.bias[BEFORE:]),
+        selection_bias=put(arrays.selection_bias[BEFORE:]),
+        shared=device_matrix(arrays.shared[1:], put) if arrays.shared.size else None,
     )
-    x = tokens()
-    np.testing.assert_allclose(router.weights(x)[:, :num_experts], router.expected(x), rtol=3e-6)
+    names = router.numbers.dtype.names
+    layer = device_layer(put, **{name: router.numbers[name] for name in names})
+    found = []
+    for first in range(0, len(x), MAX_TOKENS):
+        some = slice(first, first + MAX_TOKENS)
+        num_tokens = len(x[some])
+        items = device.kernels.router_scratch_items(num_tokens, router.spec.num_experts)
+        scratch = put(np.full(items, np.nan, np.float32))
+        weights = put(np.full((num_tokens, router.num_blocks + SPARE), np.nan, np.float32))
+        places = put(x[some]), put((x if ffn_input is None else ffn_input)[some])
+        device.kernels.route(layer, own, *places, scratch, weights)
+        found.append(device.to_host(weights))
+    return np.concatenate(found)
 
 
-@pytest.mark.parametrize("facts", SPECS.values(), ids=SPECS)
-def test_bits_do_not_depend_on_other_tokens(facts: dict[str, Any]) -> None:
-    router, x = Router(shared="gated", num_experts=24, **facts), tokens(100)
-    whole = router.weights(x)
-    for sizes in ([1] * 100, [7, 32, 61], [3, 97]):
-        ends = np.cumsum(sizes)
-        parts = [router.weights(x[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+each_way = pytest.mark.parametrize("way", ["numba", *backends.DEVICES])
+each_router = pytest.mark.parametrize("facts", SPECS.values(), ids=SPECS)
+Weights = Callable[..., np.ndarray]
+
+
+@pytest.fixture
+def weights_of(way: str, request: pytest.FixtureRequest) -> Weights:
+    """weights_of(router, x, ffn_input): by Numba, or by a device."""
+    if way == "numba":
+        return Router.weights
+    return partial(device_weights, backends.calls(way, request))
+
+
+@each_way
+@each_router
+def test_weights_equal_the_reference(weights_of: Weights, facts: dict[str, Any]) -> None:
+    for more in ({}, {"num_experts": 132, "num_chosen": 16}):
+        router, x = Router(**facts | more), tokens()
+        count = router.spec.num_experts
+        found, expected = weights_of(router, x), router.expected(x)
+        assert not found[:, count:].any()
+        assert ((found[:, :count] != 0) == (expected != 0)).all()
+        assert (np.count_nonzero(found, axis=1) == router.spec.num_chosen).all()
+        np.testing.assert_allclose(found[:, :count], expected, rtol=5e-6)
+
+
+@each_way
+@each_router
+def test_bits_do_not_depend_on_other_tokens(weights_of: Weights, facts: dict[str, Any]) -> None:
+    router, x = Router(shared="gated", num_experts=24, **facts), tokens(40)
+    whole = weights_of(router, x)
+    for size in (1, 3, 16):
+        parts = [weights_of(router, x[t : t + size]) for t in range(0, len(x), size)]
         assert np.concatenate(parts).tobytes() == whole.tobytes()
 
 
-def test_shared_experts_read_the_input_of_the_ffn() -> None:
+@each_way
+def test_shared_experts_read_the_input_of_the_ffn(weights_of: Weights) -> None:
     x, ffn_input = tokens(), tokens()[::-1].copy()
     gated = Router(shared="gated", **SPECS["softmax"])
     products = ffn_input.astype(np.float64) @ gated.arrays.shared[1].astype(np.float64)
-    found = gated.weights(x, ffn_input)[:, gated.spec.num_experts]
+    found = weights_of(gated, x, ffn_input)[:, gated.spec.num_experts]
     np.testing.assert_allclose(found, 1 / (1 + np.exp(-products)), rtol=1e-5)
     plain = Router(shared="plain", **SPECS["softmax"])
-    found = plain.weights(x, ffn_input)
+    found = weights_of(plain, x, ffn_input)
     assert (found[:, plain.spec.num_experts] == 1).all()
-    np.testing.assert_allclose(found[:, :12], plain.expected(x), rtol=3e-6)
+    np.testing.assert_allclose(found[:, :12], plain.expected(x), rtol=5e-6)
 
 
-@pytest.mark.parametrize("facts", SPECS.values(), ids=SPECS)
-def test_of_equal_experts_the_first_are_chosen(facts: dict[str, Any]) -> None:
+@each_way
+@each_router
+def test_of_equal_experts_the_first_are_chosen(weights_of: Weights, facts: dict[str, Any]) -> None:
     router, x = Router(**facts), tokens(3)
     router.arrays.rows[:] = router.arrays.rows[0]
     router.arrays.bias[:] = 0
     router.arrays.selection_bias[:] = 0
-    found = router.weights(x)
+    found = weights_of(router, x)
     assert found[:, :4].all()
     assert not found[:, 4:].any()
+
+
+@each_way
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_reaches_the_output(weights_of: Weights, bad: float) -> None:
+    router, x = Router(shared="plain", **SPECS["groups"]), tokens(3)
+    good = weights_of(router, x)
+    x[1, 5] = bad
+    found = weights_of(router, x)
+    assert np.isnan(found[1, :12]).all() and found[1, 12] == 1
+    assert found[[0, 2]].tobytes() == good[[0, 2]].tobytes()
+
+
+def test_too_many_experts(emulated_library: Path) -> None:
+    router = Router(num_experts=MAX_EXPERTS + 1, **SPECS["softmax"])
+    with pytest.raises(ValueError, match="routers choose among"):
+        device_weights(backends.emulated_calls(emulated_library), router, tokens(1))
 
 
 def chosen(router: Router, *logits: float) -> list[int]:
@@ -170,13 +229,3 @@ def test_a_weight_may_come_out_as_zero() -> None:
     assert chosen(router, 300, 0, 1) == [0]
     router = Router(score="sigmoid", norms_chosen=True, num_experts=3, num_chosen=2)
     assert chosen(router, -800, -900, -1000) == []  # and nothing is divided by 0
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_reaches_the_output(bad: float) -> None:
-    router, x = Router(shared="plain", **SPECS["groups"]), tokens(3)
-    good = router.weights(x)
-    x[1, 5] = bad
-    found = router.weights(x)
-    assert np.isnan(found[1, :12]).all()
-    assert found[[0, 2]].tobytes() == good[[0, 2]].tobytes()

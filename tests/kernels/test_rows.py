@@ -1,4 +1,4 @@
-"""Rows times vectors, and rounding to bfloat16, against the reference."""
+"""Rows of every format times vectors, and widened, against float64; a vector has its own bits."""
 
 from __future__ import annotations
 
@@ -7,36 +7,59 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from hotcold.numba_kernels.load.convert import to_bfloat16, to_float32
 from tests.kernels import reference
-from tests.kernels.arrays import BITS, bundled, random_bits, random_floats, unaligned
+from tests.kernels.arrays import BITS, random_bits, random_floats, unaligned
+from tests.kernels.neurons import Matrix
+from tests.kernels.quantized_rows import (
+    IN_BLOCKS,
+    KINDS,
+    KINDS_AND_WIDTHS,
+    quantized_vectors,
+    random_rows,
+)
 
-pytestmark = pytest.mark.sweep(kind=["f32", "f16"])
+pytestmark = pytest.mark.sweep
 
-WIDTHS = [1, 3, 16, 17, 100, 4096]
-HEIGHTS = [1, 2, 5, 97]
+# Rows, numbers a row, vectors: whole tiles of them of every size and some left over, parts of the
+# last chunk, several blocks of rows.
+SHAPES = [
+    (1, 1, (1, 2, 5)), (97, 3, (1, 5)), (5, 17, (3,)), (2, 100, (2,)), (27, 32, (1, 9)),
+    (23, 608, range(1, 33)), (51, 704, (2, 3, 4, 5, 8, 9, 17, 32)), (97, 4096, (1, 5)),
+    (51, 2848, (1, 2, 5)), (419, 608, (2, 7, 32)),
+]  # fmt: skip
 
 
-def assert_rows_right(
-    backend: SimpleNamespace, weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None
+@pytest.mark.parametrize("kind", [*BITS, *KINDS])
+def test_rows_times_vectors(
+    backend: SimpleNamespace, request: pytest.FixtureRequest, kind: str
 ) -> None:
-    found = backend.gemv(weights, x, bias)
-    assert found.dtype == np.float32 and found.shape == (x.shape[0], weights.shape[0])
-    sizes = np.abs(x.astype(np.float64)) @ np.abs(reference.widened(weights)).T
-    sizes += 0 if bias is None else np.abs(bias)
-    expected = reference.gemv(weights, x, bias)
-    assert (np.abs(found - expected) <= 1e-6 * sizes).all()
+    is_slow = request.node.callspec.params.get("backend") == "emulated"  # a hundred times slower
+    unit = 256 if kind in IN_BLOCKS else 32 if kind in KINDS else 1
+    for seed, (height, width, numbers) in enumerate(SHAPES):
+        width = -(-width // unit) * unit
+        matrix = Matrix.random(seed, kind, height, width)
+        most = max(numbers)
+        x, bias = random_floats(seed, most, width), random_floats(3, height)
+        vectors = x.astype(np.float64) if kind in BITS else quantized_vectors(x)
+        expected = vectors @ matrix.weights.T + bias
+        sizes = np.abs(x.astype(np.float64)) @ matrix.sizes.T + np.abs(bias)
+        alone = np.concatenate([backend.gemv(matrix.rows, row[None], bias) for row in x])
+        assert alone.dtype == np.float32
+        assert (np.abs(alone - expected) <= 1e-6 * sizes + 1e-6 * (kind in KINDS)).all()
+        for num_tokens in list(numbers)[-2:] if is_slow else numbers:
+            found = backend.gemv(matrix.rows, x[:num_tokens], bias)
+            assert found.tobytes() == alone[:num_tokens].tobytes()
+        plain = backend.gemv(matrix.rows, x[:1])
+        assert (np.abs(plain - (expected[:1] - bias)) <= 1e-6 * sizes[:1] + 1e-6).all()
 
 
-@pytest.mark.parametrize("kind", BITS)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_rows_times_vectors(backend: SimpleNamespace, kind: str, width: int) -> None:
-    for height in HEIGHTS:
-        weights = random_bits(height, BITS[kind], height, width)
-        bias = random_floats(2, height)
-        for num_tokens in (1, 2, 5):
-            x = random_floats(num_tokens, num_tokens, width)
-            assert_rows_right(backend, weights, x)
-            assert_rows_right(backend, weights, x, bias)
+@pytest.mark.parametrize("kind", ["f16", "q8"])
+def test_strided_rows_are_not_mixed_up(backend: SimpleNamespace, kind: str) -> None:
+    rows, x = Matrix.random(1, kind, 27, 64).rows, random_floats(4, 2, 64)
+    for view in (rows[::3], rows[1::3], rows[::-2]):
+        found = backend.gemv(view, x)
+        np.testing.assert_array_equal(found, backend.gemv(np.ascontiguousarray(view), x))
 
 
 @pytest.mark.parametrize("kind", BITS)
@@ -48,26 +71,6 @@ def test_unaligned_arrays(backend: SimpleNamespace, kind: str) -> None:
     )
     found = backend.gemv(unaligned(weights), unaligned(x), unaligned(bias))
     np.testing.assert_array_equal(found, backend.gemv(weights, x, bias))
-
-
-def test_strided_rows_are_not_mixed_up(backend: SimpleNamespace) -> None:
-    matrices = [random_bits(seed, np.uint16, 9, 35) for seed in range(3)]
-    for view in bundled(*matrices):
-        assert not view.flags.c_contiguous
-        assert_rows_right(backend, view, random_floats(4, 2, 35))
-    assert_rows_right(backend, matrices[0][::-2], random_floats(4, 2, 35))
-
-
-def test_strided_columns_and_vectors(backend: SimpleNamespace) -> None:
-    weights, x = random_bits(1, np.float32, 9, 70), random_floats(2, 3, 70)
-    assert_rows_right(backend, weights[:, ::2], x[:, 1::2])
-    assert_rows_right(backend, weights.T[:9], random_floats(2, 3, 9))
-
-
-def test_read_only_weights(backend: SimpleNamespace) -> None:
-    weights = random_bits(1, np.uint16, 5, 20)
-    weights.flags.writeable = False
-    assert_rows_right(backend, weights, random_floats(2, 1, 20))
 
 
 @pytest.mark.parametrize("kind", BITS)
@@ -83,73 +86,65 @@ def test_extreme_weights_are_widened_exactly(backend: SimpleNamespace, kind: str
     np.testing.assert_array_equal(found, expected)
 
 
-def test_nothing_to_compute(backend: SimpleNamespace) -> None:
-    weights, x = random_bits(1, np.float32, 5, 20), random_floats(2, 2, 20)
-    assert backend.gemv(weights[:0], x).shape == (2, 0)
-    assert backend.gemv(weights, x[:0]).shape == (0, 5)
-
-
-@pytest.mark.parametrize(
-    ("weights", "x", "bias"),
-    [
-        (np.zeros((3, 4), np.float64), np.zeros((1, 4), np.float32), None),
-        (np.zeros((3, 4), np.float16), np.zeros((1, 4), np.float32), None),
-        (np.zeros((3, 4), np.int32), np.zeros((1, 4), np.float32), None),
-        (np.zeros((3, 4), ">f4"), np.zeros((1, 4), np.float32), None),
-        (np.zeros(4, np.float32), np.zeros((1, 4), np.float32), None),
-        (np.zeros((3, 4, 1), np.float32), np.zeros((1, 4), np.float32), None),
-        (np.zeros((3, 4), np.float32), np.zeros((1, 5), np.float32), None),
-        (np.zeros((3, 4), np.float32), np.zeros(4, np.float32), None),
-        (np.zeros((3, 4), np.float32), np.zeros((1, 4), np.float64), None),
-        (np.zeros((3, 4), np.float32), np.zeros((1, 4), np.float32), np.zeros(4, np.float32)),
-        (np.zeros((3, 4), np.float32), np.zeros((1, 4), np.float32), np.zeros(3, np.float64)),
-        (np.zeros((3, 4), np.float32), np.zeros((1, 4), np.float32), np.zeros((1, 3), np.float32)),
-    ],
-)
-def test_rows_refuses(
-    backend: SimpleNamespace, weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None
-) -> None:
-    with pytest.raises(ValueError):
-        backend.gemv(weights, x, bias)
-
-
 @pytest.mark.parametrize("kind", BITS)
 @pytest.mark.parametrize("shape", [(1, 1), (2, 16), (5, 17), (3, 100)])
-def test_to_bfloat16(cpu_backend: SimpleNamespace, kind: str, shape: tuple[int, int]) -> None:
+def test_to_bfloat16(kind: str, shape: tuple[int, int]) -> None:
     weights = random_bits(1, BITS[kind], *shape)
     for view in (weights, unaligned(weights)):
-        found = cpu_backend.to_bfloat16(view)
+        found = to_bfloat16(view)
         assert found.dtype == np.int16
         np.testing.assert_array_equal(found, reference.to_bfloat16(weights))
 
 
-def test_to_bfloat16_ties_and_limits(cpu_backend: SimpleNamespace) -> None:
+def test_to_bfloat16_ties_and_limits() -> None:
     bits = np.array([0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x7F7FFFFF, 0x00000001])
     values = np.concatenate([bits.astype(np.uint32).view(np.float32), [np.inf, -np.inf, -0.0]])
     values = values.astype(np.float32)[None].repeat(17, axis=0).reshape(1, -1)
-    np.testing.assert_array_equal(cpu_backend.to_bfloat16(values), reference.to_bfloat16(values))
+    np.testing.assert_array_equal(to_bfloat16(values), reference.to_bfloat16(values))
 
 
-def test_to_bfloat16_of_every_finite_half(cpu_backend: SimpleNamespace) -> None:
+def test_to_bfloat16_of_every_finite_half() -> None:
     halves = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
     halves = halves[np.isfinite(halves.view(np.float16))][None]
-    np.testing.assert_array_equal(cpu_backend.to_bfloat16(halves), reference.to_bfloat16(halves))
+    np.testing.assert_array_equal(to_bfloat16(halves), reference.to_bfloat16(halves))
 
 
-def test_to_bfloat16_of_nan(cpu_backend: SimpleNamespace) -> None:
+def test_to_bfloat16_of_nan() -> None:
     for bits in (
         np.array([0x7C01, 0x7E00, 0x7FFF, 0xFC01, 0xFFFF], np.uint16),
         np.array([0x7F81, 0x7FC0, 0x7FFF, 0xFF81, 0xFFFF], np.uint16).view(np.int16),
         np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32),
     ):
-        found = cpu_backend.to_bfloat16(np.tile(bits, 5)[None])
+        found = to_bfloat16(np.tile(bits, 5)[None])
         assert ((found & 0x7F80) == 0x7F80).all()
         assert (found & 0x7F).all()
 
 
-@pytest.mark.parametrize(
-    "weights", [np.zeros((2, 3), np.float64), np.zeros(3, np.float32), np.zeros((0, 3), np.float32)]
-)
-def test_to_bfloat16_refuses(cpu_backend: SimpleNamespace, weights: np.ndarray) -> None:
-    with pytest.raises(ValueError):
-        cpu_backend.to_bfloat16(weights)
+@pytest.mark.parametrize(("kind", "width"), [("q4", 129 * 512 + 32), ("q6", 65 * 512 + 256)])
+def test_rows_whose_sums_wait_in_several_turns(
+    backend: SimpleNamespace, kind: str, width: int
+) -> None:
+    rows, x = random_rows(5, kind, 3, width), random_floats(6, 1, width)
+    found = backend.gemv(rows.rows, x, None)
+    expected = quantized_vectors(x) @ rows.weights.T
+    assert (np.abs(found - expected) <= 1e-6 * np.abs(x.astype(np.float64)) @ rows.sizes.T).all()
+
+
+@pytest.mark.parametrize(("kind", "width"), KINDS_AND_WIDTHS)
+def test_widening(kind: str, width: int) -> None:
+    rows = random_rows(4, kind, 5, width)
+    assert (to_float32(rows.rows) == rows.weights.astype(np.float32)).all()
+    expected = reference.narrowed(rows.weights.astype(np.float32), np.int16)
+    assert (to_bfloat16(rows.rows) == expected).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_stays_so(backend: SimpleNamespace, kind: str, bad: float) -> None:
+    width = 768 if kind in IN_BLOCKS else 544
+    rows = random_rows(10, kind, 9, width)
+    x = random_floats(11, 2, width)
+    x[1, width - 1] = bad
+    found = backend.gemv(rows.rows, x)
+    assert np.isfinite(found[0]).all()
+    assert not np.isfinite(found[1]).any()

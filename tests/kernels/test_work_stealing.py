@@ -13,11 +13,7 @@ from hotcold.numba_kernels.decode.vectors import activation_space, quantize_acti
 from hotcold.numba_kernels.formats import row_width
 from hotcold.numba_kernels.serve.work_stealing import (
     block_rows,
-    block_span,
-    least_rows,
     new_block_counters,
-    next_block,
-    num_blocks,
     work_stealing_rows,
 )
 from tests.kernels.arrays import BITS, random_bits, random_floats
@@ -91,40 +87,3 @@ def test_threads_side_by_side(kind: str) -> None:
             case.counters[:], case.out[:] = 0, np.nan
             list(pool.map(lambda thread: case.run(thread, bias, addend), range(case.num_threads)))
             np.testing.assert_array_equal(case.out, (case.products + bias) + addend)
-
-
-def test_each_block_is_taken_once() -> None:
-    counters, num_threads = new_block_counters(1, 4), 4
-    with ThreadPoolExecutor(num_threads) as pool:
-
-        def all_blocks(thread: int) -> list[int]:
-            return [take_one(counters[0], 2) for _ in range(1000 + thread)]
-
-        taken = [block for blocks in pool.map(all_blocks, range(num_threads)) for block in blocks]
-    assert sorted(taken) == list(range(len(taken)))
-    assert counters[0].nonzero()[0].tolist() == [2 * 16]
-
-
-@njit(nogil=True)
-def take_one(counters, part):
-    return next_block(counters, part)
-
-
-@pytest.mark.parametrize(("size", "least"), [(720, 48), (48, 48), (240, 240), (100, 100)])
-def test_blocks_become_smaller_and_leave_nothing_out(size: int, least: int) -> None:
-    for count in (0, 1, 47, 48, 95, 480, 719, 720, 1441, 5000):
-        spans = [block_span(count, size, least, n) for n in range(num_blocks(count, size, least))]
-        rows = [row for begin, end in spans for row in range(begin, end)]
-        assert rows == list(range(count))
-        sizes = [end - begin for begin, end in spans]
-        assert sizes == sorted(sizes, reverse=True)
-        assert all(0 < rows <= size for rows in sizes)
-        assert least == size or not sizes or sizes[-1] <= max(least, count // 4)
-        for beyond in (len(spans), len(spans) + 5):
-            assert block_span(count, size, least, beyond) == (count, count)
-
-
-def test_short_matrices_are_cut_too() -> None:
-    """Of 960 rows of 360 bytes each of two threads' parts is several blocks."""
-    weights = np.zeros((960, 360), np.uint8)
-    assert num_blocks(480, block_rows(weights), least_rows(weights)) >= 4

@@ -18,7 +18,6 @@ from hotcold.actors.cpu import matmul
 from hotcold.actors.cpu.kernel_matmul import AmxMatmul
 from hotcold.numba_kernels import amx
 from hotcold.numba_kernels.ir import target
-from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.own_cache import read_checked
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="an x86 CPU")
@@ -84,38 +83,11 @@ def test_a_child_that_ends_of_something_else_is_tried_again(
     assert ended.call_count == 2 and not list((tmp_path / "hotcold/cpu").iterdir())
 
 
-@pytest.mark.skipif(not has_feature("amx-bf16"), reason="a CPU with AMX")
-def test_what_works_is_tried_once(children: list[list[str]]) -> None:
-    for _ in range(2):
-        assert amx.may_use_amx()
-        amx.may_use_amx.cache_clear()
-    assert len(children) == 1
-
-
 def test_without_permission_nothing_is_tried(
     children: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(amx, "_ask", lambda: False)
     assert not amx.may_use_amx() and not children
-
-
-def test_a_home_that_keeps_nothing(
-    children: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    found = amx.may_use_amx()
-    amx.may_use_amx.cache_clear()
-    assert amx.may_use_amx() == found and len(children) == 2
-
-
-@pytest.mark.parametrize("may", [True, False])
-def test_the_flags_alone_do_not_decide(may: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "may_use_amx", lambda: may)
-    codegen = target.cpu_target.target_context.codegen()
-    monkeypatch.setattr(codegen, "_tm_features", "+avx512bf16,+amx-bf16")
-    assert ("amx-bf16" in matmul.matmul_features()) == may
-    monkeypatch.setattr(codegen, "_tm_features", "+avx512bf16,-amx-bf16")
-    assert "amx-bf16" not in matmul.matmul_features()
 
 
 def test_it_can_be_forbidden() -> None:

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import numpy as np
-import pytest
 
 from hotcold.actors.protocol.lanes import in_loading_order, share_lanes
-from hotcold.model.config.build import read_config
-from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.ffn import load_ffn
-from tests.conftest import TinyCheckpoint
 
 
 def test_each_service_has_its_share_of_every_block() -> None:
@@ -38,23 +30,3 @@ def test_a_neuron_is_in_the_same_lane_whoever_has_it() -> None:
             parts = [shard[(shard >= first) & (shard < last)] for shard in shards]
             expected = order[(order >= first) & (order < last)]
             assert np.concatenate(parts).tolist() == expected.tolist(), block
-
-
-def test_where_blocks_begin_in_a_shard(
-    tiny: Callable[..., TinyCheckpoint], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tiny("llama-relu").path
-    config = read_config(path)
-    sizes = (10, 30, config.ffn_size - 40)
-    one, *others = config.layers
-    layers = [replace(one, ffn=replace(one.ffn, block_sizes=sizes[:1]))]
-    layers += [replace(each, ffn=replace(each.ffn, block_sizes=sizes)) for each in others]
-    monkeypatch.setitem(vars(config), "layers", tuple(layers))
-    ids = [np.array([2, 9, 1], np.int32)] * config.num_layers
-    ids[1] = np.array([9, 0, 39, 12, 50], np.int32)
-    starts = load_ffn(Checkpoint(path), config, ids, include_down_bias=False).starts
-    assert starts[0].tolist() == [0, 3, 3, 3]
-    assert starts[1].tolist() == [3, 5, 7, 8]
-    ids[1] = ids[1][::-1].copy()
-    with pytest.raises(ValueError, match="layer 1 do not come block after block"):
-        load_ffn(Checkpoint(path), config, ids, include_down_bias=False)

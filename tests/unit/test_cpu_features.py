@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +13,11 @@ from hotcold.actors.setup import choose
 from hotcold.actors.setup.choose import choose_system
 from hotcold.actors.setup.preflight import SystemOptions, read_model
 from hotcold.jobs.cli import main
-from hotcold.jobs.support import doctor_checks
 from hotcold.jobs.support.doctor_checks import Finding, check_machine, kernel_instructions
 from hotcold.model.errors import UsageError
 from hotcold.numba_kernels.ir import target
 from hotcold.placement.machine.survey import survey
-from hotcold.placement.machine.sysfs import Cpu, missing_features, read_cpu
+from hotcold.placement.machine.sysfs import read_cpu
 from tests.tiny_models import make_tiny
 
 FakeCpu = Callable[..., Path]
@@ -39,26 +36,6 @@ def fake_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCpu:
         return tmp_path
 
     return write
-
-
-@pytest.mark.parametrize(
-    ("flags", "missing"),
-    [
-        ("fpu sse4_2 avx", ("avx2", "fma", "f16c")),
-        ("fpu avx f16c", ("avx2", "fma")),
-        ("avx2 fma", ("f16c",)),
-        ("avx2 fma f16c avx512f", ()),
-    ],
-)
-def test_missing_features(flags: str, missing: tuple[str, ...], fake_cpu: FakeCpu) -> None:
-    cpu = read_cpu(fake_cpu(flags))
-    assert missing_features(cpu, "x86_64") == missing
-    assert missing_features(cpu, "aarch64") == ()
-
-
-def test_what_says_nothing_is_not_refused(tmp_path: Path) -> None:
-    assert missing_features(read_cpu(tmp_path), "x86_64") == ()
-    assert missing_features(Cpu("unknown", ("avx2",)), "x86_64") == ("fma", "f16c")
 
 
 def test_old_cpus_are_refused_in_one_line(
@@ -136,33 +113,6 @@ def test_doctor_measures_nothing_where_that_would_end_it(
     fake_cpu("avx2 fma f16c")
     assert main(["doctor"]) == 1
     assert capsys.readouterr().err == "hotcold: error: measured\n"
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 CPU")
-@pytest.mark.parametrize(
-    ("features", "kernels"),
-    [
-        ("+avx2,+fma,+f16c", "AVX2"),
-        ("+avx2,+fma,+f16c,+avxvnni", "AVX2 with AVX-VNNI"),
-        ("+avx512f,+avx512vnni,+avx2", "AVX-512 with VNNI"),
-        ("", "plain vectors (x86_64)"),
-    ],
-)
-def test_kernels_of_a_named_cpu(
-    features: str, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NUMBA_CPU_NAME", "haswell")
-    monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
-    code = "from hotcold.jobs.support.doctor_checks import kernel_instructions as found\n"
-    code += "print(found())"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(doctor_checks.__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == kernels
 
 
 def test_this_cpu() -> None:

@@ -72,16 +72,14 @@ def importers_of(source: str) -> set[str]:
     return reached
 
 
-def test_same_sources_share_folders(copy: Path) -> None:
-    own = {str(path): kernel_cache.kernel_folder(PACKAGE / path).name for path in SOURCES}
-    assert folders_of(copy) == own
-
-
 @pytest.mark.sweep(source=["decode/finite.py", "ir/target.py"])
 @pytest.mark.parametrize("source", [str(path) for path in KERNELS])
 def test_a_changed_source_changes_the_folders_of_what_imports_it(copy: Path, source: str) -> None:
     changed = copy / "hotcold/numba_kernels" / source
     before = folders_of(copy)
+    assert before == {
+        str(path): kernel_cache.kernel_folder(PACKAGE / path).name for path in SOURCES
+    }
     changed.write_text(changed.read_text() + "\n")
     after = folders_of(copy)
     assert {name for name in after if before[name] != after[name]} == importers_of(source)
@@ -125,7 +123,7 @@ def test_what_nobody_used_for_a_month_is_removed(
     assert now - used.stat().st_mtime < day
 
 
-# Waits for the other one, compiles for two formats and prints who found what on disk.
+# Waits for a line, compiles for two formats and prints who found what on disk.
 COMPILING = """
 import json, sys
 import numpy as np
@@ -139,31 +137,50 @@ print(json.dumps([sum(stats.cache_hits.values()), sum(stats.cache_misses.values(
 """
 
 
-def test_a_kernel_is_compiled_by_one_process_of_many(tmp_path: Path) -> None:
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", COMPILING], env=environment, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True,
-        )
-        for _ in range(3)
-    ]  # fmt: skip
-    for process in processes:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    found = [json.loads(process.communicate()[0]) for process in processes]
-    assert [sum(each) for each in zip(*found, strict=True)] == [4, 2]
-
-
 def started(code: str, folder: Path) -> subprocess.Popen[str]:
-    """Python with an empty cache in `folder`, which runs `code`."""
+    """Python with its cache in `folder`, which runs `code`."""
     return subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
         env=os.environ | {"XDG_CACHE_HOME": str(folder), "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def compiled(process: subprocess.Popen[str]) -> list[int]:
+    """What COMPILING has found on disk and what not."""
+    found: list[int] = json.loads(process.communicate("\n", timeout=150)[0].splitlines()[-1])
+    return found
+
+
+def test_a_kernel_is_compiled_by_one_process_of_many(tmp_path: Path) -> None:
+    """Also beside one that failed to compile it for other types, which locks nobody out."""
+    refused = """
+from numba.core.errors import TypingError
+from hotcold.numba_kernels.load import convert
+try:
+    convert.widen_kernel("no array", 1, 2, 3)
+except TypingError:
+    print("refused", flush=True)
+    input()
+"""
+    with started(refused, tmp_path) as held:
+        assert line_of(held) == "refused\n"
+        processes = [started(COMPILING, tmp_path) for _ in range(3)]
+        for process in processes:
+            assert line_of(process) == "ready\n"
+            assert process.stdin is not None
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        found = [compiled(process) for process in processes]
+        assert [sum(each) for each in zip(*found, strict=True)] == [4, 2]
+        held.communicate("\n")
 
 
 def test_nobody_waits_for_other_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +204,7 @@ convert.widen_kernel(np.zeros((2, 2), np.{}), np.zeros((2, 2), np.float32), 0, 2
 print(sum(convert.widen_kernel.stats.cache_misses.values()), flush=True)
 """
     with started("STOPS = True" + code.format("uint16"), tmp_path) as first:
-        assert first.stdout is not None and first.stdout.readline() == "begun\n"
+        assert line_of(first) == "begun\n"
         assert kernel_cache.kernels_since(0) == (0, 1)
         with started("STOPS = False" + code.format("int16"), tmp_path) as other:
             try:
@@ -199,71 +216,30 @@ print(sum(convert.widen_kernel.stats.cache_misses.values()), flush=True)
         assert first.communicate("\n")[0] == "1\n"
     done, asked = kernel_cache.kernels_since(0)
     assert 2 <= done == asked and kernel_cache.kernels_since(time.time() + 1) == (0, 0)
-    for dtype in ("uint16", "int16"):
-        with started("STOPS = False" + code.format(dtype), tmp_path) as again:
-            assert again.communicate()[0] == "0\n"
-
-
-def test_a_function_that_cannot_be_compiled_locks_nobody_out(tmp_path: Path) -> None:
-    code = """
-from numba.core.errors import TypingError
-from hotcold.numba_kernels.load import convert
-try:
-    convert.widen_kernel("no array", 1, 2, 3)
-except TypingError:
-    print("refused", flush=True)
-    input()
-"""
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True,
-    ) as held:  # fmt: skip
-        assert held.stdout is not None and held.stdout.readline() == "refused\n"
-        done = subprocess.run(
-            [sys.executable, "-c", COMPILING], env=environment, input="\n", capture_output=True,
-            text=True, timeout=150, check=True,
-        )  # fmt: skip
-        assert json.loads(done.stdout.splitlines()[-1]) == [0, 2]
-        held.communicate("\n")
-
-
-def compiled(folder: Path, most_bytes: int = -1) -> subprocess.CompletedProcess[str]:
-    """COMPILING, with the cache in `folder`, where no file grows beyond `most_bytes`."""
-    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, -1))"
-    return subprocess.run(
-        [sys.executable, "-c", limit + COMPILING],
-        env=os.environ | {"XDG_CACHE_HOME": str(folder), "PYTHONPATH": str(ROOT)},
-        input="\n", capture_output=True, text=True, check=True,
-    )  # fmt: skip
 
 
 def test_a_full_disk_costs_the_cache_alone(tmp_path: Path) -> None:
-    done = compiled(tmp_path, 1000)
-    assert json.loads(done.stdout.splitlines()[-1]) == [0, 2]
-    assert done.stderr.count("\n") == 1
-    assert f"{tmp_path}/hotcold/numba" in done.stderr and "File too large" in done.stderr
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, -1))"
+    with started(limit + COMPILING, tmp_path) as process:
+        out, problems = process.communicate("\n")
+    assert json.loads(out.splitlines()[-1]) == [0, 2] and problems.count("\n") == 1
+    assert f"{tmp_path}/hotcold/numba" in problems and "File too large" in problems
     assert not list(tmp_path.rglob("*.nbc")) and not list(tmp_path.rglob("*.part"))
 
 
-def one_bit_off(content: bytes) -> bytes:
-    """In the middle, which is code: nothing that unpickles it notices."""
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+def test_what_is_damaged_is_compiled_again(tmp_path: Path) -> None:
+    """As a loss of power or a bad disk leave it; what unpickles does not notice a bit."""
+    assert compiled(started(COMPILING, tmp_path)) == [0, 2]
 
+    def one_bit_off(content: bytes) -> bytes:
+        middle = len(content) // 2
+        return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
 
-@pytest.mark.parametrize(
-    "damaged",
-    [one_bit_off, lambda content: b"", lambda content: content[:-100]],
-    ids=["one bit", "empty", "cut"],
-)
-def test_what_is_damaged_is_compiled_again(
-    tmp_path: Path, damaged: Callable[[bytes], bytes]
-) -> None:
-    """As a loss of power, a full disk or a bad one leave it."""
-    compiled(tmp_path)
-    for file in tmp_path.rglob("*.nbc"):
-        file.write_bytes(damaged(file.read_bytes()))
-    done = compiled(tmp_path)
-    assert json.loads(done.stdout.splitlines()[-1]) == [0, 2] and done.stderr == ""
-    assert json.loads(compiled(tmp_path).stdout.splitlines()[-1]) == [2, 0]
+    damages: list[Callable[[bytes], bytes]] = [one_bit_off, lambda old: b"", lambda old: old[:-100]]
+    for damaged in damages:
+        for file in tmp_path.rglob("*.nbc"):
+            file.write_bytes(damaged(file.read_bytes()))
+        process = started(COMPILING, tmp_path)
+        out, problems = process.communicate("\n")
+        assert json.loads(out.splitlines()[-1]) == [0, 2] and problems == ""
+    assert compiled(started(COMPILING, tmp_path)) == [2, 0]

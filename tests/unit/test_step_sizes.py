@@ -21,44 +21,25 @@ _SYSTEMS = list(itertools.product(_MAX_TOKENS, (False, True)))
 
 
 @pytest.mark.parametrize(("max_tokens", "has_gpu"), _SYSTEMS)
-def test_chunks_are_what_services_take(max_tokens: int, has_gpu: bool) -> None:
-    cut = cut_tokens(max_tokens, has_gpu)
-    for length in _LENGTHS:
-        sizes = chunk_sizes(length, max_tokens, cut)
-        assert sum(sizes) == matrix_tokens(length, cut) <= length
-        assert all(MATRIX_TOKENS <= size <= max_tokens for size in sizes)
-        assert all(size % cut == 0 for size in sizes[:-1])
-        assert max_tokens < MATRIX_TOKENS or length - sum(sizes) < MATRIX_TOKENS
-
-
-@pytest.mark.parametrize(("max_tokens", "has_gpu"), _SYSTEMS)
-def test_a_later_beginning_computes_the_rest_alike(max_tokens: int, has_gpu: bool) -> None:
-    """Which tokens go through matmul is the same, on a GPU every cut too."""
+def test_chunks_from_every_beginning(max_tokens: int, has_gpu: bool) -> None:
+    """Which tokens go through matmul is the same, on a GPU every cut too; what is shared does."""
     cut = cut_tokens(max_tokens, has_gpu)
     share = share_tokens(cut)
-    if not share:
-        assert max_tokens < MATRIX_TOKENS
-        return
-    assert share % PAGE_POSITIONS == 0 and share % cut == 0
+    assert bool(share) == (max_tokens >= MATRIX_TOKENS)
+    assert not share or (share % PAGE_POSITIONS == 0 and share % cut == 0)
     for length in _LENGTHS:
         whole = chunk_sizes(length, max_tokens, cut)
+        assert sum(whole) == matrix_tokens(length, cut) <= length
+        assert all(size % cut == 0 for size in whole[:-1])
+        assert max_tokens < MATRIX_TOKENS or length - sum(whole) < MATRIX_TOKENS
+        assert not share or sum(whole) >= length // share * share
         cuts = set(itertools.accumulate(whole, initial=0))
-        for first in range(0, length, share):
+        for first in range(0, length, share or length):
             sizes = chunk_sizes(length, max_tokens, cut, first)
             assert first + sum(sizes) == sum(whole) or (not sizes and first >= sum(whole))
             assert all(MATRIX_TOKENS <= size <= max_tokens for size in sizes)
             if has_gpu and sizes:
                 assert set(itertools.accumulate(sizes, initial=first)) <= cuts
-
-
-@pytest.mark.parametrize(("max_tokens", "has_gpu"), _SYSTEMS)
-def test_what_is_shared_goes_through_matmul_whatever_follows(
-    max_tokens: int, has_gpu: bool
-) -> None:
-    cut = cut_tokens(max_tokens, has_gpu)
-    if share := share_tokens(cut):
-        for length in _LENGTHS:
-            assert matrix_tokens(length, cut) >= length // share * share
 
 
 def test_what_is_shared() -> None:
