@@ -142,7 +142,7 @@ class Neurons:
         first = np.zeros((1, len(self.starts)), np.int64)
         first[0, -1] = BEFORE
         down_bias = np.stack([self.down_biases] * 2)
-        fields = {
+        fields: dict[str, Any] = {
             "starts": np.concatenate([first, self.starts[None] + BEFORE]),
             "gate": below(self.gate.rows),
             "up": self.gate.rows[:0] if self.up is None else below(self.up.rows),

@@ -14,6 +14,7 @@ import shutil
 import site
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def chosen(file: str) -> list[Entry]:
     own = [entry for entry in all_entries() if entry.file == file]
     if IS_ALL:
         return own
-    found, seen = [], set[tuple[int, str]]()
+    found, seen = [], set[tuple[int, Any]]()
     for entry in own:
         arguments = set(enumerate(entry.arguments))
         if not arguments or not arguments <= seen:

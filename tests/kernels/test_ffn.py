@@ -142,7 +142,8 @@ def test_random_layers(source: str, seed: int, request: pytest.FixtureRequest) -
         unread = ~(factors(selection, neurons.starts, num_tokens) != 0).any(axis=0)
         some = neurons
         if not is_transposed:
-            some = neurons.poison(unread, ~most[1].any(axis=0), ~most[2].any(axis=0))
+            gateless, silent = (np.logical_not(each.any(axis=0)) for each in most[1:])
+            some = neurons.poison(unread, gateless, silent)
         ffn = ffn_of(way, some, request)
         found, fired = ffn(x, selection, name, thresholds, 3)
         assert (np.abs(found - expected) <= limits).all(), (turn, name, selected)

@@ -43,7 +43,12 @@ def test_what_changes_it_and_what_does_not(
     for change in services:
         changed = [replace(spec, **change.get(spec.index, {})) for spec in specs]
         found.append(identity(system, changed))
-    others = {"max_batch": 3, "kv_positions": 9000, "exchange": "calls", "prefill_chunk": 128}
+    others: dict[str, Any] = {
+        "max_batch": 3,
+        "kv_positions": 9000,
+        "exchange": "calls",
+        "prefill_chunk": 128,
+    }
     assert identity(replace(system, **others), specs) == found[0]
     one = replace(system, num_cpu_actors=1, num_threads=1)
     assert identity(one, service_specs(one, config)) == found[0]
