@@ -164,8 +164,7 @@ def _add_tools(app: FastAPI, models: ServedModels) -> None:
         """The ids of a text, or of a conversation."""
         body = parse(TokenizeRequest, await request.body())
         backend = models.choose(request, body.model)
-        named = (name for name in ("messages", "content") if getattr(body, name) is not None)
-        prompt = next(named, "prompt")
+        prompt = "prompt" if body.messages is None else "messages"
         return JsonAnswer(await answered(request, api_text.tokenize(backend, body), prompt))
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))

@@ -67,19 +67,6 @@ def test_formats_and_calls_fit_their_schemas(client: ollama.Client) -> None:
     assert again.done_reason in ("stop", "length")
 
 
-def test_what_the_server_has(client: ollama.Client) -> None:
-    (listed,) = client.list().models
-    (running,) = client.ps().models
-    assert listed.model == running.model == "demo:latest"
-    assert listed.digest == running.digest
-    shown = client.show("demo")
-    assert shown.capabilities == ["completion", "tools"]
-    assert client.generate("demo", "").done_reason == "load"
-    with pytest.raises(ollama.ResponseError, match="not found") as missing:
-        client.show("other")
-    assert missing.value.status_code == 404
-
-
 def test_vectors_of_all_routes_are_the_same(client: ollama.Client, openai: Any) -> None:
     texts = ["Return a list.", "Return the first item of a list.", "Close the socket. " * 30]
     made = openai.embeddings.create(model="demo", input=texts)  # asks for base64

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import socket
 import threading
 from contextlib import suppress
@@ -15,10 +14,9 @@ import httpx
 import psutil
 import pytest
 
-from hotcold.model.files.locate import DEMO_DIRECTORY
 from tests.e2e.commands import run_here
 from tests.e2e.page_visit import QUESTION, TIMEOUT_MS, ask, wait_for_answer
-from tests.e2e.server import LONG, Server, await_that, serving
+from tests.e2e.server import LONG, Server, serving
 
 
 def test_a_second_start_says_who_runs(server: Server) -> None:
@@ -147,51 +145,6 @@ def actors_of(server: Server, kind: str) -> set[psutil.Process]:
             if f"ray::{kind}" in " ".join(child.cmdline()):
                 found.add(child)
     return found
-
-
-@pytest.mark.thorough
-def test_a_model_that_has_failed_is_loaded_anew(tmp_path: Path) -> None:
-    """Its driver is killed; then its services are, and none can be put in their place."""
-    models = [tmp_path / name for name in ("one", "two")]
-    for model in models:
-        shutil.copytree(DEMO_DIRECTORY, model)
-    weights, away = models[1] / "model.safetensors", tmp_path / "away"
-    body = {"prompt": "Return the", "max_tokens": 8, "temperature": 0}
-    with serving(*map(str, models), "--context", "64") as server:
-
-        def ask(name: str) -> tuple[int, str]:
-            answer = server.post("/v1/completions", {"model": name, **body})
-            told = answer.json()
-            if answer.status_code == 200:
-                return 200, told["choices"][0]["text"]
-            return answer.status_code, told["error"]["message"]
-
-        drivers, services = (actors_of(server, f"{kind}Actor") for kind in ("Driver", "Service"))
-        status, text = ask("two")
-        assert status == 200
-
-        def ask_without(killed: set[psutil.Process]) -> tuple[int, str]:
-            assert killed
-            for process in killed:
-                with suppress(psutil.NoSuchProcess):  # of a system that has ended
-                    process.kill()
-            return ask("two")  # waits for as long as there is hope
-
-        def is_loaded_anew(num_loads: int) -> None:
-            await_that(lambda: ask("two")[0] == 200)
-            assert ask("two") == ask("one") == (200, text)
-            assert server.metric("hotcold:model_loads_total") == num_loads
-
-        status, told = ask_without(actors_of(server, "DriverActor") - drivers)
-        # On a busy machine the server has noticed before anybody asks, and has loaded it anew.
-        assert (status, told) == (200, text) or (status == 503 and "the driver died" in told)
-        is_loaded_anew(3)
-        weights.rename(away)
-        status, told = ask_without(actors_of(server, "ServiceActor") - services)
-        assert status == 503 and told.startswith("10 failures in a ")
-        await_that(lambda: "cannot be loaded" in ask("two")[1])
-        away.rename(weights)
-        is_loaded_anew(4)
 
 
 def test_listening_elsewhere_needs_a_key() -> None:

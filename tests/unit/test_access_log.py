@@ -43,11 +43,6 @@ def test_text() -> None:
     )
 
 
-def test_a_stream_is_told_when_it_has_ended() -> None:
-    (line,) = lines_of("text", "/stream")
-    assert " 200 6 bytes " in line
-
-
 @pytest.mark.parametrize(
     "path",
     ["/health", "/metrics", "/gradio_api/queue/data", "/assets/a.js", "/model/2-b/assets/a.js"],
@@ -88,7 +83,3 @@ def test_json() -> None:
 def test_no_path_makes_a_line_of_its_own(kind: str) -> None:
     (line,) = lines_of(kind, "/a%0a2026-01-01 forged%1b[31m")
     assert line.isprintable() and line.isascii()
-
-
-def test_a_defect_is_told_too() -> None:
-    assert " 500 " in lines_of("text", "/broken")[0]

@@ -174,8 +174,7 @@ def test_histories_call_tools_by_their_flat_names() -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("fs.read/it", "fs.read/it"), ("read a file", "read_a_file"), ('a"b\n', "a_b_"),
-        ("l\u00e9", "l_"), ("", "_"), ("x" * 500, "x" * 128),
+        ("fs.read/it", "fs.read/it"), ('a"b\n\u00e9', "a_b__"), ("", "_"), ("x" * 500, "x" * 128),
     ],
 )  # fmt: skip
 def test_a_session_goes_on_whatever_another_model_called(name: str, told: str) -> None:
@@ -308,23 +307,3 @@ def test_half_a_pair_of_surrogates_is_no_character(half: str) -> None:
     reader = InputReader()
     text = "".join(map(reader.push, f'{{"input": "a{half}b"}}'))
     assert text.encode() and "\ufffd" in text and text[0] == "a" and text[-1] == "b"
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "field"),
-    [
-        ("/v1/chat/completions", {"messages": HELLO}, "max_tokens"),
-        ("/v1/chat/completions", {"messages": HELLO}, "max_completion_tokens"),
-        ("/v1/responses", {"input": "Hello"}, "max_output_tokens"),
-        ("/v1/responses", {"input": "Hello"}, "max_tokens"),
-        ("/v1/completions", {"prompt": "Hello"}, "max_tokens"),
-    ],
-)
-def test_minus_one_token_is_no_limit(path: str, body: dict[str, Any], field: str) -> None:
-    """As clients of llama.cpp and LM Studio mean it; the server's limit stays."""
-    client = answering("Well.")
-    assert post(client, path, **body, **{field: -1}).status_code == 200
-    most = server()[0].settings.max_tokens
-    assert client.requests[0].sampling.max_tokens == most
-    refused = post(client, path, **body, **{field: -3})
-    assert refused.status_code == 400 and field in refused.text

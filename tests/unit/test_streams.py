@@ -10,7 +10,6 @@ import pytest
 from openai._streaming import SSEDecoder
 
 from hotcold.actors.protocol.messages import GenerateRequest, TokenEvent
-from hotcold.model.errors import ServiceError
 from hotcold.ui.api import sse
 from tests.unit.ollama_routes import HELLO, RESULT, TOOL, backend_of, server
 from tests.unit.test_server_limits import Client, Deliver
@@ -108,14 +107,6 @@ def test_a_stream_says_at_once_that_it_lives(
     assert connection.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
     found = texts(path, connection.pieces)
     assert "look_up" in json.dumps(found) and backend.num_active == 0
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_what_fails_at_once_is_a_status(number: int) -> None:
-    backend = backend_of(Client(ServiceError("gone")))
-    connection = Connection("/v1/completions", {"prompt": ["Hello"] * number})
-    asyncio.run(connection.answered())
-    assert connection.sent[0]["status"] == 503 and backend.num_active == 0
 
 
 def test_a_stream_that_flows_needs_no_signs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -23,13 +22,13 @@ from hotcold.actors.protocol.messages import (
     GenerateRequest,
     Generation,
     Grammar,
-    LoadProgress,
     TokenEvent,
     TokenLogprob,
 )
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.protocol.wire import as_line, event_of, event_values
 from hotcold.jobs.chat.conversation import Conversation, Facts
-from hotcold.jobs.running.client import Client, GoneError, LoadingError
+from hotcold.jobs.running.client import Client, GoneError
 from hotcold.jobs.running.registry import Record
 from hotcold.model.errors import HotcoldError, PromptError, ServiceError, UsageError
 from hotcold.model.sampling import SamplingParams
@@ -180,13 +179,6 @@ def test_a_system_that_ends_is_told_of(path: Path, answer: bytes, kind: type[Ser
     assert type(raised.value) is kind
 
 
-def test_a_socket_of_nobody_is_no_system() -> None:
-    with pytest.raises(GoneError):
-        client().state()
-    with pytest.raises(GoneError):
-        client().attend()
-
-
 _ANSWER = b"HTTP/1.1 %s\r\nContent-Length: %d\r\n%s\r\n%s"
 _NOT_FOUND = b'{"error": {"message": "Not Found", "type": "invalid_request_error", "code": null}}'
 
@@ -214,7 +206,11 @@ class Server:
         self.house = House(1, names="a")
         self.backend = self.house.of["a"]
         self.system: Any = self.house.start(self.backend)
-        config, load = self.backend.config, self.system.begin
+        storage = NeuronStorage("bundles é", 1 << 40, True, "signs", 7, ("cache", "pipeline"))
+        self.backend.config = config = replace(
+            self.backend.config, storage=storage, hosts=("10.0.0.1", "10.0.0.2")
+        )
+        load = self.system.begin
         self.changed: list[Any] = []
         self.calls: dict[str, Any] = {"describe": config, "processes": {}}
         self.system.call = lambda method, *given: self.calls[method]
@@ -312,37 +308,6 @@ def test_who_attends_holds_it(server: Server) -> None:
         assert time.monotonic() < end
         time.sleep(0.001)
     assert 50.0 < (server.routes.left_s or 0.0) <= 60.0
-
-
-def test_how_long_a_system_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 104.0
-    monkeypatch.setattr("hotcold.ui.system_routes.time", SimpleNamespace(monotonic=lambda: now))
-    backend: Any = SimpleNamespace(is_idle=True, used_at=100.0, name="a")
-    models = ServedModels([backend])
-    routes, served, endless = (SystemRoutes(models, keep_s) for keep_s in (10.0, None, -1.0))
-    assert (routes.left_s, served.left_s, endless.left_s) == (6.0, None, None)
-    backend.is_idle = False
-    assert routes.left_s == 10.0
-    backend.is_idle = True
-    now = 120.0
-    assert routes.left_s == 0.0  # not less: it ends at the next poll
-
-
-def test_while_it_loads_its_progress_is_told(path: Path) -> None:
-    gate = LoadingGate("a")
-    gate.show(LoadProgress(1, 2, "loading weights", ("a note",)))
-    own = socket.socket(socket.AF_UNIX)
-    own.bind(str(path))
-    own.listen()
-    server = ServerThread(None, gate, (), True, 1 << 20, ConnectionLimits(), own=own)
-    try:
-        found = client().state()
-        assert found["status"] == "loading"
-        assert found["progress"]["stage"] == "loading weights"
-        with pytest.raises(LoadingError, match="the model is loading"):
-            list(client().generate(ASKED))
-    finally:
-        server.stop()
 
 
 def test_who_cancels_while_a_request_is_sent_breaks_nothing() -> None:

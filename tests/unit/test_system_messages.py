@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from hotcold.model.errors import PromptError
 from hotcold.model.text.chat_template import ChatTemplate
 from hotcold.model.text.system_messages import one_at_the_start, plainer
 from hotcold.ui.api.responses.items import InputMessage, messages_of
@@ -71,12 +70,6 @@ def test_many_messages_of_one_role_take_as_long_as_their_text() -> None:
     (answer,) = messages_of(None, [InputMessage(role="assistant", content=text)] * number)
     assert time.thread_time() - before < 3.0
     assert all(len(one["content"]) > 380 * number for one in (system, user, answer))
-
-
-def test_what_no_words_help_is_refused_in_the_templates_own() -> None:
-    template = ChatTemplate("{{ raise_exception(messages[0].role) }}", "a test", {})
-    with pytest.raises(PromptError, match="refuses the messages: system"):
-        template.render(talk("s1", "u1"))
 
 
 CALL = {"type": "function_call", "call_id": "c", "name": "look_up", "arguments": "{}"}

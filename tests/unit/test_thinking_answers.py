@@ -177,7 +177,7 @@ def test_stops_sleep_by_every_route(served: Served) -> None:
 
 
 @pytest.mark.parametrize("opened", OPENED)
-@pytest.mark.parametrize("more", [{}, {"stop": ["o."]}, {"stop": ["-"]}])
+@pytest.mark.parametrize("more", [{}, {"stop": ["o."]}])
 def test_logprobs_are_the_answers(
     served: Served, opened: dict[str, Any], more: dict[str, Any]
 ) -> None:
@@ -199,25 +199,13 @@ def test_logprobs_are_the_answers(
 
 
 @pytest.mark.parametrize("opened", OPENED)
-@pytest.mark.parametrize("budget", [0, 1, 3, 99, -1])
+@pytest.mark.parametrize("budget", [0, 3, -1])
 def test_a_budget_ends_thoughts(served: Served, opened: dict[str, Any], budget: int) -> None:
     choice = served.chat(**opened, thinking_token_budget=budget, logprobs=True)
     thought = "".join(THINKS[2:-1][:budget] if budget >= 0 else THINKS[2:-1]).strip()
     message = choice["message"]
     assert (message.get("reasoning_content", ""), message["content"]) == (thought, SAID)
     assert tokens(choice["logprobs"]) == SAID and choice["finish_reason"] == "stop"
-
-
-def test_a_budget_by_every_route(served: Served) -> None:
-    options: dict[str, Any] = {"thinking_token_budget": 3}
-    told = served.post("/api/chat", messages=HELLO, stream=False, options=options).json()["message"]
-    assert (told["thinking"], told["content"]) == ("The us", SAID)
-    thought, said = served.post("/v1/responses", input="Hello", **options).json()["output"]
-    assert thought["content"][0]["text"] == "The us" and said["content"][0]["text"] == SAID
-    assert served.generate(**options).text == "\nThe us</think>\n\nForty-two."
-    for prompt in ("[go]<think>", "[go]"):
-        raw = served.post("/v1/completions", prompt=prompt, max_tokens=99, **options).json()
-        assert raw["choices"][0]["text"].endswith("\nThe us</think>\n\nForty-two.")
 
 
 def test_an_end_token_ends_thoughts(tmp_path: Path) -> None:
@@ -281,9 +269,7 @@ def with_python(served: Served, **options: Any) -> tuple[str, list[str]]:
     return reader.said, [call.arguments for call in reader.tool_calls]
 
 
-@pytest.mark.parametrize(
-    "stop", ["a", "1", '"f"', "\n", "}", "</tool", "ol_call>", "<", ". <", " <to"]
-)
+@pytest.mark.parametrize("stop", ["1", "}", "ol_call>", ". <"])
 def test_stops_sleep_within_calls(calling: Served, stop: str) -> None:
     told = calling.chat(tools=[TOOL], stop=[stop])
     (call,) = told["message"]["tool_calls"]
@@ -310,7 +296,7 @@ def test_stops_end_the_text_before_calls(calling: Served) -> None:
     assert calling.chat(tools=[TOOL], stop_token_ids=[ids[2]])["message"]["content"] == "Let"
 
 
-@pytest.mark.parametrize("most", range(1, len(CALLS) - 2))
+@pytest.mark.parametrize("most", range(1, len(CALLS) - 2, 2))
 def test_nothing_of_a_call_that_is_cut_off_is_told(calling: Served, most: int) -> None:
     told = calling.chat(tools=[TOOL], max_tokens=most)
     text = "Let me." if most > 1 else "Let"

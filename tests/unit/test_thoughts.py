@@ -25,7 +25,7 @@ from hotcold.model.text.chat_template import ChatTemplate, Thinking, thinking_of
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.text.tools import TAGGED
 from hotcold.ui.api.tools.reader import AnswerReader, ReasoningPart, TextPart
-from tests.unit.ollama_routes import CALLED, HELLO, RESULT, TOOL, Recording, lines, post, server
+from tests.unit.ollama_routes import CALLED, HELLO, RESULT, TOOL, Recording, post, server
 from tests.unit.test_server_limits import Deliver
 
 WAY = Thinking("<think>", "</think>")
@@ -238,60 +238,6 @@ def events(answer: Any) -> list[Any]:
 
 
 @pytest.mark.usefixtures("thinking")
-def test_chat_tells_thoughts_whole_and_streamed() -> None:
-    path = "/v1/chat/completions"
-    whole = post(answering(SAID), path, messages=HELLO).json()
-    message = whole["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("I see.", "Yes.")
-    details = {"reasoning_tokens": NUM_THOUGHT}
-    assert 0 < NUM_THOUGHT < whole["usage"]["completion_tokens"]
-    assert whole["usage"]["completion_tokens_details"] == details
-    streamed = events(post(answering(SAID), path, messages=HELLO, stream=True,
-                           stream_options={"include_usage": True}))  # fmt: skip
-    deltas = [one["choices"][0]["delta"] for one in streamed if one["choices"]]
-    for key, text in (("content", "Yes."), ("reasoning_content", "I see.")):
-        assert "".join(one.get(key, "") for one in deltas) == text
-    assert sum("reasoning_content" in one for one in deltas) > 1
-    assert streamed[-1]["usage"]["completion_tokens_details"] == details
-    opened = post(answering("I see.\n</think>\n\nYes."), path, messages=HELLO,
-                  chat_template_kwargs={"opens": True}).json()  # fmt: skip
-    assert opened["choices"][0]["message"] == message
-    cut = post(answering("I se"), path, messages=HELLO, chat_template_kwargs={"opens": True})
-    message = cut.json()["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("I se", None)
-
-
-@pytest.mark.usefixtures("thinking")
-def test_calls_follow_thoughts() -> None:
-    text = f"<think>a <tool_call> b</think>{CALLED}"
-    asked = {"messages": HELLO, "tools": [TOOL]}
-    message = post(answering(text), "/v1/chat/completions", **asked).json()["choices"][0]["message"]
-    assert message["reasoning_content"] == "a <tool_call> b"
-    assert len(message["tool_calls"]) == 2 and message["content"] == "Well."
-    said = post(answering(text), "/api/chat", stream=False, **asked).json()["message"]
-    assert said["thinking"] == "a <tool_call> b" and len(said["tool_calls"]) == 2
-    client = answering(text)
-    post(client, "/v1/chat/completions", **asked)
-    grammar = client.requests[0].grammar
-    assert grammar is not None and accepts(grammar, CALLED) and not accepts(grammar, CALLED[:-5])
-
-
-@pytest.mark.usefixtures("thinking")
-def test_ollama_tells_thoughts_whole_and_streamed() -> None:
-    for path, asked in (("/api/chat", {"messages": HELLO}), ("/api/generate", {"prompt": "a"})):
-        whole = post(answering(SAID), path, stream=False, think=True, **asked).json()
-        told = whole.get("message", whole)
-        assert told["thinking"] == "I see."
-        assert told.get("content", told.get("response")) == "Yes."
-        streamed = [one.get("message", one) for one in lines(post(answering(SAID), path, **asked))]
-        assert "".join(one.get("thinking", "") for one in streamed) == "I see."
-        assert "".join(one.get("content", one.get("response")) for one in streamed) == "Yes."
-    assert "thinking" in post(Recording(), "/api/show").json()["capabilities"]
-    again = post(Recording(), "/api/generate", prompt="a", raw=True, think=True)
-    assert again.status_code == 400 and "thinking in raw mode" in again.json()["error"]
-
-
-@pytest.mark.usefixtures("thinking")
 @pytest.mark.parametrize(
     ("path", "field"),
     [
@@ -306,6 +252,13 @@ def test_what_was_thought_goes_back_to_the_template(path: str, field: str) -> No
     assert post(client, path, messages=talk).status_code == 200
     prompt = TOKENIZER.decode(client.requests[0].prompt_ids or [])
     assert "[assistant]<think>I see.</think>Yes." in prompt
+
+
+@pytest.mark.usefixtures("thinking")
+def test_ollama_says_that_a_model_thinks() -> None:
+    assert "thinking" in post(Recording(), "/api/show").json()["capabilities"]
+    raw = post(Recording(), "/api/generate", prompt="a", raw=True, think=True)
+    assert raw.status_code == 400 and "thinking in raw mode" in raw.json()["error"]
 
 
 FUNCTION = {"messages": HELLO, "functions": [TOOL["function"]]}

@@ -18,7 +18,6 @@ from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.chat_template import ChatTemplate
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.text.tools import BARE, TAGGED, CallSyntax
-from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.responses.schemas import ResponsesRequest
 from hotcold.ui.api.schemas import ChatRequest, parse
 from hotcold.ui.api.tools.grammar import calls_grammar
@@ -92,11 +91,6 @@ def test_other_templates_get_tools_in_the_system_prompt(template: str) -> None:
     assert _template(PLAIN).render(TALK[:2]) == "<system>Be brief.<user>How is Paris?"
 
 
-def test_several_results_are_one_message() -> None:
-    text = _template(PLAIN).render([*TALK, {"role": "tool", "content": "x"}], tools=TOOLS)
-    assert text.count("<user>") == 2 and text.count("<tool_response>") == 2
-
-
 def test_where_there_is_no_system_message_the_user_tells() -> None:
     text = _template(NO_SYSTEM).render(TALK, tools=TOOLS)
     assert text.startswith("<user>Be brief.\n\nYou may call") and "\nHow is Paris?<a" in text
@@ -107,31 +101,6 @@ def test_where_there_is_no_system_message_the_user_tells() -> None:
 def _request(**fields: Any) -> ChatRequest:
     body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS} | fields
     return parse(ChatRequest, json.dumps(body).encode())
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "two of the tools have the same name"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type must be 'function'"),
-        ({"tools": None, "tool_choice": "required"}, "tool_choice is for requests with tools"),
-        ({"tool_choice": "always"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "'x', which is no tool"),
-        ({"grammar": 'start: "a"'}, "tools and grammar were both given"),
-    ],
-)  # fmt: skip
-def test_wrong_requests_are_refused(fields: dict[str, Any], text: str) -> None:
-    with pytest.raises(ApiError, match=text):
-        _request(**fields)
-
-
-def test_arguments_that_were_cut_off_are_told_as_they_are() -> None:
-    function = {"name": "now", "arguments": '{"a'}
-    call = {"id": "1", "type": "function", "function": function}
-    message = _request(messages=[{"role": "assistant", "tool_calls": [call]}]).messages[0]
-    assert message.for_template["tool_calls"] == [call]
-    assert '"{\\"a"' in _template(HERMES).render([message.for_template])
 
 
 WRITTEN = '{"a":1e5,  "b": 1.0, "c": 1152921504606846976, "d": "\\u00e9é", "e": 0.10}'
@@ -153,26 +122,6 @@ def test_arguments_stay_the_text_that_they_were(template: str) -> None:
     chat = body.as_chat(body.items)
     asked = [one.for_template for one in chat.messages]
     assert WRITTEN in _template(template).render(asked, tools=TOOLS)
-
-
-def test_arguments_are_objects_for_other_templates() -> None:
-    items = HERMES.replace("c.function.arguments | tojson", "c.function.arguments.items() | list")
-    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
-    message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    assert "[('a', 1)]" in _template(items).render([message])
-
-
-def test_what_may_be_called() -> None:
-    named = {"type": "function", "function": {"name": "now"}}
-    auto, one = _request().callable, _request(tool_choice=named).callable
-    assert auto is not None and one is not None
-    assert [f.name for f in auto.functions] == ["weather", "now"]
-    assert (auto.is_required, auto.may_be_several) == (False, True)
-    assert ([f.name for f in one.functions], *one[1:]) == (["now"], True, False)
-    assert _request(tool_choice="none").callable is None
-    assert _request(tools=[]).callable is None
-    single = _request(parallel_tool_calls=False, tool_choice="required").callable
-    assert single is not None and single.is_required and not single.may_be_several
 
 
 @pytest.fixture(scope="module")
@@ -292,15 +241,6 @@ ANSWERS: list[tuple[CallSyntax, str, str | None, list[tuple[str, str]]]] = [
     (BARE, '{"na', "", []),
     (BARE, '{"name": "x", "age": 3}', '{"name": "x", "age": 3}', []),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("syntax", "text", "said", "calls"), ANSWERS)
-def test_answers_are_told_apart(
-    syntax: CallSyntax, text: str, said: str | None, calls: list[tuple[str, str]]
-) -> None:
-    assert _read(syntax, [text]) == (said, calls)
-    assert _read(syntax, [*text, ""]) == (said, calls)
-    assert _read(syntax, list(text) or [""]) == (said, calls)
 
 
 @given(st.sampled_from(ANSWERS), st.lists(st.integers(0, 200), max_size=8))

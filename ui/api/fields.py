@@ -137,7 +137,6 @@ INSTEAD = {
     "regex": "guided_regex",
     "response_format": "text",
     "response_schema": "response_format",
-    "return_token_strs": "with_pieces",
     "return_tokens_as_token_ids": "return_token_ids",
     "stop_sequences": "stop",
     "think": "reasoning_effort",

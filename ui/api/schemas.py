@@ -318,32 +318,18 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
 
 
 class TokenizeRequest(Rendered):
-    """POST /tokenize: `prompt` or `messages`, vLLM's, or `content`, llama.cpp's."""
+    """POST /tokenize: `prompt` or `messages`, as vLLM has it."""
 
     model: str | None = None
     prompt: str | None = None
-    content: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_special: bool | None = None
-    with_pieces: bool | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> "TokenizeRequest":
-        if [self.prompt, self.messages, self.content].count(None) != 2:
-            raise ValueError("give either prompt, messages or content")
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
         return self
-
-    @property
-    def text(self) -> str:
-        """The text, of `prompt` or of `content`."""
-        return self.prompt or self.content or ""
-
-    @property
-    def is_special_added(self) -> bool:
-        """Whether what a text opens with is added; llama.cpp's default is not to."""
-        given = self.add_special_tokens if self.add_special is None else self.add_special
-        return self.content is None if given is None else given
 
 
 class DetokenizeRequest(Request):

@@ -1,14 +1,23 @@
-"""What Ollama's routes answer, whole and in lines, and what they refuse."""
+"""Ollama's routes, read by its own client: answers, calls, options, and what is refused."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import ollama
 import pytest
 
-from hotcold.actors.protocol.messages import GenerateRequest, TokenEvent, TokenLogprob
+from hotcold.actors.protocol.messages import (
+    GenerateRequest,
+    Generation,
+    TokenEvent,
+    TokenLogprob,
+)
 from hotcold.model.errors import ServiceError
+from hotcold.ui.api.drawn import ollamas_sampling
+from hotcold.ui.api.errors import ApiError
 from tests.unit.ollama_routes import (
+    CALLED,
     CONTEXT,
     HELLO,
     RESULT,
@@ -19,19 +28,8 @@ from tests.unit.ollama_routes import (
     lines,
     post,
     send,
+    with_ollama,
 )
-
-
-def test_a_whole_answer() -> None:
-    client = Recording()
-    answer = post(client, "/api/generate", prompt="Hello", stream=False).json()
-    assert answer["response"] == "ab" and answer["model"] == "demo"
-    assert (answer["done"], answer["done_reason"]) == (True, "stop")
-    assert (answer["prompt_eval_count"], answer["eval_count"]) == (3, 2)
-    assert answer["prompt_eval_duration"] == 500_000_000
-    assert answer["eval_duration"] == 250_000_000
-    assert answer["load_duration"] >= 125_000_000 and answer["total_duration"] > 0
-    assert "context" not in answer and answer["created_at"].endswith("Z")
 
 
 def test_a_stream_is_lines_of_which_the_last_tells_all() -> None:
@@ -43,7 +41,13 @@ def test_a_stream_is_lines_of_which_the_last_tells_all() -> None:
         assert [told(piece) for piece in pieces] == ["a", "b"]
         assert not any(piece["done"] for piece in pieces)
         assert last["done"] and last["done_reason"] == "stop" and told(last) == ""
-        assert last["eval_count"] == 2
+        whole = post(Recording(), path, stream=False, **asked).json()
+        assert told(whole) == "ab" and whole["created_at"].endswith("Z")
+        for end in (last, whole):
+            assert (end["prompt_eval_count"], end["eval_count"]) == (3, 2)
+            assert end["prompt_eval_duration"] == 500_000_000
+            assert end["eval_duration"] == 250_000_000
+            assert end["load_duration"] >= 125_000_000 and end["total_duration"] > 0
 
 
 def test_generate_asks_what_a_chat_asks_and_raw_does_not() -> None:
@@ -178,12 +182,6 @@ def test_what_fails_on_the_way_is_the_last_line() -> None:
     assert (whole.status_code, whole.json()) == (503, {"error": "the driver died"})
 
 
-def test_the_queues_limit_holds() -> None:
-    body = {"model": "demo", "messages": HELLO}
-    answer, _ = send(Recording(), "POST", "/api/chat", body, num_active=3)
-    assert answer.status_code == 503 and "queue is full" in answer.json()["error"]
-
-
 def test_embeddings_of_both_kinds() -> None:
     recording = Embedding()
     answer = post(recording, "/api/embed", input=["a", "a list of words"]).json()
@@ -200,3 +198,110 @@ def test_embeddings_of_both_kinds() -> None:
     assert older == {"embedding": [3.0, 4.0 * counts[0]]}
     post(recording, "/api/embed", input="word " * 999)
     assert len(recording.requests[-1].prompt_ids or ()) == CONTEXT
+
+
+def test_a_call_that_was_cut_off_is_none() -> None:
+    cut = CALLED[: CALLED.index("1}")]
+    event = TokenEvent(cut, Generation(cut, [7], "length", 3, 0.1, 0.1))
+    answer = post(Recording(event), "/api/chat", messages=HELLO, tools=[TOOL], stream=False).json()
+    assert answer["message"] == {"role": "assistant", "content": "Well."}
+    assert answer["done_reason"] == "length"
+
+
+def test_calls_and_results_go_back_into_the_conversation() -> None:
+    call = {"function": {"name": "look_up", "arguments": {"a": 1}}}
+    talk = [
+        *HELLO,
+        {"role": "assistant", "content": "", "tool_calls": [call], "thinking": "hm"},
+        {"role": "TOOL", "tool_name": "look_up", "content": "five"},
+    ]
+    ours = Recording()
+    assert post(ours, "/api/chat", messages=talk, tools=[TOOL], stream=False).status_code == 200
+    function = {"name": "look_up", "arguments": '{"a": 1}'}
+    theirs = Recording()
+    openai_talk = [
+        *HELLO,
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": function}]},
+        {"role": "tool", "name": "look_up", "content": "five"},
+    ]
+    answer = post(theirs, "/v1/chat/completions", messages=openai_talk, tools=[TOOL])
+    assert answer.status_code == 200
+    assert ours.requests[0].prompt_ids == theirs.requests[0].prompt_ids
+
+
+def test_ollamas_client_reads_it_all() -> None:
+    async def work(client: ollama.AsyncClient) -> None:
+        whole = await client.chat("demo", HELLO)
+        assert whole.message.content == "ab" and whole.done_reason == "stop"
+        stream = await client.generate("demo:latest", "Hello", stream=True)
+        assert "".join([piece.response or "" async for piece in stream]) == "ab"
+        assert [model.model for model in (await client.list()).models] == ["demo:latest"]
+        assert (await client.ps()).models[0].context_length == CONTEXT
+        shown = await client.show("demo")
+        assert shown.capabilities == ["completion", "tools"] and shown.modelinfo
+        with pytest.raises(ollama.ResponseError, match="model 'x' not found") as missing:
+            await client.chat("x", HELLO)
+        assert missing.value.status_code == 404
+        with pytest.raises(ollama.ResponseError, match="hotcold pull"):
+            await client.pull("x")
+
+    with_ollama(Recording(), work)
+
+
+def test_ollamas_client_reads_calls_and_vectors() -> None:
+    def look_up(a: int) -> str:
+        """Looks up."""
+        return str(a)
+
+    async def called(client: ollama.AsyncClient) -> None:
+        answer = await client.chat("demo", HELLO, tools=[look_up])
+        stream = await client.chat("demo", HELLO, tools=[look_up], stream=True)
+        messages = [piece.message async for piece in stream]
+        streamed = [call for one in messages for call in one.tool_calls or ()]
+        for calls in (answer.message.tool_calls or (), streamed):
+            assert [call.function.name for call in calls] == ["look_up"] * 2
+            assert [dict(call.function.arguments) for call in calls] == [{"a": 1}, {"a": 2}]
+        assert answer.message.content == "".join(one.content or "" for one in messages) == "Well."
+        result = {"role": "tool", "tool_name": "look_up", "content": "1"}
+        await client.chat("demo", [*HELLO, answer.message, result], tools=[look_up])
+
+    with_ollama(Recording(TokenEvent(CALLED, RESULT)), called)
+
+    async def embedded(client: ollama.AsyncClient) -> None:
+        assert len((await client.embed("demo", ["a", "b"])).embeddings) == 2
+        assert len((await client.embeddings("demo", "a")).embedding) == 2
+
+    with_ollama(Embedding(), embedded)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (None, {}),
+        ({"num_predict": -1, "seed": -1, "top_k": -1, "stop": None}, {"top_k": 0}),
+        (
+            {"top_k": 3.0, "mirostat": 2.0, "temperature": 3},
+            {"top_k": 3, "mirostat": 2, "temperature": 3},
+        ),
+        ({"num_predict": 10**12}, {"max_tokens": (1 << 31) - 1}),
+        ({"tfs_z": 1.0, "penalize_newline": True, "num_gpu": 1}, {}),
+    ],
+)
+def test_options_without_effect(options: Any, expected: dict[str, Any]) -> None:
+    assert ollamas_sampling(options) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tfs_z": 0.5}, {"mirostat": "1"}, {"typical_p": "1"}, {"dry_sequence_breakers": [5]},
+        {"temperature": "1"}, {"temperature": True}, {"top_k": 1e300}, {"seed": float("nan")},
+        {"stop": 5}, {"stop": [1]}, {"num_predict": []}, {"temperature": 101},
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_had_are_told(options: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match=f"option {next(iter(options))} ") as refusal:
+        ollamas_sampling(options)
+    assert refusal.value.status == 400
+    with pytest.raises(ApiError, match="option 'tempreture' is not known here"):
+        ollamas_sampling({"tempreture": 1})

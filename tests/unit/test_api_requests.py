@@ -1,30 +1,37 @@
-"""Fields of requests that change answers: done or refused, by each route, and none in silence."""
+"""Requests: fields that change answers are done or refused, wrong ones cost little."""
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Iterator
-from typing import Annotated, Any, Union, get_args, get_origin
+import tracemalloc
+from typing import Any
 
 import pytest
 import tokenizers
-from pydantic import BaseModel, ValidationError, create_model
-from pydantic.fields import FieldInfo
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.model.errors import PromptError, PromptTooLongError, ServiceError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.ui.access_log import AccessLog
 from hotcold.ui.api import fields as read_over
+from hotcold.ui.api import schemas
 from hotcold.ui.api.embeddings import EmbeddingsRequest
-from hotcold.ui.api.errors import ApiError, refusal
+from hotcold.ui.api.errors import ApiError, as_api_error
 from hotcold.ui.api.fields import CHANGING, INSTEAD, Request
 from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaEmbed, OllamaGenerate
 from hotcold.ui.api.responses.schemas import ResponsesRequest
-from hotcold.ui.api.schemas import ChatRequest, CompletionRequest, TokenizeRequest, parse
-from tests.unit.ollama_routes import HELLO, TOOL, Recording, backend_of, post, server
+from hotcold.ui.api.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse,
+)
+from tests.unit.ollama_routes import HELLO, TOOL, Recording, backend_of, post, refused, server
 
 BODIES: dict[type[Request], dict[str, Any]] = {
     ChatRequest: {"messages": HELLO},
@@ -61,69 +68,18 @@ def test_each_field_is_done_or_refused_by_its_name(schema: type[Request]) -> Non
         neutral = schema.unchanging.get(name, CHANGING[name])
         for nothing in (None, "", [], {}, *neutral):
             assert said_of(schema, **{name: nothing}) is None, name
+    known = {*CHANGING, *(name for one in BODIES for name in one.model_fields)}
+    assert set(INSTEAD) <= set(CHANGING) and set(INSTEAD.values()) <= known
     for name, value in HARMLESS.items():
         assert name not in CHANGING
         assert said_of(schema, **{name: value}) is None, name
-
-
-def test_the_names_of_all_clients_are_known() -> None:
-    """Each is read by some route, or in the table."""
-    known = set(CHANGING) | {name for schema in BODIES for name in schema.model_fields}
-    assert {
-        "chat_template_kwargs", "reasoning_effort", "think", "guided_json", "guided_regex",
-        "guided_choice", "guided_grammar", "structured_outputs", "stop_token_ids", "min_tokens",
-        "functions", "function_call", "continue_final_message", "add_generation_prompt",
-        "logit_bias", "repetition_penalty", "bad_words", "allowed_token_ids", "prompt_logprobs",
-        "truncate_prompt_tokens", "min_p", "n", "best_of", "skip_special_tokens", "lora",
-        "include_stop_str_in_output", "use_beam_search", "length_penalty", "add_special_tokens",
-        "echo", "modalities", "audio", "web_search_options", "logprobs", "n_predict",
-        "json_schema", "mirostat", "typical_p", "dry_multiplier", "xtc_probability", "samplers",
-        "image_data", "suffix", "template", "system", "context", "raw", "images", "keep_alive",
-    } <= known  # fmt: skip
-    assert set(INSTEAD) <= set(CHANGING)
-    assert set(INSTEAD.values()) <= known
-    for name in INSTEAD:
-        seen: list[str] = []
-        while name in INSTEAD:
-            assert name not in seen, "they go round"
-            seen.append(name)
-            name = INSTEAD[name]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "instead"),
-    [
-        ("num_predict", 8, "max_tokens"), ("max_length", 8, "max_tokens"),
-        ("stop_sequences", ["a"], "stop"), ("do_sample", False, "temperature"),
-        ("penalty_last_n", 8, "repeat_last_n"), ("json_mode", True, "response_format"),
-        ("random_seed", 1, "seed"), ("thinking_budget", 8, "thinking_token_budget"),
-        ("reasoning_budget", 8, "thinking_token_budget"),
-        ("return_tokens_as_token_ids", True, "return_token_ids"), ("num_return_sequences", 2, "n"),
-    ],
-)  # fmt: skip
-def test_a_field_of_another_server_names_the_one_to_give(
-    name: str, value: Any, instead: str
-) -> None:
-    assert said_of(ChatRequest, **{name: value}) == f"{name} is not known here; give {instead}"
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"thinking_token_budget": 7},
-        {"thinking": {"type": "enabled", "budget_tokens": 7}},
-        {"reasoning": {"max_tokens": 7}},
-    ],
-)
-def test_a_budget_of_thoughts_by_any_name(fields: dict[str, Any]) -> None:
-    found = asked("/v1/chat/completions", **fields).sampling
-    assert found.thinking_token_budget == 7
 
 
 def test_names_lead_to_what_a_route_has() -> None:
     told: dict[type[Request], tuple[str, str]] = {
         ResponsesRequest: ("num_predict", "max_output_tokens"),
         OllamaChat: ("thinking", "think"),
+        ChatRequest: ("stop_sequences", "stop"),
     }
     for schema, (name, instead) in told.items():
         assert said_of(schema, **{name: 3}) == f"{name} is not known here; give {instead}"
@@ -191,45 +147,80 @@ def asked(path: str = "/v1/chat/completions", **fields: Any) -> GenerateRequest:
     return client.requests[0]
 
 
-def test_fields_of_sampling_reach_the_system() -> None:
-    sampling = asked(
-        stop=[str(number) for number in range(64)], stop_token_ids=[5, 7], min_tokens=3,
-        include_stop_str_in_output=True, logit_bias={"12": -100, "3": 1.5}, repetition_penalty=1.5,
-    ).sampling  # fmt: skip
-    assert len(sampling.stop) == 64 and sampling.stop_token_ids == (5, 7)
-    assert (sampling.min_tokens, sampling.include_stop_str_in_output) == (3, True)
-    assert dict(sampling.logit_bias) == {12: -100, 3: 1.5}
-    assert (sampling.repeat_penalty, sampling.repeat_last_n) == (1.5, -1)
-    theirs = asked(repeat_penalty=1.5, repeat_last_n=9, presence_penalty=1).sampling
-    assert (theirs.repeat_penalty, theirs.repeat_last_n) == (1.5, 9)
-    assert theirs.presence_penalty == 1 and theirs.penalize_prompt
-    of_answer = asked(repetition_penalty=1.5, presence_penalty=1).sampling
-    assert (of_answer.repeat_last_n, of_answer.penalize_prompt) == (-1, False)
+TEXT_SHAPE = {"type": "json_object"}
 
 
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
+        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"temperature": True}, "temperature must be a number"),
+        ({"temperature": -1}, "temperature must be at least 0"),
+        ({"top_p": 2}, "top_p must be at most 1"),
+        ({"frequency_penalty": 3}, "frequency_penalty must be at most 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be more than 0"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number"),
+        ({"n": 10**30}, "n must be"),
+        ({"seed": 1 << 64}, "seed must be"),
+        ({"stop": 5}, "stop must be a text or a list"),
+        ({"stop": ["a"] * 65}, "stop may hold at most 64 items"),
+        ({"stop": [""]}, "stop.0 must not be empty"),
+        ({"stream": 1}, "stream must be true or false"),
+        ({"cache": "yes"}, "cache must be true or false"),
+        ({"cache_salt": ""}, "cache_salt must not be empty"),
         ({"min_tokens": 21}, "min_tokens is 21; give a whole number from 0 to 20"),
         ({"mirostat": 3}, "mirostat"),
-        ({"mirostat": True}, "mirostat"),
         ({"xtc_probability": 1.5}, "xtc_probability"),
-        ({"dry_base": 0.5}, "dry_base"),
-        ({"typical_p": -0.5}, "typical_p"),
         ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
         ({"stop_token_ids": [1 << 20]}, "token id 1048576 is not in the vocabulary"),
         ({"logit_bias": {"1048576": 1}}, "token id 1048576 is not in the vocabulary"),
+        ({"logit_bias": {"1": 500}}, "logit_bias must hold token ids, each once, with a number"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias must hold token ids, each once"),
+        ({"best_of": 2}, "best_of is not supported here; leave it out"),
+        ({"n_predict": 2}, "n_predict is not known here; give max_tokens"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs must be at most 20"),
+        ({"top_logprobs": 1}, "top_logprobs is for requests with logprobs true"),
+        ({"stream_options": {"include_usage": True}}, "stream_options is for requests with stream"),
+        ({"messages": []}, "messages must not be empty"),
+        ({"messages": [{"role": "pirate"}]}, "messages.0.role must be 'system', 'developer', "),
+        ({"messages": [{"content": "a"}]}, "messages.0.role is missing"),
+        ({"messages": [{"role": "user"}]}, "messages.0: content is missing; a message of user"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "smell"}]}]},
+            "messages.0.content.0.type must be 'text' or 'refusal'",
+        ),
+        ({"response_format": {"type": "xml"}}, "response_format.type must be"),
+        ({"response_format": {"type": "json_schema"}}, "response_format: json_schema must be"),
+        ({"grammar": "a", "response_format": TEXT_SHAPE}, "response_format and grammar were both"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_json and guided_regex were both given"),
         ({"guided_json": "{"}, "the JSON schema is no JSON"),
-        ({"structured_outputs": {"structural_tag": {}}}, "structural_tag is not supported"),
-        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "were both given"),
+        (
+            {"structured_outputs": {"structural_tag": {}}},
+            "structured_outputs.structural_tag is",
+        ),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.regex and"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function is missing"),
+        ({"tools": [TOOL, TOOL]}, "two of the tools have the same name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type must be 'function'"),
         ({"tools": [TOOL], "guided_regex": "a"}, "tools and grammar were both given"),
+        ({"tool_choice": "required"}, "tool_choice is for requests with tools"),
+        ({"tool_choice": "maybe"}, "tool_choice must be 'none', 'auto' or 'required' or an object"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice names 'x', which is no tool",
+        ),
         ({"functions": [TOOL["function"]], "tools": [TOOL]}, "functions and tools were both"),
-        ({"continue_final_message": True, "add_generation_prompt": True}, "exclude each other"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message and add_generation_prompt exclude each other",
+        ),
     ],
 )
-def test_what_cannot_be_done_is_told(fields: dict[str, Any], told: str) -> None:
-    answer = post(Recording(), "/v1/chat/completions", max_tokens=20, messages=HELLO, **fields)
-    assert answer.status_code == 400 and told in answer.json()["error"]["message"]
+def test_a_refusal_is_a_sentence(fields: dict[str, Any], told: str) -> None:
+    body = {"max_tokens": 20, "messages": HELLO, **fields}
+    assert refused("/v1/chat/completions", body)["message"].startswith(told)
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -312,14 +303,6 @@ def test_variables_reach_the_chat_template(
         assert variables_of(monkeypatch, "/v1/responses", input="a", **fields) == expected
 
 
-def test_ollama_may_be_asked_not_to_think(monkeypatch: pytest.MonkeyPatch) -> None:
-    asks: list[tuple[str, dict[str, Any]]] = [
-        ("/api/chat", {"messages": HELLO}), ("/api/generate", {"prompt": "a"}),
-    ]  # fmt: skip
-    for path, fields in asks:
-        assert variables_of(monkeypatch, path, think=False, **fields) == THINKS_NOT
-
-
 def test_a_message_that_has_begun_is_continued() -> None:
     begun = [*HELLO, {"role": "assistant", "content": "It is twelve "}]
     tokenizer = tokenizers.Tokenizer.from_file(str(DEMO_DIRECTORY / "tokenizer.json"))
@@ -337,68 +320,106 @@ def test_a_message_that_has_begun_is_continued() -> None:
     assert answer.status_code == 400
 
 
-def unions() -> Iterator[Any]:
-    """Each field of a request that is a union of several kinds: its schema, name and members."""
-    for schema in BODIES:
-        for name, field in schema.model_fields.items():
-            members = [one for one in members_of(field.annotation) if one is not type(None)]
-            if len(members) > 1:
-                yield pytest.param(field, members, id=f"{schema.__name__}.{name}")
+def refused_body(schema: Any, body: bytes) -> ApiError:
+    with pytest.raises(ApiError) as error:
+        parse(schema, body)
+    assert error.value.status == 400 and len(error.value.message.splitlines()) == 1
+    return error.value
 
 
-def members_of(annotation: Any) -> tuple[Any, ...]:
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return members_of(get_args(annotation)[0]) if is_union(annotation) else (annotation,)
-    return get_args(annotation) if is_union(annotation) else (annotation,)
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}',
+     b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"prompt": [1, "a"]}',
+     b'{"prompt": [[1], "a"]}', b'{"prompt": [-1]}', b'{"prompt": [true]}', b'{"prompt": []}',
+     b'{"prompt": "a", "temperature": 1e999}',
+     b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
+     b'{"prompt": "a", "suffix": "b"}'],
+)  # fmt: skip
+def test_malformed_bodies_are_refused(body: bytes) -> None:
+    refused_body(CompletionRequest, body)
 
 
-def is_union(annotation: Any) -> bool:
-    return type(annotation).__name__ == "UnionType" or get_origin(annotation) is Union
+BOMBS = {
+    "messages": (ChatRequest, b'{"messages":[%s]}', b"{}"),
+    "nested ids": (CompletionRequest, b'{"prompt":[%s]}', b"[1]"),
+    "empty lists": (CompletionRequest, b'{"prompt":[%s]}', b"[]"),
+    "wrong ids": (CompletionRequest, b'{"prompt":[%s]}', b"-1"),
+    "wrong nested ids": (CompletionRequest, b'{"prompt":[%s]}', b'[""]'),
+    "stop strings": (CompletionRequest, b'{"prompt":"a","stop":[%s]}', b"1"),
+    "biases": (CompletionRequest, b'{"prompt":"a","logit_bias":{%s}}', b'"a":"b"'),
+    "unknown": (CompletionRequest, b'{"prompt":[],"new":[%s]}', b"[]"),
+    "tokens": (DetokenizeRequest, b'{"tokens":[%s]}', b"-1"),
+}
 
 
-def told(schema: type[BaseModel], value: Any) -> str | None:
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_refusal_costs_no_more_than_a_few_times_the_request(name: str) -> None:
+    """Wrong items were all told of, those of a union once for each of its members."""
+    schema, frame, item = BOMBS[name]
+    body = frame % b",".join([item] * (180_000 // (len(item) + 1)))
+    tracemalloc.start()
     try:
-        schema.model_validate_json(json.dumps({"field": value}))
-    except ValidationError as error:
-        return refusal(error).message
-    return None
+        error = refused_body(schema, body)
+        assert tracemalloc.get_traced_memory()[1] < 60 * len(body)
+    finally:
+        tracemalloc.stop()
+    assert len(json.dumps(error.body)) < 2000
 
 
-# Of each kind, many wrong in one thing.
-VALUES: list[Any] = [
-    "", "x", "x" * 300_000, 3, -1, True, 2.5, {},
-    [], ["a"] * 5000, ["a", ""], ["a", "b", 3], [1, -1], [1, 2, "a"], [1, 2, 3.5], [True],
-    [[1], [2, -1]], [[1], [1, "a"]], [[1], []], [[1], 2], [{}], [{"type": "text"}],
-    {"type": "function"}, {"type": "function", "function": {}}, {"type": "function", "name": 4},
-]  # fmt: skip
+def test_what_is_long_in_a_request_is_cut_in_its_refusal() -> None:
+    for body in (
+        b'{"prompt":"a","logit_bias":{"%s":1}}' % (b"n" * 100_000),
+        b'{"prompt":"a","grammar":"%s"}' % (b"g" * 300_000),
+    ):
+        assert len(json.dumps(refused_body(CompletionRequest, body).body)) < 2000
+    assert len(as_api_error(PromptError("\\" * 100_000)).body["error"]["message"]) < 1100
 
 
-@pytest.mark.parametrize(("field", "members"), list(unions()))
-def test_a_union_is_refused_as_the_member_that_was_meant_would_be(
-    field: FieldInfo, members: list[Any]
-) -> None:
-    strict: Any = functools.partial(create_model, __base__=Request)
-    whole = strict("Whole", field=(field.annotation, ...))
-    alone = [strict("Alone", field=(member, ...)) for member in members]
-    num_meant = 0
-    for value in VALUES:
-        said, each = told(whole, value), [told(one, value) for one in alone]
-        if None in each:
-            assert said is None
-            continue
-        problems = [one for one in each if one is not None]
-        of_type = [one for one in problems if not one.startswith("field must be ")]
-        furthest = max(map(indices, of_type), default=())
-        meant = [one for one in of_type if indices(one) == furthest] or problems
-        kinds = [one.partition(" must be ")[2] for one in meant]
-        assert said is not None
-        assert said in meant or all(kind and kind in said for kind in kinds), (value, said, each)
-        assert said.split()[0] in [one.split()[0] for one in meant], (value, said, each)
-        num_meant += bool(of_type)
-    assert num_meant > 2 or not any(list in (one, get_origin(one)) for one in members)
+_TEXTS = st.text(st.sampled_from('a\\"[{,\né'), max_size=6)
 
 
-def indices(problem: str) -> tuple[int, ...]:
-    """The places in lists that a refusal names."""
-    return tuple(int(part) for part in problem.split()[0].rstrip(":").split(".") if part.isdigit())
+@given(
+    st.recursive(
+        _TEXTS | st.just(1), lambda inner: st.lists(inner) | st.dictionaries(_TEXTS, inner)
+    ),
+    st.booleans(),
+)
+def test_lists_and_objects_are_counted_outside_of_texts(value: Any, is_ascii: bool) -> None:
+    """As many as a reader of JSON makes: the last that is allowed is, one less is not."""
+    body = json.dumps({"x": [value] * 3}, ensure_ascii=is_ascii).encode()
+    made = 0
+
+    def count(found: Any) -> None:
+        nonlocal made
+        made += isinstance(found, list | dict)
+        if isinstance(found, list | dict):
+            for inner in found.values() if isinstance(found, dict) else found:
+                count(inner)
+
+    count(json.loads(body))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hotcold.ui.api.schemas._MAX_NESTED", made)
+        schemas._require_plain(body)
+        patch.setattr("hotcold.ui.api.schemas._MAX_NESTED", made - 1)
+        with pytest.raises(ApiError, match="lists and objects"):
+            schemas._require_plain(body)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (PromptTooLongError("long"), 400, "context_length_exceeded"),
+        (PromptError("empty"), 400, None),
+        (UsageError("wrong"), 400, None),
+        (ServiceError("dead"), 503, None),
+        (ApiError(404, "none", code="model_not_found"), 404, "model_not_found"),
+        (RuntimeError("secret"), 500, None),
+    ],
+)
+def test_errors_are_told_as_openai_does(error: Exception, status: int, code: str | None) -> None:
+    told = as_api_error(error)
+    assert told.status == status
+    assert set(told.body["error"]) == {"message", "type", "param", "code"}
+    assert told.body["error"]["code"] == code
+    assert "secret" not in told.message
