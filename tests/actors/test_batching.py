@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.scheduler import Scheduler
 from hotcold.actors.protocol.failures import NotFiniteError, RequestError
 from hotcold.actors.protocol.messages import GenerateRequest, Generation
-from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, chunk_sizes
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS
 from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import CONTEXT, Background, batching, complete, random_request, start
 from tests.conftest import TinyCheckpoint
@@ -80,32 +78,6 @@ def test_tokens_do_not_depend_on_company(
                 else:
                     assert result.ids == alone[number], number
         assert all_pages_are_free(driver)
-
-
-def test_a_result_says_how_many_tokens_its_steps_had(tiny: Tiny) -> None:
-    with batching(tiny("llama-relu"), "dense") as (_, driver):
-        assert complete(driver, greedy([5] * 20, 12)).step_tokens == 1
-        running: list[Background] = []
-
-        def ask_two() -> None:  # both wait until this has ended
-            for number in range(2):
-                running.append(start(driver, greedy([7] * 20, 12, f"{number}")))
-                while driver.load().num_waiting <= number:
-                    threading.Event().wait(0.001)
-
-        driver.between_requests(ask_two)
-        second, first = sorted(one.end().step_tokens for one in running)
-        # The first one's first step had 8 or 20 tokens of the other's prompt, by when that was let
-        # in; the second one's last step was its own.
-        assert second == pytest.approx((10 * 2 + 1) / 11)
-        assert first in (pytest.approx((9 + 10 * 2) / 11), pytest.approx((21 + 10 * 2) / 11))
-
-
-FAMILIES = [
-    *product(("opt-postnorm", "opt-prenorm", "falcon-bias", "llama-silu"), ("float32", "bfloat16")),
-    *product(("mistral", "gemma2", "gemma3", "olmo2", "phi3-windows"), ("float32",)),
-    *product(("bamboo", "nemotron", "minicpm"), ("float32",)),
-]
 
 
 @pytest.mark.parametrize("mode", ["dense", "exact", "sign", "lowrank", "threshold"])
@@ -294,52 +266,6 @@ def test_turns_halve_the_time(layer_ns: int, step_ns: int) -> None:
         assert (True, True) not in set(itertools.pairwise(in_turn))
 
 
-def test_a_long_prompt_lets_the_others_go_on(tiny: Tiny) -> None:
-    """A layer of it and a step of theirs in turn, where both take the same time."""
-    checkpoint = tiny("llama-gqa")
-    short, long = checkpoint.ids[:4].tolist(), (checkpoint.ids.tolist() * 6)[:210]
-    with batching(checkpoint) as (system, driver):
-        alone = [complete(driver, greedy(ids, 100)) for ids in (short, long)]
-        engine, ticks = driver.engine, 0
-        order: list[Any] = []
-        step, run_layer = engine.step, engine.run_layer
-
-        def clock() -> int:
-            nonlocal ticks
-            ticks += 1
-            return ticks
-
-        def noted_step(ids, positions, slots, num_logits=1, mode=None):
-            order.append(sorted(slots))
-            return step(ids, positions, slots, num_logits, mode)
-
-        def noted_layer(
-            layer: int, num_tokens: int, next_layer: int, num_wanted: int | None = None
-        ) -> None:
-            if num_tokens >= MATRIX_TOKENS:
-                order.append("layer")
-            run_layer(layer, num_tokens, next_layer, num_wanted)
-
-        driver._scheduler._turns = Turns(clock)
-        engine.step = noted_step  # type: ignore[method-assign]
-        engine.run_layer = noted_layer  # type: ignore[method-assign]
-        first = start(driver, greedy(short, 100))
-        while len(order) < 5:
-            pass
-        second = start(driver, greedy(long, 100))
-        assert first.end().ids == alone[0].ids
-        assert second.end().ids == alone[1].ids
-        layers = [at for at, what in enumerate(order) if what == "layer"]
-        num_chunks = len(chunk_sizes(len(long), system.max_tokens, driver.engine.cut_tokens))
-        assert len(layers) == num_chunks * system.config.num_layers > 6
-        between = order[layers[0] : layers[-1]]
-        assert between == ["layer", [0]] * (len(between) // 2)
-        after = order[layers[-1] + 1 :]  # the rest of the prompt, and what follows: common steps
-        assert [0] + [1] * (210 - 3 * system.max_tokens) in after[:2]
-        both = [slots for slots in after[2:] if {0, 1} <= set(slots)]
-        assert both and all(slots == [0, 1] for slots in both)  # a token each
-
-
 # --- what goes wrong -------------------------------------------------------------------------
 
 
@@ -375,44 +301,6 @@ def spoil(driver: Driver, token_id: int) -> None:
         return rows
 
     object.__setattr__(driver.engine.embedding, "lookup", spoiled)
-
-
-@pytest.mark.parametrize("at_once", [2, 4])
-def test_chunks_of_a_prompt_go_through_each_layer_together(tiny: Tiny, at_once: int) -> None:
-    """The same tokens as one after another, also while others go on."""
-    checkpoint = tiny("llama-gqa")
-    long, short = (checkpoint.ids.tolist() * 10)[:330], checkpoint.ids[:4].tolist()
-    with batching(checkpoint) as (_, driver):  # chunks of 64 tokens
-        engine, order = driver.engine, []
-        alone = [complete(driver, greedy(ids, 20)) for ids in (long, short)]
-        run_layer, place, firsts = engine.run_layer, engine.place, []
-
-        def noted_place(
-            token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]
-        ) -> None:
-            if len(token_ids) == 64:
-                firsts.append(positions[0])
-            place(token_ids, positions, slots)
-
-        def noted_layer(
-            layer: int, num_tokens: int, next_layer: int, num_wanted: int | None = None
-        ) -> None:
-            order.append((layer, next_layer))
-            run_layer(layer, num_tokens, next_layer, num_wanted)
-
-        engine.run_layer = noted_layer  # type: ignore[method-assign]
-        engine.place = noted_place  # type: ignore[method-assign]
-        engine.chunks_at_once = at_once
-        found = [start(driver, greedy(ids, 20)) for ids in (short, long)]
-        for result, expected in zip([one.end() for one in found], alone[::-1], strict=True):
-            assert result.ids == expected.ids
-        layers = [layer for layer, _ in order]
-        assert layers[: 2 * at_once] == at_once * [0] + at_once * [1]
-        announced = [following for _, following in order[:at_once]]
-        assert announced == (at_once - 1) * [0] + [1]
-        assert len(order) == 5 * engine.config.num_layers
-        assert firsts == [0, 64, 128, 192, 256]
-        assert all_pages_are_free(driver)
 
 
 @pytest.mark.parametrize("calls_before", [0, 1, 7])

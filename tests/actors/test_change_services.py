@@ -24,7 +24,7 @@ from hotcold.actors.protocol.kv_pool import KvPool
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup import connection
 from hotcold.actors.setup.connection import Connection
-from hotcold.model.errors import CheckpointError, MemoryBudgetError, ServiceError
+from hotcold.model.errors import CheckpointError, ServiceError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
@@ -41,7 +41,6 @@ from tests.actors.changing_services import (
     scale_among_requests,
     start_of,
     tokens,
-    with_plan,
 )
 from tests.actors.kept_system import wait_until
 from tests.actors.stand_in_ray import StandInRay, lose_once, stand_in_ray, stand_in_system
@@ -102,15 +101,6 @@ def test_a_profile_that_is_written_meanwhile(copied: TinyCheckpoint, host: Stand
         file = artifact_path(copied.path, PROFILE_FILE)
         profile = ActivationProfile(counts, 10, "text", "")
         write_profile(file, ModelIdentity.of(copied.path), profile)
-        system.actor.scale(2)
-        require_whole(system, 2, hot)
-        assert tokens(system) == expected
-
-
-def test_a_plan_that_is_written_meanwhile(copied: TinyCheckpoint, host: StandInRay) -> None:
-    with stand_in_system(host, start_of("fall-back", copied.path, host)) as system:
-        expected, hot = tokens(system), hot_of(system)
-        with_plan(copied.path, seed=2)
         system.actor.scale(2)
         require_whole(system, 2, hot)
         assert tokens(system) == expected
@@ -180,51 +170,6 @@ def test_what_fails_before_the_change_changes_nothing(
         require_whole(system, 1, hot_of(system))
         assert system.actor.scale(2).num_cpu_actors == 2
         require_whole(system, 2, hot_of(system))
-        assert tokens(system) == expected
-
-
-@pytest.mark.parametrize("has_had_a_long_prompt", [True, False])
-def test_new_services_prepare_for_long_prompts(
-    copied: TinyCheckpoint,
-    host: StandInRay,
-    monkeypatch: pytest.MonkeyPatch,
-    has_had_a_long_prompt: bool,
-) -> None:
-    """At once where the old ones have, and so do those that replace them."""
-    with stand_in_system(host, config_of(copied.path)) as system:
-        services = system.actor.services
-        if has_had_a_long_prompt:
-            expected = tokens(system)
-        assert services.connection.has_matmul == has_had_a_long_prompt
-        prepared: list[Any] = []
-        prepare = Connection.prepare_prompts
-
-        def noted(self: Connection, services: Any = None) -> None:
-            prepared.append(services and list(services))
-            prepare(self, services)
-
-        monkeypatch.setattr(Connection, "prepare_prompts", noted)
-        system.actor.scale(2)
-        assert prepared.count([1, 2]) == has_had_a_long_prompt
-        assert services.connection.has_matmul == has_had_a_long_prompt
-        if has_had_a_long_prompt:
-            assert tokens(system) == expected
-
-
-def test_without_room_for_new_services_the_old_ones_go_on(
-    copied: TinyCheckpoint, host: StandInRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both are in memory for a while; those that do not fit are not even started."""
-    with stand_in_system(host, config_of(copied.path)) as system:
-        expected, before = tokens(system), system.actor.services.connection.handles
-        with monkeypatch.context() as patch:
-            patch.setattr("hotcold.actors.processes.scaling.free_bytes", lambda: 1 << 20)
-            patch.setattr(system.actor.services, "spawn", fail)
-            with pytest.raises(MemoryBudgetError, match=r"2 new CPU .* MiB are missing") as caught:
-                system.actor.scale(2)
-        assert "\n" not in str(caught.value)
-        assert system.actor.services.connection.handles == before
-        require_whole(system, 1, hot_of(system))
         assert tokens(system) == expected
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -82,14 +81,6 @@ def bytes_of_all(system: SystemConfig) -> int:
     return device.used_bytes()
 
 
-def test_all_of_it_where_there_is_room(system: SystemConfig) -> None:
-    config = read_config(system.model_path)
-    _, fitted, loading = fit(system)
-    assert fitted.note == "" and fitted.system.num_hot_neurons == 3 * config.ffn_size
-    assert [ids.size for ids in loading.spec.neuron_ids or []] == [config.ffn_size] * 3
-    assert (fitted.system.num_host_layers, fitted.system.head_on_host) == (0, False)
-
-
 def test_the_budget_is_kept_and_used(system: SystemConfig) -> None:
     """Less and less memory: first fewer neurons, then no head, then fewer layers, then an error."""
     found, whole = [], bytes_of_all(system)
@@ -142,18 +133,6 @@ def test_reckoning_that_was_too_bold_is_made_good(
     assert 0 < fitted.system.num_hot_neurons < exact
 
 
-def test_the_services_hold_what_the_gpu_does_not(system: SystemConfig) -> None:
-    whole = bytes_of_all(system)
-    _, fitted, _ = fit(replace(system, gpu_memory_bytes=int(0.9 * whole)))
-    config = read_config(system.model_path)
-    specs = service_specs(fitted.system, config)
-    for layer in range(config.num_layers):
-        ids = [spec.neuron_ids[layer] for spec in specs if spec.neuron_ids is not None]
-        assert sorted(np.concatenate(ids)) == list(range(config.ffn_size))
-    counts = [sum(ids.size for ids in spec.neuron_ids or []) for spec in specs]
-    assert counts[0] == fitted.system.num_hot_neurons and min(counts) > 0
-
-
 class NoGpuService(ServiceActor):
     """A service's process on a machine whose GPU cannot be opened."""
 
@@ -171,30 +150,6 @@ def test_a_gpu_that_cannot_be_opened(system: SystemConfig) -> None:
     assert service_specs(fitted.system, config)[0].gpu_layout is None
     with pytest.raises(ServiceError, match=r"cudaErrorInsufficientDriver$"):
         host.fit(replace(system, requires_gpu=True))
-
-
-class FullGpuService(ServiceActor):
-    """A service's process with a GPU that has no room for a second model."""
-
-    device: NumpyDevice
-
-    def _open_device(self) -> NumpyDevice:
-        return self.device
-
-
-def test_another_spec_than_was_fitted_takes_the_place_of_the_first(system: SystemConfig) -> None:
-    config, whole = read_config(system.model_path), bytes_of_all(system)
-    host = FullGpuService(replace(service_specs(system, config)[0], share=None))
-    host.device = NumpyDevice(whole + whole // 4, CONTEXT_BYTES)
-    fitted = host.fit(system)
-    spec = replace(service_specs(fitted.system, config)[0], share=None)
-    assert spec.gpu_layout is not None and host._loading is not None
-    other = replace(spec, gpu_layout=replace(spec.gpu_layout, num_slots=2))
-    assert host._loading.is_of(spec) and not host._loading.is_of(other)
-    threads = replace(spec, gpu_layout=replace(spec.gpu_layout, num_outputs=7))
-    assert host._loading.is_of(threads)  # a pinned process counts fewer
-    host.load(other)
-    assert host.device.used_bytes() <= whole + whole // 4
 
 
 def test_hot_neurons_are_those_of_the_driver(
@@ -274,24 +229,6 @@ def test_whole_layers_where_the_plan_does_not_fit(
     assert Topology(tuple(specs)).is_whole.tolist() == is_whole.tolist()
 
 
-def test_a_profile_says_which_neurons_leave(tmp_path: Path) -> None:
-    """Those that fire least, of whole layers too."""
-    path = make_twelve_layers(tmp_path)
-    system = SystemConfig(str(path), mode="exact", num_threads=2, device="cuda", max_batch=1)
-    config = read_config(path)
-    system, plan = planned(system, config, 0.7)
-    counts = np.random.default_rng(4).permutation(config.num_neurons).reshape(12, -1)
-    profile = ActivationProfile(counts.astype(np.int64), config.num_neurons, "t", "t")
-    write_profile(artifact_path(path, PROFILE_FILE), ModelIdentity.of(path), profile)
-    planned_counts = np.sort(counts[plan.neuron_device == 0])
-    for num_gone in (12, 700):
-        fewer = replace(system, num_hot_neurons=planned_counts.size - num_gone)
-        hot = service_specs(fewer, config)[0].neuron_ids
-        assert hot is not None
-        held = [own[ids] for own, ids in zip(counts, hot, strict=True)]
-        assert np.sort(np.concatenate(held)).tolist() == planned_counts[num_gone:].tolist()
-
-
 def make_twelve_layers(folder: Path) -> Path:
     """A model of layers that are alike."""
     deep = tiny_models.Variant(tiny_models._llama, num_hidden_layers=12, intermediate_size=640)
@@ -335,47 +272,6 @@ def test_a_plan_counts_on_no_more_memory_than_there_is(gpu_memory_bytes: int, sc
         make_machine((free,)), num_cpu_actors=1, gpu_memory_bytes=gpu_memory_bytes or None
     )
     assert gpu.budget_bytes <= there
-
-
-def test_attempts_are_few(system: SystemConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much was reckoned too boldly; most of what is there is used."""
-    whole, num_attempts = bytes_of_all(system), 0
-    try_once = cuda_fit._try
-    for share, most in ((1.0, 1), (0.9, 3), (0.7, 4), (0.01, 6)):
-        num_attempts = 0
-
-        def limited(device: NumpyDevice, *arguments: Any, share: float = share) -> Any:
-            nonlocal num_attempts
-            num_attempts += 1
-            device.limit(int(share * (whole - CONTEXT_BYTES)))
-            return try_once(device, *arguments)
-
-        monkeypatch.setattr(cuda_fit, "_try", limited)
-        budget = replace(system, gpu_memory_bytes=whole)
-        if share < 0.1:
-            with pytest.raises(MemoryBudgetError, match="refused memory for even a part"):
-                fit(budget)
-        else:
-            device, _, _ = fit(budget)
-            assert device.held_bytes() > 0.7 * share * whole
-        assert num_attempts <= most
-
-
-def test_a_trial_reads_one_expert(tmp_path: Path) -> None:
-    """The largest, however many there are: more would take no more memory, but time."""
-    path = make_tiny("qwen3-moe", tmp_path / "model")
-    system = SystemConfig(str(path), context_length=64, max_batch=1, device="cuda")
-    device, _, loading = fit(system)
-    products: list[tuple[int, ...]] = []
-    multiply = device.multiply
-
-    def noted(a: np.ndarray, b: np.ndarray, *rest: Any, **options: bool) -> None:
-        products.append(b.shape)
-        multiply(a, b, *rest, **options)
-
-    device.multiply = noted  # type: ignore[method-assign]
-    loading._service.try_out()
-    assert len(products) == 2 + 3  # of attention, and of one expert
 
 
 def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:

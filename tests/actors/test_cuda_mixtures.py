@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.model.config import neurons
 from hotcold.numba_kernels.serve.mailbox import BYTES_READ
 from tests.actors.cuda_in_process import CudaInProcess
 from tests.actors.in_process import InProcessSystem
 from tests.actors.numpy_device import NumpyDevice
 from tests.actors.test_cuda_emulated import emulated_devices
-from tests.actors.test_stored_experts import StoredExperts, answers, packed, small_bundles
+from tests.actors.test_stored_experts import StoredExperts, answers, packed
 from tests.conftest import TinyCheckpoint
 from tests.mxfp4_models import make_mxfp4
 from tests.reference import reference_logits
@@ -28,8 +27,6 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 Tiny = Callable[..., TinyCheckpoint]
 Hot = Callable[[int, int], list[np.ndarray]]
 
-# Whole steps are run, as copies that fill others up would write to one place at once.
-__all__ = ["small_bundles"]  # a fixture
 IDS = np.random.default_rng(1).integers(0, VOCAB_SIZE, 42)
 SUPPORTED = [name for name in MIXTURES if name != "turbosparse-mixtral"]
 
@@ -86,30 +83,6 @@ def test_part_of_the_model_on_the_host(tiny: Tiny, variant: str) -> None:
         assert relative_difference(found, expected) < 1e-4
 
 
-@pytest.mark.parametrize("refuses", [False, True])
-def test_hot_experts_begin_with_attention(tiny: Tiny, refuses: bool) -> None:
-    """Nothing is copied to the device for their request; weights come back as they were used."""
-    checkpoint = tiny("qwen2-moe")
-    device = NumpyDevice(refuses_registration=refuses)
-    with CudaInProcess(checkpoint.path, hot=every_one, device=device) as system:
-        engine, width = system.engine("exact"), system.config.hidden_size
-        engine.joins_layers = False
-        for at in range(3):
-            device.log.clear()
-            engine.step([at], [at], [0])
-        place = [entry for entry in device.log if entry.startswith("in")]
-        hidden = f"in {4 * width}"
-        assert place.count(hidden) == system.config.num_layers + 1  # and the head's
-        assert len(place) == system.config.num_layers + 2  # positions
-        num_blocks = neurons.weighed_blocks(system.config)
-        assert device.log.count(f"out {4 * num_blocks}") == system.config.num_layers
-        weights = system.exchange.buffers.block_weights[0]
-        router = system.config.layers[-1].ffn.router
-        assert router is not None
-        assert np.count_nonzero(weights[: router.num_experts]) == router.num_chosen
-        assert weights[router.num_experts] > 0
-
-
 @pytest.mark.parametrize("variant", ["glm4-moe-groups", "gpt-oss"])
 def test_a_request_does_not_depend_on_its_company(
     tiny: Tiny, variant: str, device: Callable[[], NumpyDevice]
@@ -126,33 +99,6 @@ def test_a_request_does_not_depend_on_its_company(
             tokens, slots = [other[at], other[-at], other[2], one[at]], [1, 2, 3, 0]
             found = engine.step(tokens, [at] * 4, slots)
             np.testing.assert_array_equal(found, alone[at])
-
-
-@pytest.mark.parametrize("sizes", [[2, 1], [40]], ids=["steps", "prompt"])
-@pytest.mark.parametrize("variant", ["qwen3-moe", "gpt-oss"])
-def test_only_chosen_experts_are_read(
-    tiny: Tiny, variant: str, sizes: list[int], device: Callable[[], NumpyDevice]
-) -> None:
-    """The rows of the others hold NaN, biases included. Equal tokens choose about alike."""
-    ids, whole = np.full(sum(sizes), 7), np.cumsum(sizes)
-    with CudaInProcess(tiny(variant).path, hot=every_one, device=device()) as system:
-        engine, buffers, layers = system.engine("exact"), system.exchange.buffers, system.config
-        model: Any = system.services[0]._model  # type: ignore[attr-defined]
-        chosen = np.zeros((layers.num_layers, neurons.weighed_blocks(system.config)), bool)
-        for size, end in zip(sizes, whole, strict=True):
-            engine.place(ids[:size].tolist(), range(end - size, end), [0] * size)
-            for layer in range(layers.num_layers):
-                engine.run_layer(layer, size, layer + 1)
-                chosen[layer] |= buffers.block_weights[:size].any(axis=0)
-        expected = system.logits("exact", ids, sizes)
-        assert not chosen.all(axis=1).any()
-        for part, starts, own in zip(model.ffn, model.starts, chosen, strict=True):
-            spoilt = np.repeat(~own, np.diff(starts))
-            for array in (part.gate.data, part.up.data, part.down.data):
-                array[spoilt] = np.nan
-            for array in (part.gate_bias, part.up_bias):
-                array[spoilt[: array.size]] = np.nan
-        np.testing.assert_array_equal(system.logits("exact", ids, sizes), expected)
 
 
 @pytest.mark.parametrize(("hot", "width"), [(two_thirds, 96), (whole_experts, 256)])

@@ -132,26 +132,6 @@ def test_memory_that_cannot_be_registered_is_copied_through(tiny: Tiny) -> None:
             assert relative_difference(found, checkpoint.logits) < 1e-4
 
 
-def test_one_graph_and_one_copy_each_way(tiny: Tiny) -> None:
-    """What a token costs once graphs are made."""
-    checkpoint = tiny("llama-relu")
-    ids = checkpoint.ids.tolist()
-    with CudaInProcess(checkpoint.path, hot=a_third) as system:
-        engine, log = system.engine("exact"), system.device.log
-        for position in range(3):
-            engine.step(ids[position : position + 1], [position], [0])
-        num_captured = system.device.num_captured
-        log.clear()
-        engine.step(ids[3:4], [3], [0])
-        row, place = 4 * system.config.hidden_size, log.pop(0)
-        assert place.startswith("in ")  # where the token stands, once a step
-        layer = [f"in {row}", "graph", f"out {2 * row}"]
-        hot = ["graph", f"out {row}", "out 8"]
-        head = [f"in {row}", "graph", f"out {4 * system.config.vocab_size}"]
-        assert log == layer + hot + layer + layer + hot + head
-        assert system.device.num_captured == num_captured
-
-
 def ask_ffn(engine: Engine, operation: int, num_tokens: int) -> None:
     """Ask for all neurons of layer 0."""
     requests = engine.exchange.buffers.requests
@@ -220,16 +200,3 @@ def test_a_failing_launch_is_one_line(tiny: Tiny) -> None:
                 system.logits("exact", checkpoint.ids, [1])
             assert "\n" not in str(caught.value)
             assert is_lost_device(str(caught.value))
-
-
-def test_other_errors_end_only_their_request(tiny: Tiny) -> None:
-    checkpoint = tiny("llama-relu")
-    with CudaInProcess(checkpoint.path, hot=a_third, num_slots=2) as system:
-        ids = checkpoint.ids.tolist()
-        with pytest.raises(RequestError, match=r"the gpu service failed: .*one sequence"):
-            system.engine("dense").step(ids, range(40), [0] * 39 + [1])
-        system.exchange.buffers.requests[0, 0] = 99
-        with pytest.raises(RequestError, match="no operation 99"):
-            system.exchange.request([0])
-        found = system.logits("exact", checkpoint.ids, [1])
-        assert relative_difference(found, checkpoint.logits) < 1e-4

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.attention.cuda.device import GraphCache
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.telemetry.snapshot import NeuronWatch
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.serve.mailbox import (
     ATTENTION,
     FFN,
@@ -32,7 +30,6 @@ from tests.actors.test_cuda_emulated import emulated_devices
 from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model
 from tests.tiny_models import MIXTURES, VARIANTS
-from tests.unit.test_reference import relative_difference
 
 Tiny = Callable[..., TinyCheckpoint]
 SUPPORTED = [name for name in MIXTURES if name != "turbosparse-mixtral"]
@@ -166,28 +163,6 @@ def test_sequences_at_unequal_positions(tiny: Tiny, variant: str) -> None:
     assert counts[0] == counts[1] and counts[0][0] > 0
 
 
-@pytest.mark.parametrize("copying", [False, True])
-def test_experts_are_counted(tiny: Tiny, copying: bool) -> None:
-    """By what routers chose, which a layer alone leaves in the arena."""
-    checkpoint = tiny("qwen2-moe")
-    with CudaInProcess(checkpoint.path, hot=every_layer, copying=copying) as system:
-        engine, buffers = system.engine("exact"), system.exchange.buffers
-        expected = np.zeros_like(engine.block_counts)
-        engine.place([5, 9, 5], range(3), [0] * 3)
-        for layer in range(system.config.num_layers):
-            engine.run_layer(layer, 3, layer + 1)
-            chosen = (buffers.block_weights[:3] != 0).sum(axis=0)
-            expected[layer] = np.stack([chosen, chosen > 0], axis=1)
-        joined = system.engine("exact")
-        requests = asked(system)
-        joined.step([5, 9, 5], range(3), [0] * 3)
-        assert requests[0] == (LAYERS, 0)
-        np.testing.assert_array_equal(joined.block_counts, expected)
-        router = system.config.layers[0].ffn.router
-        assert router is not None
-        assert expected[0, : router.num_experts, 0].sum() == 3 * router.num_chosen
-
-
 def test_the_same_bits_of_quantized_layers(tmp_path: Path) -> None:
     path, device = make_model("q-llama", tmp_path / "model"), emulated_devices()()
     with CudaInProcess(
@@ -209,32 +184,6 @@ def test_beside_layers_that_the_gpu_has_in_part(
         parts = [(ATTENTION, 0), (FFN, 0), (LAYERS, 1), (ATTENTION, 3), (FFN, 3), (LAYERS, 4)]
         assert [each for each in requests if each[0] != HEAD] == parts
         assert assert_same(system, checkpoint.ids) == 2
-
-
-def test_each_request_has_its_own_thresholds(tiny: Tiny) -> None:
-    checkpoint, ids = tiny("smollm3"), [5, 6, 7]
-    values = [(0.0, 0.2), (0.0, 0.2), (0.1, 0.3), (0.1, 0.1), (0.1, 0.1)]
-    thresholds = [Thresholds(*map(np.float32, pair)) for pair in values]
-    with CudaInProcess(checkpoint.path, hot=every_layer, has_down_norms=True) as system:
-        requests, found = asked(system), []
-        for joins in (False, True):
-            engine = system.engine("threshold", thresholds=thresholds)
-            engine.joins_layers = joins
-            requests.clear()
-            found.append(np.stack(steps(engine, ids, [1, 1, 1])))
-        np.testing.assert_array_equal(found[0], found[1])
-        assert [layer for operation, layer in requests if operation == LAYERS] == [0, 2, 3] * 3
-        exact = np.stack(steps(system.engine("exact"), ids, [1, 1, 1]))
-        assert (exact != found[0]).any()
-
-
-def test_graphs_count_by_their_layers() -> None:
-    device = NumpyDevice()
-    graphs = GraphCache(device, most_graphs=8)
-    for key, num_captured in (("a", 1), ("b", 2), ("c", 3), ("b", 3), ("a", 4)):
-        for _ in range(2):  # the first time nothing is captured
-            graphs.run(key, lambda: None, size=3)
-        assert device.num_captured == num_captured
 
 
 def test_what_a_predictor_chooses_is_cold(tiny: Tiny) -> None:
@@ -263,26 +212,6 @@ def test_what_a_predictor_chooses_is_cold(tiny: Tiny) -> None:
     assert not counts.mean_gates[[0, 2]].any() and counts.mean_gates[1].sum() > 0
     cold_gates = counts.mean_gates.sum() * len(sizes)
     assert num_gates == pytest.approx(counts.num_hot.sum() * len(sizes) + cold_gates)
-
-
-@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm"])
-def test_the_head_goes_with_the_last_layer(tiny: Tiny, variant: str) -> None:
-    """Where all tokens have logits and the GPU has it."""
-    path, found = tiny(variant).path, []
-    for has_head in (True, False):
-        with CudaInProcess(path, hot=every_layer, has_head=has_head) as system:
-            requests, engine = asked(system), system.engine("exact")
-            found.append(engine.step([5, 6], [0, 1], [0, 0], 2).copy())
-            assert [each for each, _ in requests] == [LAYERS, *[HEAD] * (not has_head)]
-            requests.clear()
-            last = engine.step([5, 6], [0, 1], [0, 0]).copy()
-            assert [each for each, _ in requests] == [LAYERS, HEAD]
-            assert relative_difference(last, found[-1][1:]) < 1e-4  # NumPy multiplies otherwise
-            if has_head:
-                system.services[0]._model.head.head.data[3] = np.nan  # type: ignore[attr-defined]
-                with pytest.raises(NotFiniteError, match="in its logits"):
-                    engine.step([5, 6], [0, 1], [0, 0], 2)
-    assert relative_difference(found[0], found[1]) < 1e-4
 
 
 @pytest.mark.parametrize("hot", [all_but(1), every_layer])

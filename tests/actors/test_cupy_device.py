@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +9,6 @@ import numpy as np
 import pytest
 
 from hotcold.cuda_kernels.cupy_device import CupyDevice, _free_at_first
-from hotcold.cuda_kernels.matrix import FORMATS, padded_items
-from hotcold.numba_kernels.formats import row_items
 
 
 def stand_in_cupy_device(**parts: Any) -> CupyDevice:
@@ -47,46 +43,6 @@ def test_rows_are_copied_to_longer_ones() -> None:
         whole[row, :width] = rows.reshape(-1)[row * pitch :][:width]
     assert to_pitch == 224
     np.testing.assert_array_equal(whole[:, :210], rows)
-
-
-@pytest.mark.parametrize(
-    ("kind", "padding"),
-    [("q6", 14), ("mxfp4", 8), ("q8", 0), ("q4", 0), ("q4_1", 0), ("q4_k", 0), ("q5_k", 0)],
-)
-def test_which_rows_are_padded(kind: str, padding: int) -> None:
-    """Of a multiple of 256 weights, to 16 bytes; others have no pieces that are aligned."""
-    dtype = FORMATS[kind]
-    for groups, expected in ((8, padding), (128, 0)):
-        items = row_items(dtype, 32 * groups)
-        assert padded_items(dtype, items) == items + expected
-        assert (items + expected) * dtype.itemsize % 16 == 0
-    if kind in ("q8", "mxfp4"):
-        assert padded_items(dtype, row_items(dtype, 2880)) == row_items(dtype, 2880)
-
-
-def test_pinned_memory_goes_with_its_array() -> None:
-    class Memory(bytearray):
-        """With room for weak references."""
-
-    taken: list[weakref.ref[Memory]] = []
-
-    def alloc(num_bytes: int) -> Memory:
-        found = Memory(num_bytes)
-        taken.append(weakref.ref(found))
-        return found
-
-    device = stand_in_cupy_device(
-        xp=SimpleNamespace(cuda=SimpleNamespace(alloc_pinned_memory=alloc))
-    )
-    array = device.pinned((3, 4), np.float32)
-    array[2, 3] = 1
-    view = array[1:]
-    del array
-    gc.collect()
-    assert taken[0]() is not None and view[1, 3] == 1
-    del view
-    gc.collect()
-    assert taken[0]() is None
 
 
 def test_what_is_used_is_asked_beside_a_thread_that_captures_a_graph() -> None:

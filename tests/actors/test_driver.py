@@ -85,29 +85,6 @@ def reason(outcome: object) -> str:
     return outcome.result.finish_reason
 
 
-def test_requests_wait_for_each_other(
-    driver: Driver, request_: GenerateRequest, tiny: Callable[..., TinyCheckpoint]
-) -> None:
-    runs = [Running(driver, request_) for _ in range(5)]
-    for run in runs:
-        assert reason(run.end()) == "length"
-        assert run.outcome.result.ids == tiny("llama-relu").greedy_ids  # type: ignore[union-attr]
-    driver.close()
-
-
-def test_cancel(driver: Driver, request_: GenerateRequest) -> None:
-    long = start_endless(driver, request_)
-    waiting = Running(driver, request_)
-    driver.cancel("endless")
-    assert reason(long.end()) == "cancelled"
-    assert reason(waiting.end()) == "length"
-    again = start_endless(driver, request_)  # the id was cancelled once, not for ever
-    driver.cancel("another")
-    driver.cancel("endless")
-    assert 1 < len(again.end().result.ids) < LONG - 10  # type: ignore[union-attr]
-    driver.close()
-
-
 def test_close_does_not_wait_for_a_long_request(driver: Driver, request_: GenerateRequest) -> None:
     long = start_endless(driver, request_)
     waiting = Running(driver, request_)
@@ -118,37 +95,6 @@ def test_close_does_not_wait_for_a_long_request(driver: Driver, request_: Genera
     assert len(outcome.result.ids) < LONG - 10  # type: ignore[union-attr]
     stopped = waiting.end()
     assert isinstance(stopped, ServiceError) and "stopped" in str(stopped)
-
-
-def test_bad_prompts_are_refused_before_they_wait(
-    driver: Driver, request_: GenerateRequest
-) -> None:
-    long = Running(driver, endless(request_))
-    with pytest.raises(PromptError):
-        next(driver.generate(replace(request_, prompt_ids=[1000])))
-    assert long.outcome is None
-    driver.close()
-
-
-def test_a_failed_answer_ends_only_its_request(
-    system: InProcessSystem,
-    driver: Driver,
-    request_: GenerateRequest,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    long_prompt = replace(request_, prompt_ids=[1] * 40)  # by matrix products
-
-    def fail(*arguments: object) -> None:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(system.services[1]._matmul.get(), "combine", fail)  # type: ignore[attr-defined]
-    error = Running(driver, long_prompt).end()
-    assert isinstance(error, RequestError), error
-    assert "the cpu0 service failed: MemoryError: no room" in str(error)
-    assert reason(Running(driver, request_).end()) == "length"
-    monkeypatch.undo()
-    assert reason(Running(driver, long_prompt).end()) == "length"
-    driver.close()
 
 
 def test_what_goes_wrong_in_the_driver_ends_only_its_request(
@@ -162,23 +108,6 @@ def test_what_goes_wrong_in_the_driver_ends_only_its_request(
     assert type(error) is RequestError
     assert str(error) == "the request failed: ValueError: the logits hold a NaN"
     monkeypatch.undo()
-    assert reason(Running(driver, request_).end()) == "length"
-    driver.close()
-
-
-def test_a_job_waits_for_the_request_in_progress(driver: Driver, request_: GenerateRequest) -> None:
-    long, seen = start_endless(driver, request_), []
-    job = threading.Thread(
-        target=lambda: seen.append(driver.between_requests(lambda: long.outcome)), daemon=True
-    )
-    job.start()
-    await_waiting(driver)
-    assert not seen
-    driver.cancel("endless")
-    job.join(100)
-    assert len(seen) == 1
-    with pytest.raises(ZeroDivisionError):
-        driver.between_requests(lambda: 1 // 0)
     assert reason(Running(driver, request_).end()) == "length"
     driver.close()
 

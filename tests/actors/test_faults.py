@@ -176,19 +176,6 @@ def test_a_service_that_answers_nan_is_replaced(eight: Eight, service: int) -> N
     assert [n for n in range(4) if after[n] != before[n]] == [1 + service]
 
 
-def test_a_service_without_memory_is_replaced(eight: Eight) -> None:
-    def spoil(host: Any) -> None:
-        def combine(*arguments: Any) -> None:
-            raise MemoryError("no room")
-
-        host._service._matmul.get().combine = combine
-
-    before = eight.pids()["cpu1"]
-    eight.in_service(2, spoil)
-    assert eight.complete(lambda: None) == eight.expected
-    assert eight.pids()["cpu1"] != before
-
-
 def test_a_second_failure_during_recovery(eight: Eight) -> None:
     """The process that is loading is killed too, and meanwhile another service."""
     before = eight.pids()

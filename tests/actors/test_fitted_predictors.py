@@ -29,7 +29,6 @@ from hotcold.predictors.stacked import AnyLayer
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_predicted_modes import ffn_inputs
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
-from tests.placement_cases import llama_config
 from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -205,27 +204,6 @@ def test_what_a_trial_is_kept_for(tiny: Tiny, fitted: dict[str, Path], tmp_path:
     ]
     keys = [key, *map(trial_key, others)]
     assert len({json.dumps(each) for each in keys}) == len(keys)
-
-
-def test_what_was_chosen_is_said_and_kept() -> None:
-    from hotcold.actors.processes.system_services import SystemServices
-
-    class Chooser:
-        """A driver that finds exact faster."""
-
-        def choose_mode(self) -> ModeTrial:
-            return ModeTrial({"sign": 5.0, "exact": 6.25})
-
-    for tried, mode, said in (
-        ("sign", "exact", "mode exact: of sign 5.0 and exact 6.2 tokens/s"),
-        ("exact", "exact", "mode exact: no predictors made for a recall of 0.99"),
-    ):
-        services: Any = object.__new__(SystemServices)
-        services.system = SystemConfig("m", tried, predictors_path="p", auto_mode=True)
-        services.notes, services.config = ("before",), llama_config()
-        services._choose_mode(Chooser())
-        assert services.system.mode == mode
-        assert services.notes[0] == "before" and services.notes[1].startswith(said)
 
 
 def test_the_driver_refuses_predictors_of_another_model(

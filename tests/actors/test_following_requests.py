@@ -6,13 +6,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from hotcold.actors.attention.cuda.host_part import HostPart
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import ServiceLost
@@ -21,9 +18,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     ATTENTION,
     DONE,
     FFN,
-    HEAD,
     NO_COUNTERS,
-    NUM_ANSWERED,
     OPERATION,
     REQUEST,
     THEN,
@@ -93,21 +88,6 @@ class Watch:
         return "unknown"
 
 
-def test_a_service_rings_those_that_follow_when_it_is_done() -> None:
-    buffers, seen = new_buffers(ATTENTION), {}
-
-    def look(service: int, number: int) -> None:
-        if service == ATTENTION_SERVICE:
-            seen[service] = [word(buffers, s, REQUEST) for s in (FIRST, SECOND)]
-        else:
-            seen[service] = [int(buffers.replies[ATTENTION_SERVICE, NUM_ANSWERED])]
-
-    with serving_once(buffers, ALL, look):
-        ArenaExchange(buffers, Watch(), 7).request(ALL)
-    assert seen == {ATTENTION_SERVICE: [0, 0], FIRST: [1], SECOND: [1]}
-    assert [word(buffers, service, DONE) for service in ALL] == [7, 7, 7]
-
-
 def test_the_driver_rings_those_that_follow_a_lost_service() -> None:
     """Else they would wait for ever, and those that were not rung would miss a number."""
     buffers, seen, watch = new_buffers(ATTENTION), [], Watch(lost=(ATTENTION_SERVICE,))
@@ -153,15 +133,3 @@ def test_one_that_is_lost_before_it_is_rung_is_rung_before_the_request_ends() ->
     assert caught.value.service == SECOND
     assert [word(buffers, service, REQUEST) for service in ALL] == [7, 7, 7]
     assert [word(buffers, service, DONE) for service in ALL] == [7, 0, 7]
-
-
-def test_the_part_of_a_gpu_service_on_the_cpu_rings_nobody() -> None:
-    """Its doorbells are its own, and end with its service's; the GPU service rings the others."""
-    buffers, own, sent = new_buffers(ATTENTION), new_buffers(HEAD), []
-    inner: Any = SimpleNamespace(index=ATTENTION_SERVICE)
-    part: Any = HostPart(inner)
-    part._outer, row = buffers, own.requests[ATTENTION_SERVICE]
-    part._exchange = SimpleNamespace(buffers=own, request=lambda services: sent.append(row.copy()))
-    part.request()
-    assert [(request[OPERATION], request[THEN]) for request in sent] == [(ATTENTION, 0)]
-    assert buffers.requests[ATTENTION_SERVICE, THEN] == 1 << FIRST | 1 << SECOND

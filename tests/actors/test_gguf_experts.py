@@ -12,13 +12,6 @@ import pytest
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.setup.shards import service_specs
-from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs, sizes_of_blocks
-from hotcold.model.weights.ffn_tensors import ffn_tensors
-from hotcold.model.weights.tensor_reader import TensorReader
-from hotcold.numba_kernels.block_rows import IS_SECOND
-from hotcold.numba_kernels.formats import Q4_K, Q8
-from hotcold.numba_kernels.load.convert import to_float32
 from tests.actors.in_process import InProcessSystem
 from tests.reference import reference_logits
 from tests.tiny_models import MIXTURES, VOCAB_SIZE, Variant, make_tiny
@@ -65,43 +58,6 @@ def write(folder: Path, num_chosen: int = 3) -> Path:
         make_tiny(name, folder)
         write_gguf(folder, "glm4moe", kinds=KINDS)
     return folder / "m.gguf"
-
-
-def test_rows_are_the_files(tmp_path: Path) -> None:
-    path = write(tmp_path)
-    _, config = prepare_system(path, SystemOptions(context_length=64))
-    checkpoint, sizes = Checkpoint(path), sizes_of_blocks(config)
-    everything = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
-    # Two services: of each expert one of them, of the wider blocks parts.
-    parts: list[list[np.ndarray]] = []
-    for turn in (0, 1):
-        parts.append([])
-        for layer, ids in enumerate(everything):
-            starts = np.concatenate([[0], np.cumsum(sizes[layer])])
-            block = np.searchsorted(starts, ids, side="right") - 1
-            unit = (ids - starts[block]) // 256 + block
-            parts[-1].append(ids[unit % 2 == turn] if sizes[layer, 0] != 768 else
-                             ids[(ids < 256) == (turn == 0)])  # fmt: skip
-    with TensorReader(checkpoint) as reader:
-        whole = read_down_outputs(reader, config, everything)
-        halves = [read_down_outputs(reader, config, ids) for ids in parts]
-    assert whole.first.dtype == Q4_K and whole.second.dtype == Q8
-    assert whole.places[:, :, IS_SECOND].any(axis=1).tolist() == [False, False, True, True]
-    (tensor, *_) = ffn_tensors(checkpoint, config, 2).down
-    stacked = to_float32(checkpoint.array(tensor.name))
-    for expert in range(8):
-        assert np.array_equal(to_float32(whole.matrix(2, expert)), stacked[expert])
-    for layer, block in np.ndindex(*sizes.shape):
-        found = [to_float32(half.matrix(layer, block)) for half in halves]
-        joined = [rows for rows in found if rows.size]
-        if sizes[layer, block]:
-            own = to_float32(whole.matrix(layer, block))
-            assert np.array_equal(np.concatenate(joined, axis=1), own)
-    lengths = down_lengths(whole)
-    assert lengths.size == sum(config.ffn_sizes)
-    first = np.linalg.norm(stacked[3].astype(np.float64), axis=0)
-    begin = 2 * 768 + 3 * 256
-    np.testing.assert_allclose(lengths[begin : begin + 256], first, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_chosen", [3, 8])

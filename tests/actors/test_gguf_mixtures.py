@@ -9,15 +9,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.setup.shards import service_specs
-from hotcold.actors.system import System
-from hotcold.model.sampling import SamplingParams
 from tests.actors.in_process import InProcessSystem
 from tests.reference import reference_logits
-from tests.tiny_checkpoint import GREEDY_TOKENS, TinyCheckpoint
+from tests.tiny_checkpoint import TinyCheckpoint
 from tests.tiny_models import MIXTURES, Variant, make_tiny
 from tests.unit.test_mixtures import FILES, write_gguf
 from tests.unit.test_reference import relative_difference
@@ -89,20 +86,3 @@ def quantized(kind: str, folder: Path) -> Path:
     keys = lengths if kind == "shared" else {}
     write_gguf(folder, case, kinds=KINDS[kind][0], changed_keys=keys)
     return folder / "m.gguf"
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("case", FILES)
-def test_greedy_ids_of_processes_are_those_of_transformers(
-    case: str, local_ray: None, tmp_path: Path
-) -> None:
-    make_tiny(FILES[case][0], tmp_path)
-    write_gguf(tmp_path, case)
-    expected = TinyCheckpoint(tmp_path)
-    system, _ = prepare_system(
-        tmp_path / "m.gguf", SystemOptions(context_length=128, num_cpu_actors=2)
-    )
-    sampling = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
-    request = GenerateRequest(sampling, prompt_ids=expected.ids[:10].tolist())
-    with System.start(system) as running:
-        assert running.complete(request).ids == expected.greedy_ids

@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotcold.actors.driver.driver import Driver
-from hotcold.actors.driver.scoring import AuditedEngine
-from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup import placement_choice
 from hotcold.actors.setup.assignment import hottest_neurons
@@ -19,10 +17,8 @@ from hotcold.actors.setup.placement_choice import plan_request
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
 from hotcold.actors.setup.shards import service_specs
 from hotcold.model.files.artifact import ModelIdentity
-from hotcold.model.sampling import SamplingParams
 from hotcold.placement.plan import plan_path, write_plan
 from hotcold.placement.planner import make_plan
-from tests.actors.batching import complete
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_placement_choice import MACHINE, OPTIONS, WITH_GPU
 from tests.conftest import TinyCheckpoint
@@ -53,21 +49,6 @@ def test_hot_and_cold_equal_all_cold(tiny: Tiny, variant: str) -> None:
         engine.step(checkpoint.ids[:1].tolist(), [0], [0])
         config = system.config
         assert engine.times.num_neurons == config.num_neurons
-
-
-def test_neurons_that_fire_are_counted_wherever_they_are(tiny: Tiny) -> None:
-    checkpoint = tiny("llama-relu")
-    counts = []
-    for hot in (None, hot_ids):
-        with InProcessSystem(checkpoint.path, 2, 1, hot=hot) as system:
-            engine = system.engine("exact")
-            audited = AuditedEngine(engine)
-            for position, token in enumerate(checkpoint.ids[:12].tolist()):
-                engine.step([token], [position], [0])
-            for position, token in enumerate(checkpoint.ids[:12].tolist()):
-                audited.step([token], [position], [0])
-            counts.append((engine.times.num_neurons, audited.counts.num_fired.tolist()))
-    assert counts[0] == counts[1]
 
 
 def test_bad_numbers_of_hot_neurons_are_the_gpus(tiny: Tiny) -> None:
@@ -111,26 +92,6 @@ def test_every_neuron_has_one_place(planned: SystemConfig, num_hot: int, num_cpu
     assert Topology(tuple(specs)).num_hot.tolist() == (
         [ids.size for ids in hot] if hot else [0] * config.num_layers
     )
-
-
-def test_a_driver_adds_hot_neurons(planned: SystemConfig, tmp_path: Path) -> None:
-    """From the plan to tokens; telemetry shows them as hot."""
-    checkpoint = TinyCheckpoint(Path(planned.model_path))
-    config = prepare_system(checkpoint.path, SystemOptions())[1]
-    specs = service_specs(planned, config)
-    hot = specs[0].neuron_ids
-    assert hot is not None
-    with InProcessSystem(checkpoint.path, specs=specs) as running:
-        driver = Driver(planned, running.exchange, running.topology)
-        try:
-            sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
-            prompt = checkpoint.ids[:10].tolist()
-            found = complete(driver, GenerateRequest(sampling, prompt_ids=prompt))
-            assert found.ids == checkpoint.greedy_ids[:16]
-            neurons = driver.telemetry().neurons
-            assert neurons.num_hot.sum(axis=1).tolist() == [ids.size for ids in hot]
-        finally:
-            driver.close()
 
 
 def test_hottest_neurons() -> None:

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from hotcold.actors.protocol.failures import RequestError
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
-from hotcold.numba_kernels.ir.target import LINE_BYTES, has_feature
-from hotcold.numba_kernels.serve.mailbox import FAILED, STATUS
+from hotcold.numba_kernels.ir.target import has_feature
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 from tests.patched_models import load_model
@@ -131,19 +129,6 @@ def test_a_request_asked_again_is_answered_alike(tiny: Tiny, variant: str) -> No
             again = engine.step(ids[first:last], step, [0] * len(step)).copy()
             system.exchange.request = request  # type: ignore[method-assign]
             np.testing.assert_array_equal(again, plain)
-
-
-def test_two_sequences_in_one_step(tiny: Tiny) -> None:
-    checkpoint = tiny("llama-gqa")
-    one, other = checkpoint.ids[:12], checkpoint.ids[20:32]
-    with InProcessSystem(checkpoint.path, 1, 2, num_slots=2) as system:
-        apart = [system.logits("exact", ids, [1]) for ids in (one, other)]
-        engine = system.engine("exact")
-        for position in range(12):
-            tokens = [int(one[position]), int(other[position])]
-            found = engine.step(tokens, [position] * 2, [0, 1], 2)
-            for row, expected in zip(found, apart, strict=True):
-                assert relative_difference(row, expected[position]) < 1e-6
 
 
 def test_only_the_logits_asked_for(tiny: Tiny) -> None:
@@ -292,12 +277,6 @@ def test_stop_ends_all_threads(tiny: Tiny, sizes: list[int]) -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_stop_before_any_request(tiny: Tiny) -> None:
-    before = set(threading.enumerate())
-    InProcessSystem(tiny("llama-relu").path, 1, 2).stop()
-    assert set(threading.enumerate()) <= before
-
-
 def test_request_numbers_start_anew(tiny: Tiny) -> None:
     """Doorbells are 32-bit words: a system that runs for weeks comes to their end."""
     checkpoint = tiny("llama-relu")
@@ -306,64 +285,3 @@ def test_request_numbers_start_anew(tiny: Tiny) -> None:
         found = system.logits("exact", checkpoint.ids, [1])
         assert relative_difference(found, checkpoint.logits) < 1e-4
         assert system.exchange.next_number < last - 20
-
-
-def test_vectors_of_attention_begin_with_a_line(tiny: Tiny) -> None:
-    with InProcessSystem(tiny("llama-relu").path, 1, 2) as system:
-        scratch = system.services[0]._scratch._asdict()  # type: ignore[attr-defined]
-    floats = {name: each for name, each in scratch.items() if name not in ("inputs", "counters")}
-    assert {"normed", "heads", "qkv", "residual"} <= set(floats)
-    begins = {name: each.ctypes.data % LINE_BYTES for name, each in floats.items() if each.size}
-    assert set(begins.values()) == {0}, begins
-
-
-def test_services_attach_to_an_arena_that_was_used(tiny: Tiny) -> None:
-    """A service that starts again goes on where its predecessor ended."""
-    checkpoint = tiny("llama-relu")
-    with InProcessSystem(checkpoint.path, 2, 1) as system:
-        expected = system.logits("exact", checkpoint.ids, [1])
-        old = system.services[2]
-        successor = system._cpus()[1]
-        old.buffers.requests[2, 0] = 0  # STOP
-        system.exchange.request([2])
-        assert old.join(60)
-        successor.attach(system.layout, system.arena)
-        system.services[2] = successor
-        np.testing.assert_array_equal(system.logits("exact", checkpoint.ids, [1]), expected)
-
-
-@pytest.mark.parametrize(("index", "name"), [(0, "gpu"), (2, "cpu1")])
-def test_an_unknown_operation_is_named_and_survived(tiny: Tiny, index: int, name: str) -> None:
-    checkpoint = tiny("llama-relu")
-    with InProcessSystem(checkpoint.path, 2, 2) as system:
-        buffers = system.exchange.buffers
-        buffers.requests[index, 0] = 99
-        with pytest.raises(RequestError, match=rf"the {name} service failed: .*no operation 99"):
-            system.exchange.request([index])
-        assert buffers.replies[index, STATUS] == FAILED
-        found = system.logits("exact", checkpoint.ids, [1])
-        assert relative_difference(found, checkpoint.logits) < 1e-4
-
-
-def test_a_failing_matrix_product_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = tiny("llama-relu")
-    with InProcessSystem(checkpoint.path, 3, 1) as system:
-
-        def fail(*arguments: object) -> None:
-            raise MemoryError("no room for 7 numbers")
-
-        monkeypatch.setattr(system.services[2]._matmul.get(), "combine", fail)  # type: ignore[attr-defined]
-        with pytest.raises(RequestError, match=r"the cpu1 service failed: .*no room for 7"):
-            system.logits("dense", checkpoint.ids, [40])
-        monkeypatch.undo()
-        found = system.logits("dense", checkpoint.ids, [40])
-        assert relative_difference(found, checkpoint.logits) < 1e-4
-
-
-def test_prefill_of_two_sequences_is_refused(tiny: Tiny) -> None:
-    checkpoint = tiny("llama-relu")
-    with InProcessSystem(checkpoint.path, num_slots=2) as system:
-        ids = checkpoint.ids.tolist()
-        for positions, slots in ((range(40), [0] * 39 + [1]), ([0, *range(39)], [0] * 40)):
-            with pytest.raises(RequestError, match=r"the gpu service failed: .*one sequence"):
-                system.engine("dense").step(ids, positions, slots)

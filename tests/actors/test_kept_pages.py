@@ -237,26 +237,6 @@ def test_a_call_that_is_given_up_while_it_goes_on(
     assert store.keys() == {key(2)}
 
 
-def test_a_disk_that_does_not_answer(
-    model: Path, stores: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefix_cache, "_LONGEST_WRITE_S", 0.1)
-    monkeypatch.setattr(prefix_cache, "_RETRY_S", 0.0)
-    services = Services(kept_pages(model, cache(17)))
-    services.before_saving = pause = Pause()
-    store = stores(services)
-    store.reopen(ONE)
-    store.save(key(1), (1,))
-    assert pause.begun.wait(60)
-    store.save(key(2), (2,))
-    assert not store.reopen(ONE)
-    assert store.saved() == [key(2)] and store.keys() == set()  # only page 1 is being read
-    assert "does not answer" in store.note
-    pause.may_end.set()
-    assert wait_until(lambda: store.saved() == [key(1)])
-    assert wait_until(lambda: store.saved() == [] and store.keys() == {key(1)})
-
-
 def test_a_session_waits_for_what_is_being_filled(model: Path) -> None:
     arrays = cache(18)
     kept = kept_pages(model, arrays)
@@ -287,30 +267,6 @@ def test_a_session_waits_for_what_is_being_filled(model: Path) -> None:
     loading.join(60)
     assert not opening.is_alive() and found[0] < 8  # it ends after the pages it has begun
     assert kept.load(b"second", keys, at(*range(8, 16))) == 8
-    kept.close()
-
-
-def test_pages_are_loaded_while_the_disk_syncs(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arrays, pause = cache(21), Pause()
-    kept = kept_pages(model, arrays)
-    kept.open(b"first", ONE)
-    kept.save(b"first", [], [key(1)], at(1))
-    monkeypatch.setattr(os, "fdatasync", lambda descriptor: pause())
-    saving = threading.Thread(target=kept.save, args=(b"first", [], [key(2)], at(2)))
-    saving.start()
-    assert pause.begun.wait(60)
-    found: list[int] = []
-    loading = threading.Thread(
-        target=lambda: found.append(kept.load(b"first", [key(2), key(1)], at(5, 6)))
-    )
-    loading.start()
-    loading.join(60)
-    assert found == [2] and saving.is_alive()
-    assert all((array[:, 5:7] == array[:, [2, 1]]).all() for array in arrays)
-    pause.may_end.set()
-    saving.join(60)
     kept.close()
 
 
@@ -385,25 +341,6 @@ def test_what_may_be_wrong_is_dropped(model: Path, stores: Make) -> None:
     assert store.keys() == {key(3)} and store.load([key(3)], at(4)) == 1
 
 
-def test_of_one_prompt_the_last_pages_are_given_up_first(model: Path, stores: Make) -> None:
-    arrays = cache(20)
-    page = sum(array.nbytes for array in arrays) // PAGES
-    services = Services(kept_pages(model, arrays, 2 * 8192 + 6 * page))
-    services.before_saving = pause = Pause()
-    store = stores(services)
-    store.reopen(ONE)
-    store.save(key(100), (15,))
-    assert pause.begun.wait(60)
-    for n in range(8):  # in one call, then
-        store.save(key(n), (n,))
-    pause.may_end.set()
-    ended: list[bytes] = []
-    assert wait_until(lambda: ended.extend(store.saved()) or len(ended) == 9)  # type: ignore[func-returns-value]
-    assert ended == [key(n) for n in (100, *reversed(range(8)))]
-    left = store.keys() - {key(100)}
-    assert 4 <= len(left) < 8 and left == {key(n) for n in range(len(left))}
-
-
 def test_a_page_is_there_where_all_services_have_it(model: Path, stores: Make) -> None:
     """Two services share the layers, each with a file of its own; one lacks a page."""
     arrays = [cache(13, 2), cache(14, 1)]
@@ -443,19 +380,6 @@ def test_a_planted_link_is_not_followed(model: Path, tmp_path: Path, stores: Mak
     save_all(store, {1: 1})
     assert store.keys() == {key(1)} and str(tmp_path / "cache" / "hotcold" / FOLDER) in store.note
     assert len(list(others.iterdir())) == 2
-
-
-def test_pages_lie_elsewhere_where_artifacts_do(
-    model: Path, tmp_path: Path, stores: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOTCOLD_ARTIFACTS", str(tmp_path / "elsewhere"))
-    before = sorted(model.iterdir())
-    store = stores(Services(kept_pages(model, cache(24))))
-    store.reopen(ONE)
-    save_all(store, {1: 1})
-    (own,) = (tmp_path / "elsewhere").iterdir()
-    assert store.keys() == {key(1)} and any((own / FOLDER).iterdir())
-    assert sorted(model.iterdir()) == before
 
 
 @pytest.mark.parametrize("which", ["hotcold", "hotcold/prefix-cache"])

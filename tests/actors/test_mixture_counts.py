@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from hotcold.actors.driver.profiling import ProfilingEngine, counts_by_neuron
-from hotcold.actors.driver.scoring import score_window
 from hotcold.actors.telemetry.experts import expert_counts
 from hotcold.actors.telemetry.snapshot import NeuronWatch
 from hotcold.model.config.build import read_config
@@ -223,16 +222,3 @@ def counted(tokens: list[list[list[bool]]], prompts: set[int]) -> list[int]:
                 found[more + (as_many + 1) // 2] += 1
         means = [mean + used / 16 for mean, used in zip(means, token, strict=True)]
     return found
-
-
-def test_an_audit_counts_what_fires(path: Path, config: ModelConfig, routes: Routes) -> None:
-    """Each neuron of the chosen experts is listed where nothing predicts."""
-    if not config.is_sparse:
-        pytest.skip("dense is not compared with itself")
-    with InProcessSystem(path, num_services=2, num_threads=2) as system:
-        found = score_window(system.engine("exact"), IDS[:12].tolist(), 4, audit=True).counts
-    assert found is not None and found.num_tokens == 11
-    for layer, spec in enumerate(config.layers):
-        assert found.num_fired[layer] == routes.fires[layer][:11].sum()
-        sizes = np.array(spec.ffn.block_sizes)
-        assert found.num_listed[layer] == (routes.chosen[layer][:11] @ sizes).sum()

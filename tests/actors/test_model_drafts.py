@@ -17,7 +17,7 @@ from hotcold.actors.driver.driver import Driver
 from hotcold.actors.protocol.failures import ServiceLost
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.model.sampling import SamplingParams
-from hotcold.numba_kernels.serve.mailbox import DRAFT, WATCHED, WEIGHTS
+from hotcold.numba_kernels.serve.mailbox import DRAFT, WEIGHTS
 from tests.actors.batching import CONTEXT, mode_of
 from tests.actors.changing_services import (
     config_of,
@@ -161,18 +161,6 @@ def test_a_service_that_is_lost_in_a_draft(path: Path, host: StandInRay, service
         require_right_drafts(system, drafter)
 
 
-def test_another_number_of_services_drafts_too(path: Path, host: StandInRay) -> None:
-    expected = plain_tokens(path, host)
-    with drafting_system(path, host) as (system, drafter):
-        for count in (3, 1):
-            outcome, found = scale_among_requests(system, count)
-            assert outcome.num_cpu_actors == count and found == expected
-            for number in range(count):
-                shard: Any = system.service(f"cpu{number}").service._service
-                assert shard.draft.arrays.gate.shape[0] == shard.arrays.gate.shape[0]
-            require_right_drafts(system, drafter)
-
-
 def test_predictors_that_draft_follow_the_services(path: Path, host: StandInRay) -> None:
     """Each service's neurons are chosen by their own predictors, whoever holds them."""
     expected = plain_tokens(path, host)
@@ -190,24 +178,6 @@ def test_predictors_that_draft_follow_the_services(path: Path, host: StandInRay)
                 drafted.append(last_drafts(system))
     assert drafted[1:] == drafted[:1] * 2
     assert 0 < driver.drafter.times.num_gates < driver.drafter.times.num_tokens * 300
-
-
-def test_neurons_of_predicted_drafts_are_not_counted(path: Path, host: StandInRay) -> None:
-    """What a running system shows of its neurons is what answers took."""
-    file = write_sign_predictors(path, seed=1)
-    options = {"draft": "predicted", "draft_predictors_path": str(file)}
-    with stand_in_system(host, config_of(path, **options)) as system:
-        driver = driver_of(system)
-        engine, drafter = driver.engine, driver.drafter
-        assert drafter is not None and drafter.mode.predictor is not None
-        buffers = engine.exchange.buffers
-        buffers.requests[:, WATCHED] = 1
-        engine.step([1], [0], [0])
-        counts, steps = buffers.neuron_counts.copy(), buffers.counted_steps.copy()
-        assert counts.any() and steps.any()
-        engine.step([2], [1], [0], mode=drafter.mode)
-        np.testing.assert_array_equal(buffers.neuron_counts, counts)
-        np.testing.assert_array_equal(buffers.counted_steps, steps)
 
 
 def last_drafts(system: StandInSystem) -> tuple[int, list[int]]:

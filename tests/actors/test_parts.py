@@ -7,37 +7,26 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.cpu.cpu_service import CpuService
 from hotcold.actors.driver.outputs import StopStrings
-from hotcold.actors.exchange.call_exchange import ServiceReply, ServiceRequest
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.exchange.watch import ActorWatch, Pulse
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import RequestError, ServiceLost
-from hotcold.actors.protocol.lanes import in_loading_order, share_lanes
 from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import (
-    ALL_NEURONS,
-    ATTENTION,
     DONE,
-    FFN,
-    NUM_IDS,
-    NUM_TOKENS,
     OPERATION,
     REQUEST,
     STOP,
-    WEIGHS_BLOCKS,
     cell,
-    read_selection,
 )
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
@@ -91,52 +80,6 @@ def test_stop_strings_that_are_shown_or_not_looked_for_yet(
     assert machine.text == shown + (min(ends, key=len) if found else "")
 
 
-@given(st.text("ab", max_size=20), st.text("ab", min_size=1, max_size=4))
-def test_pieces_do_not_matter_to_one_stop_string(text: str, stop: str) -> None:
-    results = []
-    for size in (1, 2, 3, 20):
-        machine = StopStrings([stop])
-        for first in range(0, len(text), size):
-            machine.push(text[first : first + size])
-        machine.flush()
-        results.append(machine.text)
-    assert results == [text.split(stop)[0]] * 4
-
-
-@given(st.integers(0, 500), st.lists(st.integers(1, 8), min_size=1, max_size=6))
-def test_each_neuron_is_assigned_once(num_neurons: int, threads: list[int]) -> None:
-    lanes, ids = share_lanes(64, threads), np.arange(num_neurons)
-    shards = [in_loading_order(ids, [num_neurons], own) for own in lanes]
-    assert all(shard.dtype == np.int32 for shard in shards)
-    assert np.sort(np.concatenate(shards)).tolist() == list(range(num_neurons))
-    for own, count, shard in zip(lanes, threads, shards, strict=True):
-        size = own.end - own.first
-        assert abs(size - 64 * count / sum(threads)) <= 1
-        assert abs(shard.size - num_neurons * size / 64) <= size
-
-
-def test_arena_parts_do_not_overlap_and_are_shared() -> None:
-    layout = ArenaLayout(
-        3, 5, 7, 11, 13, 2, 4, 6, num_outputs=3, num_blocks=2, num_guessed=3, predictor_words=9
-    )
-    arena = layout.new_arena()
-    assert arena.nbytes == layout.num_bytes and not arena.any()
-    buffers, others = layout.buffers(arena), layout.buffers(arena)
-    for number, part in enumerate(buffers, start=1):
-        assert part.ctypes.data % 64 == 0
-        part[...] = number
-    for number, part in enumerate(others, start=1):
-        assert (part == number).all()
-    assert buffers.partials.shape == (3, 5, 7) and buffers.logits.shape == (2, 13)
-    assert buffers.active_ids.shape == (3, 11) and buffers.page_tables.shape == (2, 4, 6)
-
-
-def test_arena_too_small() -> None:
-    small, large = ArenaLayout(1, 1, 4, 4, 4, 1, 1, 1), ArenaLayout(1, 1, 4, 4, 4000, 1, 1, 1)
-    with pytest.raises(ValueError, match="the arena has"):
-        large.buffers(small.new_arena())
-
-
 @pytest.mark.parametrize("copying", [False, True])
 @pytest.mark.parametrize("service", [AttentionService, CpuService])
 def test_a_thread_that_fails_is_named(
@@ -174,33 +117,6 @@ def test_a_service_that_cannot_release_still_ends(
     with pytest.raises(RequestError, match="the cpu0 service failed: RuntimeError: still in use"):
         system.stop()
     assert all(service.join(60) for service in system.services)
-
-
-def test_a_pulse_counts_unanswered_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[list[str]] = [[], [], ["a"], [], [], [], []]
-    answered: list[str] = []
-    calls: list[str] = []
-
-    def get(ref: str, timeout: float) -> str:
-        if ref not in answered:
-            raise ray.exceptions.GetTimeoutError()
-        return f"answer to {ref}"
-
-    def wait(refs: list[str], timeout: float) -> tuple[list[str], list[str]]:
-        answered[:] = answers.pop(0)
-        return [ref for ref in refs if ref in answered], []
-
-    def call() -> str:
-        calls.append("ab"[len(calls)])
-        return calls[-1]
-
-    monkeypatch.setattr(ray, "wait", wait)
-    monkeypatch.setattr(ray, "get", get)
-    pulse = Pulse("driver", call)
-    assert [pulse.poll(3) for _ in range(6)] == [None, None, "answer to a", None, None, None]
-    with pytest.raises(ServiceError, match="the driver does not answer"):
-        pulse.poll(3)
-    assert calls == ["a", "b"]
 
 
 def test_a_frozen_machine_loses_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,21 +170,3 @@ def test_the_affinity_thread_sees_the_end(
     service._ended.set()
     buffers.cells[bells[1]] = 5
     assert not await_work() and slept == [0]
-
-
-def test_calls_carry_weights_of_blocks_both_ways() -> None:
-    """Attention's service writes them, the FFN's services read them."""
-    layout = ArenaLayout(2, 4, 6, 9, 5, 1, 1, 1, num_blocks=3)
-    driver, service = (layout.buffers(layout.new_arena()) for _ in range(2))
-    weights = np.random.default_rng(0).random((2, 3), np.float32)
-    driver.requests[:, NUM_TOKENS] = service.requests[:, NUM_TOKENS] = 2
-    driver.requests[0, OPERATION] = service.requests[0, OPERATION] = ATTENTION
-    service.block_weights[:2] = weights
-    ServiceReply.read(service, 0).write(driver, 0)
-    np.testing.assert_array_equal(driver.block_weights[:2], weights)
-    service.block_weights[:] = 0
-    driver.requests[1, [OPERATION, NUM_IDS, WEIGHS_BLOCKS]] = FFN, ALL_NEURONS, 1
-    ServiceRequest.read(driver, 1).write(service, 1)
-    selection = read_selection.py_func(service, 1)
-    assert not selection.is_listed
-    np.testing.assert_array_equal(selection.block_weights, weights)

@@ -49,19 +49,6 @@ def expected(
     return found
 
 
-@pytest.mark.parametrize("penalties", PENALTIES)
-def test_the_formula(penalties: dict[str, Any]) -> None:
-    random, params = np.random.default_rng(1), SamplingParams(**penalties)
-    logits = random.standard_normal(20).astype(np.float32)
-    before, tokens = logits.copy(), random.integers(0, 12, 100).tolist()
-    for length in (97, 90, 30, 100, 0):
-        found = Penalties(params, length).applied(logits, tokens)
-        assert found.dtype == np.float32
-        wanted = expected(logits, tokens[:length], tokens[length:], params)
-        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
-    np.testing.assert_array_equal(logits, before)  # others may still read them
-
-
 @pytest.mark.parametrize("last", [-1, 600, 64])
 @pytest.mark.parametrize("penalize_prompt", [False, True])
 def test_long_texts_token_by_token(last: int, penalize_prompt: bool) -> None:

@@ -15,12 +15,9 @@ from pathlib import Path
 import pytest
 
 from hotcold.actors.protocol.messages import GenerateRequest
-from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.setup.choose import NUMA_ROOT
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
 from hotcold.actors.system import System
-from hotcold.model.bundles.bundle_file import bundle_path
-from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.limits import parse_core_list
 from hotcold.model.sampling import SamplingParams
 from hotcold.placement.machine.memory_pages import running_services
@@ -75,31 +72,6 @@ def test_services_stay_on_their_nodes(
     assert (first,) not in threads["driver"] and (second,) not in threads["driver"]
     assert {processes[name] for name in ("gpu", "cpu0", "cpu1")} <= set(services)
     assert services[processes["cpu1"]].num_bytes > 0
-
-
-@pytest.mark.thorough
-def test_stored_neurons_are_read_on_each_node(
-    tiny: Callable[..., TinyCheckpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = CORES
-    root = write_tree(tmp_path, {0: str(first), 1: str(second)})
-    monkeypatch.setenv(NUMA_ROOT, str(root))
-    checkpoint = tiny("llama-relu")
-    options = SystemOptions(num_threads=2, context_length=128)
-    config, model = prepare_system(checkpoint.path, options)
-    file = bundle_path(config.model_path, BundleGeometry.of(model))
-    storage = NeuronStorage(str(file), 1000, 147)
-    sampling = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
-    request = GenerateRequest(sampling, prompt_ids=checkpoint.ids[:10].tolist())
-    with System.start(replace(config, storage=storage)) as system:
-        found = system.complete(request)
-        assert found.ids == checkpoint.greedy_ids and found.reads["bytes_read"] > 0
-        long = checkpoint.ids.tolist() * 2  # by matrix products
-        found = system.complete(replace(request, prompt_ids=long))
-        assert found.ids[0] == checkpoint.most_likely_after(long)
-        processes = system.call("processes")
-        threads = {name: cores_of_threads(pid) for name, pid in processes.items()}
-    assert set(threads["cpu0"]) == {(first,)} and set(threads["cpu1"]) == {(second,)}
 
 
 @pytest.mark.thorough

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hotcold.actors.driver.driver import Driver
@@ -97,26 +96,6 @@ def test_a_plan_stays_that_of_its_machine(model: Path, monkeypatch: pytest.Monke
     assert prepare_system(model, OPTIONS)[0].plan_path == ""
     with pytest.raises(ArtifactError, match=r"node0 of 1 cores, .* not the machine .* of 2 cores"):
         prepare_system(model, named)
-
-
-def test_services_hold_as_much_as_the_plan_says(model: Path) -> None:
-    """To a share of lanes: which neurons a service has changes no sum, so not the plan's."""
-    config = read_model(model)
-    plan = planned(model, OPTIONS)
-    rng = np.random.default_rng(3)  # uneven, and another share in every layer
-    places = rng.choice(2, plan.neuron_device.shape, p=[0.8, 0.2]).astype(np.int16)
-    saved(model, replace(plan, neuron_device=places))
-    system, _ = prepare_system(model, OPTIONS)
-    _, *cpus = service_specs(system, config)
-    assert [spec.num_threads for spec in cpus] == [1, 1]
-    a_share = config.num_neurons / num_shares(config)
-    for i, spec in enumerate(cpus):
-        assert spec.neuron_ids is not None
-        assert all(ids.dtype == np.int32 for ids in spec.neuron_ids)
-        size = sum(map(len, spec.neuron_ids))
-        assert size == pytest.approx((places == i).sum(), abs=a_share / 2)
-    for ids in zip(*(spec.neuron_ids or [] for spec in cpus), strict=True):
-        np.testing.assert_array_equal(np.sort(np.concatenate(ids)), np.arange(config.ffn_size))
 
 
 def test_a_named_plan_for_other_options_is_refused(model: Path, tmp_path: Path) -> None:

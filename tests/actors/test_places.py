@@ -82,13 +82,6 @@ def request_all(local: Local, *relays: Far) -> HostsExchange:
     return exchange
 
 
-def test_replies_of_all_hosts_are_fetched() -> None:
-    local = Local(None)
-    exchange = request_all(local, Far((2,)), Far((3,)))
-    assert local.requested == [1]
-    assert exchange.buffers.replies[:, 1].tolist() == [0, 0, 7, 7]
-
-
 LOST = ServiceLost(2, "the cpu1 service died; start again")
 FAILED = AnswerFailed(3, "the cpu2 service failed: MemoryError: no room")
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ import pytest
 from hotcold.actors.driver import prefix_cache
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.protocol.failures import (
-    AnswerFailed,
     CacheLost,
     NotFiniteError,
     RequestError,
@@ -31,7 +28,6 @@ from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.actors.kept_system import wait_until
 from tests.actors.stand_in_ray import StandInRay, lose_once, stand_in_system
-from tests.actors.test_batching import spoil
 from tests.conftest import TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE
 
@@ -288,26 +284,6 @@ def test_a_lost_cache_is_found_no_more(tiny: Tiny, at_layer: int) -> None:
         same([answer(driver, request) for request in (*requests, late)], expected)
 
 
-def test_a_job_that_loses_the_cache(tiny: Tiny) -> None:
-    request = request_of(_IDS[:200])
-    checkpoint = tiny("llama-gqa", "bfloat16")
-    expected = cold(checkpoint, [request])
-    with batching(checkpoint, shares=True) as (system, driver):
-        answer(driver, request)
-        calls: list[int] = []
-
-        def job() -> None:
-            calls.append(1)
-            if len(calls) == 1:
-                lose_cache(system)
-                raise CacheLost("a test lost it")
-
-        driver.between_requests(job)
-        found = answer(driver, request)
-        assert len(calls) == 2 and found[2] == 0
-        same([found], expected)
-
-
 def lose_cache(system: InProcessSystem) -> None:
     arrays = system.services[0].arrays  # type: ignore[attr-defined]
     for cache in (arrays.keys, arrays.values):
@@ -359,22 +335,6 @@ def test_a_prompt_of_too_large_numbers_fails_alone(
         assert all_are_free(driver)
 
 
-def test_after_a_nan_of_the_model_all_is_found(tiny: Tiny) -> None:
-    unused = next(token for token in range(VOCAB_SIZE) if token not in _IDS)
-    request, bad = request_of(_IDS[:200]), request_of([*_IDS[:130], unused] * 2)
-    checkpoint = tiny("llama-gqa", "bfloat16")
-    expected = cold(checkpoint, [request])
-    with batching(checkpoint, shares=True) as (_, driver):
-        spoil(driver, unused)
-        same([answer(driver, request)], expected)
-        with pytest.raises(NotFiniteError):
-            answer(driver, bad)
-        found = answer(driver, request)
-        assert found[2] == 192
-        same([found], expected)
-        assert all_are_free(driver)
-
-
 @pytest.mark.parametrize("num_prompts", [1, 3])
 def test_after_a_service_made_a_nan_all_that_runs_is_computed_anew(
     tiny: Tiny, num_prompts: int, monkeypatch: pytest.MonkeyPatch
@@ -411,18 +371,6 @@ def test_after_a_service_made_a_nan_all_that_runs_is_computed_anew(
         same(found, expected)
         assert replaced == [1]
         assert kept <= store.dropped  # of the file, too
-
-
-def test_a_service_that_fails_at_the_first_token_has_made_no_nan(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The start tells it; after a NaN such a service is not sound."""
-    failed = AnswerFailed(1, "the cpu0 service failed: ImportError: no code")
-    with batching(tiny("llama-gqa")) as (_, driver):
-        monkeypatch.setattr(driver.engine, "step", mock.Mock(side_effect=failed))
-        with pytest.raises(AnswerFailed):
-            driver.generator.warm_up()
-        assert not driver._scheduler._is_sound()
 
 
 def test_a_job_takes_the_pages_that_it_needs(tiny: Tiny) -> None:
@@ -498,35 +446,6 @@ class DictStore:
                 self._page(page)[0][:] = 0  # half of what was to be there
                 return number
         return len(keys)
-
-
-def with_store(
-    checkpoint: TinyCheckpoint,
-    store: DictStore,
-    requests: Sequence[GenerateRequest],
-    **options: Any,
-) -> list[Answer]:
-    """Answers of a new system that has the store; all is saved when it ends."""
-    with batching(checkpoint, shares=True, store=store, **options) as (system, driver):
-        store.system = system
-        found = [answer(driver, request) for request in requests]
-        while driver._prefixes.is_saving:  # also while nothing runs
-            threading.Event().wait(0.01)
-        assert all_are_free(driver)
-    return found
-
-
-def test_what_memory_gave_up_comes_back_from_the_store(tiny: Tiny) -> None:
-    """Pages for one context, a slow store: what is being saved stays, and others wait for it."""
-    others = [[(token + n) % VOCAB_SIZE for token in _IDS] for n in range(1, 4)]
-    requests = [request_of(ids[:340]) for ids in (_IDS, *others)]
-    checkpoint = tiny("llama-gqa", "bfloat16")
-    expected = cold(checkpoint, requests)
-    store = DictStore(delay=20)
-    found = with_store(checkpoint, store, [*requests, *requests], kv_positions=CONTEXT)
-    same(found, [*expected, *expected])
-    assert not any(cached for *_, cached in found[:4])
-    assert any(cached for *_, cached in found[4:])
 
 
 def test_who_waits_for_pages_that_are_being_saved(

@@ -139,16 +139,6 @@ def test_a_service_that_is_lost_while_it_loads_or_saves(
         assert answer(system, PROMPT[1:])[0] == expected[1]
 
 
-def test_other_services_have_the_same_file(copied: TinyCheckpoint, host: StandInRay) -> None:
-    expected = cold(host, copied, PROMPT)[0]
-    with stand_in_system(host, with_file(copied)) as system:
-        assert answer(system, PROMPT) == (expected, 0)
-        assert wait_until(lambda: num_pages_on_file(system) == 3)
-        system.actor.scale(2)
-        assert answer(system, PROMPT) == (expected, 192)
-        assert len(files(copied)) == 1 and num_pages_on_file(system) == 3
-
-
 @pytest.mark.parametrize("what", ["flipped", "cut", "of another model", "empty"])
 def test_a_damaged_file_changes_no_answer(
     copied: TinyCheckpoint, host: StandInRay, what: str

@@ -39,19 +39,11 @@ from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.mailbox import (
     DONE,
-    DRAFT,
-    FFN,
     NO_DOORBELLS,
     NUM_REQUEST_WORDS,
-    OPERATION,
     OWN_NUMBER,
-    PING,
     REQUEST,
-    STOP,
-    TARGET,
     TIMEOUT_NS,
-    WATCHED,
-    WEIGHTS,
     cell,
 )
 from tests.actors.batching import (
@@ -235,39 +227,6 @@ class Counting:
         self.replaced += causes
 
 
-def test_who_watches_meanwhile_is_not_forgotten() -> None:
-    """Told to count, or not to, while a service is replaced, the services keep to that."""
-    exchange = Fails(ServiceLost(2, "died"))
-    requests = exchange.buffers.requests
-    requests[:, OPERATION], requests[1, WATCHED] = FFN, 1
-    requests[2, WEIGHTS] = TARGET
-    expected = requests.copy()
-
-    class Watched(Counting):
-        def replace(self, causes: Mapping[int, str]) -> None:
-            requests[next(iter(causes)), [OPERATION, WEIGHTS]] = PING, DRAFT  # it is tried out
-            requests[:, WATCHED] = expected[:, WATCHED] = [0, 0, 1]
-
-    recovering = RecoveringExchange(exchange, Watched().replace, TOPOLOGY)
-    recovering.start()
-    recovering.request([1, 2])
-    np.testing.assert_array_equal(requests, expected)
-
-
-def test_a_service_that_is_tried_out_counts_as_before(tiny: Tiny) -> None:
-    with InProcessSystem(tiny("llama-relu").path) as system:
-        withdraw_request(system.exchange.buffers, 1)
-    row = system.exchange.buffers.requests[1]
-    row[:] = range(10, 10 + row.size)
-    service = system._cpus()[0]
-    service.attach(system.layout, system.arena)
-    service.try_out()
-    assert row.tolist() == [PING, *range(11, 10 + row.size)]
-    row[OPERATION] = STOP
-    system.exchange.request([1])
-    assert service.join(60)
-
-
 def test_no_reply_passes_for_another_process_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was tried out and then lost, before any request."""
     monkeypatch.setattr("hotcold.actors.exchange.doorbell_exchange.POLL_NS", 1_000_000)
@@ -366,17 +325,6 @@ def test_services_that_fail_together_are_one_failure() -> None:
     policy.count(every | {"cpu0": killed, "cpu1": killed})
     with pytest.raises(ServiceError, match=f"cpu0 service {KILLED_FOR_MEMORY}, again within"):
         policy.count({"cpu1": "it died", "cpu0": killed})
-
-
-def test_a_service_is_blamed_once_a_minute() -> None:
-    now = [0.0]
-    policy = RecoveryPolicy(lambda: now[0])
-    assert policy.blames(1) and not policy.blames(1)
-    assert policy.blames(0)
-    now[0] += WINDOW_S / 2
-    assert not policy.blames(1)  # a refusal does not put off the next time
-    now[0] += WINDOW_S / 2 + 1
-    assert policy.blames(1)
 
 
 def test_replacing_takes_no_time_of_the_policys() -> None:

@@ -11,10 +11,9 @@ import torch
 
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.outputs import AnswerLogprobs, token_logprob
-from hotcold.actors.driver.streams import Reader, Stream, joined
+from hotcold.actors.driver.streams import Reader, Stream
 from hotcold.actors.protocol.messages import (
     GenerateRequest,
-    Generation,
     ReaderEpoch,
     TokenEvent,
     TokenLogprob,
@@ -86,15 +85,6 @@ def test_prompts_and_answers_are_scored_in_a_batch(tiny: Tiny) -> None:
         assert {len(one.top) for one in event.logprobs} == {2}
 
 
-def test_a_cancelled_request_ends_its_events(tiny: Tiny) -> None:
-    with batching(tiny("llama-relu")) as (_, driver):
-        sampling = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
-        driver.submit(READER, GenerateRequest(sampling, prompt_ids=[1], request_id="long"))
-        driver.cancel("long")
-        result = take_all(driver, 1)["long"].result
-        assert result is not None and result.finish_reason == "cancelled"
-
-
 def test_the_last_event_is_handed_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotcold.actors.driver.streams.PACE_S", 1e9)
     reader = Reader()
@@ -108,20 +98,6 @@ def test_the_last_event_is_handed_out_at_once(monkeypatch: pytest.MonkeyPatch) -
     stream.put(error)
     assert reader.next_events() == [("a", TokenEvent("two")), ("a", error)]
     assert ended == [stream]
-
-
-def test_events_of_a_request_are_joined_in_order() -> None:
-    problem = ValueError("broken")
-    events = [
-        ("a", TokenEvent("x", None, 1)), ("b", TokenEvent("1")),
-        ("a", TokenEvent("y", None, 2)), ("b", problem),
-    ]  # fmt: skip
-    expected = [("a", TokenEvent("xy", None, 3)), ("b", TokenEvent("1")), ("b", problem)]
-    assert joined(events) == expected  # type: ignore[arg-type]
-    result = Generation("xyz", [1, 2, 3, 4], "length", 1, 0.1, 0.2)
-    events += [("a", TokenEvent("z", result, 1))]
-    expected[0] = ("a", TokenEvent("xyz", result, 4))
-    assert joined(events) == expected  # type: ignore[arg-type]
 
 
 def test_token_logprob_refuses_what_is_no_number() -> None:

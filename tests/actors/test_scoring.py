@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,7 +19,6 @@ from hotcold.actors.driver.scoring import WindowScores, score_window
 from hotcold.actors.protocol.failures import RequestError
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.jobs.commands.perplexity import summary
-from hotcold.model.errors import ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.embedding import load_embedding
 from hotcold.numba_kernels.serve.mailbox import HEAD, OPERATION
@@ -100,17 +98,6 @@ def test_perplexity_equals_transformers(system: InProcessSystem, mode: str, audi
     assert (report["neurons_computed"] is None) != audit
 
 
-def test_exact_mode_computes_what_fires(llama: InProcessSystem) -> None:
-    ids = WINDOWS[0]
-    model, fired, _ = masked_model(llama, all_neurons)
-    log_probabilities(model, ids)
-    found = score_window(llama.engine("exact"), ids, FIRST, True).counts
-    assert found is not None and found.num_tokens == SIZE - 1
-    np.testing.assert_array_equal(found.num_fired, [f[: SIZE - 1].sum() for f in fired])
-    np.testing.assert_array_equal(found.num_fired_listed, found.num_fired)
-    assert found.num_fired.min() > 0
-
-
 FFN_SIZE, ALL_LAYER = 88, 1  # of llama-relu; layer 1 has no predictor
 
 
@@ -124,10 +111,6 @@ def chosen_neurons(layer: int, x: np.ndarray) -> np.ndarray | None:
 def columns_of(neuron_ids: np.ndarray, layer: int, width: int) -> np.ndarray:
     columns: np.ndarray = (neuron_ids * 7 + layer) % width
     return columns
-
-
-def all_neurons(layer: int, x: np.ndarray) -> np.ndarray | None:
-    return None
 
 
 def masked_model(
@@ -252,20 +235,6 @@ def test_a_window_leaves_nothing_behind(llama: InProcessSystem) -> None:
     assert report["ppl_stderr"] is None and report["kld_stderr"] is None
 
 
-def test_the_check_before_each_step_can_end_a_window(llama: InProcessSystem) -> None:
-    calls = 0
-
-    def check() -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 7:
-            raise ServiceError("stopped")
-
-    with pytest.raises(ServiceError, match="stopped"):
-        score_window(llama.engine("exact"), WINDOWS[0], FIRST, True, check)
-    assert calls == 7
-
-
 class SpoilingExchange(PythonExchange):
     """One logit of each head is NaN."""
 
@@ -294,37 +263,3 @@ def test_the_driver_scores_between_requests(llama: InProcessSystem) -> None:
     again = driver.score_window(WINDOWS[0], FIRST, True)
     np.testing.assert_array_equal(again.nll, expected.nll)
     driver.close()
-
-
-def test_closing_the_driver_ends_a_window_within_a_step(llama: InProcessSystem) -> None:
-    config = SystemConfig(str(llama.path), "exact", context_length=SIZE, kv_dtype="float32")
-    driver, request = Driver(config, llama.exchange, llama.topology), llama.exchange.request
-    requested, closing = threading.Event(), threading.Event()
-    num_asked, outcome = 0, []
-
-    def wait(services: Sequence[int]) -> int:
-        nonlocal num_asked
-        num_asked += 1
-        requested.set()
-        assert closing.wait(100)
-        return request(services)
-
-    def run() -> None:
-        try:
-            driver.score_window(WINDOWS[0], FIRST, True)
-        except ServiceError as error:
-            outcome.append(str(error))
-
-    llama.exchange.request = wait  # type: ignore[method-assign]
-    threads = [threading.Thread(target=run), threading.Thread(target=driver.close)]
-    threads[0].start()
-    assert requested.wait(100)
-    threads[1].start()
-    while driver._scheduler._ended_by is None:
-        pass
-    closing.set()
-    for thread in threads:
-        thread.join(100)
-    assert outcome == ["the system is being stopped"]
-    assert num_asked <= 2 * llama.config.num_layers + 1  # of one step
-    llama.exchange.request = request  # type: ignore[method-assign]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,96 +12,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.setup.assignment import require_partition
 from hotcold.model.errors import ServiceError
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import HEAD, OPERATION, REQUEST, STOP, cell, post_and_await
-from tests.actors.batching import Background
 from tests.actors.changing_services import (
-    complete,
     config_of,
-    greedy,
     hot_of,
     require_whole,
     tokens,
 )
-from tests.actors.in_process import InProcessSystem
-from tests.actors.kept_system import wait_until
 from tests.actors.stand_in_ray import (
     StandInActor,
     StandInRay,
     StandInSystem,
-    end_threads,
     lose_once,
     stand_in_system,
 )
 from tests.conftest import TinyCheckpoint
-from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("one_torch_thread")]
-Tiny = Callable[..., TinyCheckpoint]
 Spawn = Callable[..., StandInActor]
-
-
-def test_a_process_whose_threads_are_ending(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One has heard STOP and is not done with it. It would hear no other request."""
-    system = InProcessSystem(tiny("llama-relu").path, num_threads=2)
-    service, other = system.services
-    heard, may_end, join = threading.Event(), threading.Event(), service.join
-
-    def release() -> None:
-        heard.set()
-        may_end.wait()
-
-    def let_it_end(timeout_s: float) -> bool:
-        may_end.set()
-        return join(timeout_s)
-
-    monkeypatch.setattr(service, "release", release)
-    monkeypatch.setattr(service, "join", let_it_end)
-    monkeypatch.setattr("tests.actors.stand_in_ray._END_NS", 10**9)
-    service.buffers.requests[service.index, OPERATION] = STOP
-    requested = np.array([service.index], np.int64)
-    assert post_and_await(service.buffers.cells, requested, 1, 0) == 0  # rung, and no reply yet
-    assert heard.wait(60)
-    for each in (service, other):
-        end_threads(each)
-        assert not any(thread.is_alive() for thread in each._threads)
-
-
-def test_a_process_that_dies_as_it_is_sent_a_request(
-    copied: TinyCheckpoint, host: StandInRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has left no reply: what the stand-in does to end its threads is none."""
-    send, deaths, request = ArenaExchange.request, list[Background](), greedy(5, num_tokens=1)
-
-    def sending(exchange: ArenaExchange, services: Sequence[int]) -> int:
-        words = exchange.buffers.requests[0]
-        if services == [0] and words[OPERATION] == HEAD and not deaths:
-            exchange.buffers.logits[:] = np.arange(VOCAB_SIZE)  # nobody's answer
-            deaths.append(Background(system.service("gpu").kill))
-            wait_until(lambda: words[OPERATION] == STOP, limit_s=0.2)
-        return send(exchange, services)
-
-    def post_late(cells: np.ndarray, *arguments: Any) -> int:
-        """Ring after the driver, if it rings meanwhile."""
-        bell, rung = (
-            cells[cell(0, REQUEST) * INTS_A_CELL :],
-            int(cells[cell(0, REQUEST) * INTS_A_CELL]),
-        )
-        wait_until(lambda: bell[0] != rung, limit_s=0.3)
-        return int(post_and_await(cells, *arguments))
-
-    with stand_in_system(host, config_of(copied.path)) as system:
-        expected = complete(system, request)
-        monkeypatch.setattr(ArenaExchange, "request", sending)
-        monkeypatch.setattr("tests.actors.stand_in_ray.post_and_await", post_late)
-        assert complete(system, request) == expected != [VOCAB_SIZE - 1]
-        assert deaths[0].end() is None
-        assert system.actor.driver_load().num_replaced == 1
 
 
 def stopping_at(method: str, name: str, spawn: Spawn) -> Spawn:
@@ -131,21 +62,6 @@ def test_a_new_service_that_is_stopped_is_refused(
         )
         system.actor.services.spawn = spawn
         require_whole(system, 1, hot_of(system))
-        assert tokens(system) == expected
-
-
-def test_a_service_that_is_stopped_before_it_tells_its_counts(
-    copied: TinyCheckpoint, host: StandInRay
-) -> None:
-    """The engine's thread waits for it, and all requests with it."""
-    with stand_in_system(host, config_of(copied.path)) as system:
-        expected = tokens(system)
-        system.actor.profile_window([1, 2, 3], [])
-        cpu = system.service("cpu0")
-        cpu.before["fired_counts"] = cpu.stop
-        with pytest.raises(ServiceError, match="the cpu0 service does not answer"):
-            system.actor.fired_counts()
-        lose_once(host, 1)
         assert tokens(system) == expected
 
 

@@ -275,29 +275,6 @@ def attention_arrays_of(system: InProcessSystem) -> Any:
     return service.arrays
 
 
-def test_drafts_may_write_ahead_in_the_cache(tiny: Tiny) -> None:
-    """Rows that a drafter leaves behind a request's own tokens are never read."""
-    requests = [repetitive(seed) for seed in range(8)]
-    with batching(tiny("llama-gqa"), context=192) as (system, driver):
-        alone = [answer(driver, request)[0] for request in requests]
-
-        class Writing(NastyDrafter):
-            def _draft(self, request: ActiveRequest, count: int) -> list[int]:
-                arrays, tables = attention_arrays_of(system), system.exchange.buffers.page_tables[0]
-                for position in range(request.num_done, len(request.tokens) + count):
-                    page, place = tables[request.slot, position // 64], position % 64
-                    arrays.keys[:, page, :, place] = arrays.values[:, page, :, place] = np.nan
-                return super()._draft(request, count)
-
-        drafter = Writing(8, VOCAB_SIZE)
-        drafter.answers = {
-            one.request_id: found[0] for one, found in zip(requests, alone, strict=True)
-        }
-        with drafting(driver, drafter, FixedPolicy(6), ngrams=False):
-            assert answers(driver, beside(requests, "beside")) == alone
-        assert drafter.num_calls
-
-
 def test_a_lost_cache_changes_nothing(tiny: Tiny) -> None:
     """It is lost in steps that verify drafts, and while drafts are proposed."""
     requests = [repetitive(seed) for seed in range(8)]

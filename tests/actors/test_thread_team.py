@@ -28,17 +28,6 @@ def test_no_phase_begins_before_all_have_ended_the_last() -> None:
     team.close()
 
 
-def test_each_thread_begins_once_and_has_its_own_number() -> None:
-    begun: list[int] = []
-    team = ThreadTeam(2, begun.append)
-    found: dict[int, set[int]] = {0: set(), 1: set()}
-    for _ in range(3):
-        team.run([lambda thread: found[thread].add(threading.get_ident())])
-    assert sorted(begun) == [0, 1]
-    assert all(len(idents) == 1 for idents in found.values())
-    team.close()
-
-
 def test_a_failing_phase_is_told_and_the_team_goes_on() -> None:
     team, done = ThreadTeam(3, lambda thread: None), list[int]()
 
@@ -71,25 +60,4 @@ def test_all_of_a_shared_phase_is_done_once(num_threads: int, num_products: int)
 
         team.run([Shared(num_threads, num_products, compute)])
         assert sorted(rows) == list(range(length))
-    team.close()
-
-
-def test_a_slow_thread_does_less_and_begins_with_its_own() -> None:
-    """Thread 0 is stopped in its first piece until the other has done all that is left."""
-    team, done, lock = ThreadTeam(2, lambda thread: None), dict[float, int](), threading.Lock()
-    all_else, first = threading.Event(), [1.0, 1.0]
-
-    def compute(thread: int, part: int, count: int) -> None:
-        if thread == 0:
-            assert all_else.wait(60)
-        with lock:
-            if thread not in done.values():
-                first[thread] = part / count
-            done[part / count] = thread
-            if list(done.values()).count(1) == 5:
-                all_else.set()
-
-    team.run([Shared(2, 1 << 40, compute)])
-    assert first == [0.0, 0.5]
-    assert sorted(done.values()) == [0, 1, 1, 1, 1, 1]
     team.close()

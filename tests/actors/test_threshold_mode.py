@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,14 +15,12 @@ from scipy.special import log_softmax
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.scoring import ThresholdTrials, score_window
 from hotcold.actors.protocol.messages import THRESHOLD, SystemConfig
-from hotcold.actors.setup.modes import ffn_share
 from hotcold.jobs.commands.perplexity import summary
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.predictors.magnitude_thresholds import (
     Calibrated,
     LayerThresholds,
-    read_thresholds,
     thresholds_path,
     write_thresholds,
 )
@@ -32,7 +29,6 @@ from tests.actors.batching import complete, random_request, start
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
-from tests.quantized_models import make_model
 from tests.reference import reference_logits
 from tests.tiny_models import make_tiny
 from tests.unit.test_reference import relative_difference
@@ -108,21 +104,6 @@ def test_hot_neurons_keep_to_thresholds(tiny: Tiny, variant: str, kind: Any) -> 
             assert relative_difference(found, expected) < 1e-4
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("weight_dtype", ["q8", "q4"])
-def test_quantized_weights(weight_dtype: str, tmp_path: Path) -> None:
-    """Lengths are of the rows as they lie in memory; how far products round is the format's."""
-    with mock.patch.dict("tests.tiny_models.VARIANTS"):
-        path = make_model("q-llama", tmp_path / "model")
-    thresholds = same_everywhere(3, 0.1, 0.2)
-    with InProcessSystem(path, 2, 1, weight_dtype=weight_dtype, has_down_norms=True) as system:
-        alone = system.logits(THRESHOLD, IDS, [1], thresholds=thresholds)
-        together = system.logits(THRESHOLD, IDS, [8], thresholds=thresholds)
-        dense = system.logits("dense", IDS, [1])
-    np.testing.assert_array_equal(alone, together)
-    assert 0.003 < relative_difference(alone, dense) < 0.5
-
-
 def test_rows_that_are_read_are_counted(tiny: Tiny) -> None:
     path = tiny("llama-silu").path
     with InProcessSystem(path, 2, 2, hot=a_third, has_down_norms=True) as system:
@@ -192,18 +173,3 @@ def test_tokens_do_not_depend_on_company(tmp_path: Path) -> None:
         )
         assert [complete(dense, request).ids for request in requests] != alone
         dense.close()
-
-
-def test_the_file_holds_what_was_written(tmp_path: Path) -> None:
-    from hotcold.model.config.build import read_config
-
-    path = make_tiny("llama-silu", tmp_path / "model")
-    config = read_config(path)
-    thresholds = [Thresholds(np.float32(i + 0.1), np.float32(2 * i)) for i in range(3)]
-    file = written(path, 3, thresholds)
-    found = read_thresholds(file, ModelIdentity.of(path), config)
-    assert found.thresholds.of_layers() == thresholds
-    assert (found.mean_kld, found.target_kld) == (0.02, 0.03)
-    assert ffn_share(found, config) == pytest.approx((1 + 0.5 + 0.25) / 3)
-    transposed = replace(config, mean_row_bytes=(("down", 2.0 * 4 * config.hidden_size),))
-    assert ffn_share(found, transposed) == pytest.approx((1 + 0.5 + 2) / 4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -82,19 +81,6 @@ def test_all_that_are_lost_at_a_poll_are_told(watch: ActorWatch, child: psutil.P
     assert again.causes == caught.value.causes and str(again) == str(caught.value)
 
 
-def test_a_watch_of_another_wait_knows_the_same_processes(
-    watch: ActorWatch, child: psutil.Process
-) -> None:
-    """One that is gone is lost at the first poll, long before its silence shows."""
-    apart = watch.apart()
-    apart.check([0], 0)
-    child.kill()
-    child.wait()
-    for each in (watch, apart):
-        with pytest.raises(ServiceLost, match="the cpu0 service died"):
-            each.check([0], 0)
-
-
 def test_a_ping_from_another_process_is_a_loss(
     watch: ActorWatch, child: psutil.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,12 +91,6 @@ def test_a_ping_from_another_process_is_a_loss(
     monkeypatch.setattr(ray, "get", lambda ref, timeout: child.pid + 1)
     with pytest.raises(ServiceLost, match="the cpu0 service died"):
         watch.check([0], 0)
-
-
-def test_the_system_tells_state_and_faults(child: psutil.Process) -> None:
-    state, num_faults = service_process._state_and_major_faults(child.pid)
-    assert state in "RS" and num_faults >= 0
-    assert service_process._state_and_major_faults(1 << 30) == ("", 0)
 
 
 @pytest.mark.parametrize("who", ["kernel", "ray", "nobody"])
@@ -147,21 +127,3 @@ def test_whom_the_kernel_killed_long_ago_says_nothing_of_a_service(
     child.kill()
     psutil.wait_procs([child])
     assert process.is_gone() and is_killed_for_memory(process.how_it_ended()) == is_meant
-
-
-def test_who_waits_for_long_waits_for_a_compiler(
-    watch: ActorWatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, seen = [100.0], []
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with watch.preparing():
-        now[0] += 1.5
-        with watch.preparing():
-            seen.append(watch.is_compiling)
-            now[0] += 1.0
-            seen.append(watch.is_compiling)
-        seen.append(watch.is_compiling)
-    seen.append(watch.is_compiling)
-    with watch.preparing():
-        seen.append(watch.is_compiling)
-    assert seen == [False, True, True, False, False]

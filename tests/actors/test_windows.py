@@ -36,8 +36,6 @@ from tests.actors.test_speculation import attention_arrays_of
 from tests.conftest import TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE, make_tiny
 
-Tiny = Callable[..., TinyCheckpoint]
-
 _CONTEXT = 832
 _IDS = np.random.default_rng(5).integers(0, VOCAB_SIZE, _CONTEXT).tolist()
 _EDITED = [*_IDS[:350], (_IDS[350] + 1) % VOCAB_SIZE, *_IDS[351:]]
@@ -240,16 +238,6 @@ def test_a_store_has_the_pages_of_both_kinds_of_layers(windowed: Windowed) -> No
     assert [cached for *_, cached in found] == [640, 576, 384]
 
 
-def test_several_chunks_at_once(windowed: Windowed) -> None:
-    checkpoint, requests = windowed("gemma2", 70), long_requests()
-    with system_of(checkpoint, shares=False) as (_, driver):
-        expected = [answer(driver, request) for request in requests]
-    with system_of(checkpoint, 1, chunks=4) as (_, driver):
-        assert driver._pool.num_pages[WINDOWED] == 7
-        same(at_once(driver, requests), expected)
-        same([answer(driver, request) for request in requests], expected)
-
-
 def test_scores_of_a_text_longer_than_windows(windowed: Windowed) -> None:
     checkpoint = windowed("gemma3", 70)
     with system_of(checkpoint) as (_, driver):
@@ -257,22 +245,3 @@ def test_scores_of_a_text_longer_than_windows(windowed: Windowed) -> None:
     with system_of(checkpoint, 1) as (_, driver):
         found = driver.score_window(_IDS, 5, False)
     np.testing.assert_array_equal(found.nll, expected.nll)
-
-
-def test_pages_are_read_where_the_tables_say(windowed: Windowed) -> None:
-    """With the pages of the other kind of layers, results are others: no kernel mixes them up."""
-    checkpoint = windowed("gemma3", 150)
-    with system_of(checkpoint) as (system, driver):
-        tables, random = system.exchange.buffers.page_tables, np.random.default_rng(4)
-        pages = system.num_pages()
-        logits = []
-        for _ in range(3):
-            for group in range(2):
-                tables[group, 0] = random.permutation(pages)[: tables.shape[2]]
-            last = driver.engine.step(_IDS[:32], range(32), [0] * 32)
-            for first in range(32, 320, 64):
-                step = range(first, first + 64)
-                last = driver.engine.step(_IDS[first : first + 64], step, [0] * 64)
-            logits.append(last[0].copy())
-        np.testing.assert_array_equal(logits[0], logits[1])
-        np.testing.assert_array_equal(logits[0], logits[2])

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from hotcold import LLM, PromptError, SamplingParams
+from hotcold import LLM, SamplingParams
 from tests.e2e.commands import CHECKOUT, environment, processes_left, ray_folder
 
 WAIT_S = 170.0
@@ -67,11 +66,6 @@ def python(places: dict[str, str], *arguments: str, stdin: str = "") -> str:
     return done.stdout
 
 
-def test_a_text_that_is_no_unicode_is_refused_as_such(llm: LLM) -> None:
-    with pytest.raises(PromptError, match="no valid Unicode"):
-        llm.generate("\ud800", SamplingParams(max_tokens=1))
-
-
 def test_a_program_and_a_command_find_it(places: dict[str, str], llm: LLM) -> None:
     """And need little for it."""
     expected = list(llm.generate("def add(a, b):", GREEDY).token_ids)
@@ -80,30 +74,9 @@ def test_a_program_and_a_command_find_it(places: dict[str, str], llm: LLM) -> No
     assert json.loads(command(places, "generate", *asked).splitlines()[-1])["ids"] == expected
 
 
-def test_all_of_a_request_reaches_it(llm: LLM) -> None:
-    asked = llm.generate("return", GREEDY.changed(logprobs=2, prompt_logprobs=1))
-    assert asked.logprobs is not None and len(asked.logprobs) == len(asked.token_ids)
-    assert {len(one.top) for one in asked.logprobs} == {2}
-    ids = [*llm.tokenize("return"), *asked.token_ids]
-    tail = np.array(llm.score(ids).logprobs[-len(asked.token_ids) :], np.float64)
-    told = np.array([one.logprob for one in asked.logprobs], np.float64)
-    np.testing.assert_allclose(tail, told, atol=1e-4)
-    assert llm.embed(["a", "b"]).shape == (2, 384)
-    assert llm.generate("a", GREEDY.changed(choice=["yes", "no"])).text in ("yes", "no")
-    results = llm.generate([[1 << 30], *("a" for _ in range(20))], GREEDY)
-    assert results[0].error and len({one.token_ids for one in results[1:]}) == 1
-
-
 def test_a_handle_is_sent(llm: LLM) -> None:
     with pickle.loads(pickle.dumps(llm)) as handle:
         assert handle.generate("a", GREEDY).token_ids == llm.generate("a", GREEDY).token_ids
-
-
-def test_a_stream_that_is_left_ends_its_request(llm: LLM) -> None:
-    for _ in llm.stream("a", SamplingParams(max_tokens=400, ignore_eos=True)):
-        break
-    while llm.telemetry()["running"]:
-        pass
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

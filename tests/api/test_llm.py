@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import math
 import os
 import signal
 import threading
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import hotcold.answers
 from hotcold import LLM, HotcoldError, PromptError, RequestOutput, SamplingParams, UsageError
 from hotcold.outputs import StreamPiece
 from tests.e2e.commands import run
@@ -151,12 +149,6 @@ def test_a_prompt_that_was_there_is_not_computed_again(llm: LLM) -> None:
     assert several.num_cached_tokens == 128
 
 
-@pytest.mark.parametrize("options", [{"cache": 1}, {"cache": None}, {"cache_salt": 3}])
-def test_options_of_the_cache_are_checked(options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=next(iter(options))):
-        SamplingParams(**options)
-
-
 def test_logprobs_are_those_of_a_score(llm: LLM) -> None:
     ids = llm.tokenize(PROMPTS[0])
     asked = llm.generate(ids, GREEDY.changed(logprobs=2, prompt_logprobs=1))
@@ -172,17 +164,6 @@ def test_logprobs_are_those_of_a_score(llm: LLM) -> None:
     assert score.perplexity == pytest.approx(np.exp(-_numbers(told).mean()), rel=1e-3)
     likely, unlikely = llm.score(["the path of a file", "file a of path the"])
     assert likely.logprob > unlikely.logprob
-
-
-def test_of_one_token_nothing_is_scored(llm: LLM) -> None:
-    ids = llm.tokenize("a", add_special_tokens=False)
-    assert len(ids) == 1
-    lone, two = llm.score([ids, ids * 2])
-    assert (lone.token_ids, lone.logprobs, lone.logprob) == (tuple(ids), (None,), 0.0)
-    assert repr(lone) == "ScoreOutput(1 tokens, logprob 0.000)"
-    with pytest.raises(PromptError, match="one token has no perplexity"):
-        print(lone.perplexity)
-    assert two.perplexity == pytest.approx(math.exp(-two.logprob))
 
 
 def _numbers(logprobs: Sequence[float | None]) -> np.ndarray:
@@ -237,16 +218,6 @@ def test_params_that_are_none(llm: LLM, wrong: Any) -> None:
         next(llm.stream("a", wrong))
     with pytest.raises(UsageError, match=told):
         asyncio.run(llm.agenerate("a", wrong))
-
-
-def test_the_models_own_sampling_is_what_is_not_given(llm: LLM) -> None:
-    own = llm.default_sampling.changed(seed=5, max_tokens=12)
-    assert (
-        llm.generate("a", own).token_ids
-        == llm.generate("a", SamplingParams(seed=5, max_tokens=12)).token_ids
-    )
-    with pytest.raises(PromptError, match="is no text"):
-        llm.tokenize(["a"])  # type: ignore[arg-type]
 
 
 def test_pieces_make_the_answer(llm: LLM) -> None:
@@ -333,22 +304,6 @@ def test_embeddings(llm: LLM) -> None:
     with pytest.raises(PromptError):
         llm.embed(["a", ""])
     assert llm.embed([]).shape == (0, 384)
-
-
-def test_a_bar_is_shown_where_it_is_wanted(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(hotcold.answers, "_BAR_AFTER_S", 0.0)
-    llm.generate(PROMPTS, GREEDY)
-    assert capsys.readouterr() == ("", "")
-    llm.generate(PROMPTS, GREEDY, progress=True)
-    out, err = capsys.readouterr()
-    assert out == "" and f"{len(PROMPTS)}/{len(PROMPTS)}" in err
-
-
-def test_a_message_without_content_is_refused(llm: LLM) -> None:
-    with pytest.raises(PromptError, match="has no content; a message of its role needs one"):
-        llm.chat([{"role": "user"}], GREEDY)
 
 
 def test_a_second_one_of_this_process_and_one_that_is_closed(llm: LLM) -> None:

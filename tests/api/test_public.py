@@ -18,10 +18,9 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
-import hotcold
 from hotcold import LLM, SamplingParams, UsageError
 from hotcold.actors.protocol.messages import COMPILING_LONGER, GenerateRequest
-from hotcold.actors.protocol.options import OPTIONS, SystemOptions
+from hotcold.actors.protocol.options import SystemOptions
 from hotcold.inputs import Inputs
 from hotcold.jobs.running import in_flight as in_flight_module
 from hotcold.jobs.support.options import system_options
@@ -30,14 +29,6 @@ from hotcold.model.files.locate import DEMO_DIRECTORY
 
 DEFAULTS = sampling.SamplingParams(temperature=0.3, top_k=7)
 HEAVY = {"torch", "numba", "ray", "numpy", "click", "rich", "asyncio", "tokenizers", "hotcold.llm"}
-
-
-def test_names() -> None:
-    for name in hotcold.__all__:
-        assert getattr(hotcold, name) is not None
-    assert set(hotcold.__all__) <= set(dir(hotcold))
-    with pytest.raises(AttributeError, match="no attribute 'Llm'"):
-        _ = hotcold.Llm
 
 
 def test_imports_are_light() -> None:
@@ -177,11 +168,6 @@ def test_what_vllm_has_besides_is_told() -> None:
     assert not hasattr(llm, "zzz")
 
 
-def test_none_is_the_default_of_each_option() -> None:
-    keywords = {one.keyword: None for one in OPTIONS.values()}
-    assert SystemOptions.of_keywords(keywords) == SystemOptions()
-
-
 def test_penalties_count_as_those_of_vllm() -> None:
     (found,) = SamplingParams(presence_penalty=1.0).of_requests(DEFAULTS)
     assert (found.repeat_last_n, found.penalize_prompt) == (-1, False)
@@ -197,13 +183,6 @@ def test_values_as_other_programs_have_them() -> None:
     params = SamplingParams(top_k=-1, **given)
     assert params == SamplingParams(top_k=0, seed=3, temperature=0.5)
     assert [type(one) for one in (params.seed, params.temperature)] == [int, float]
-
-
-def test_a_models_own_sampling_can_be_given() -> None:
-    own = sampling.SamplingParams(temperature=0.25, top_k=7)
-    params = SamplingParams.of_model(own)
-    assert repr(params) == "SamplingParams(temperature=0.25, top_k=7)"
-    assert params.of_requests(own) == params.of_requests(DEFAULTS) == [own]
 
 
 def test_a_pydantic_class_is_a_schema() -> None:

@@ -20,7 +20,6 @@ from hotcold.actors.protocol.messages import (
     Generation,
     SystemConfig,
     TokenEvent,
-    TokenLogprob,
 )
 from hotcold.jobs.answer_file import AnswerFile
 from hotcold.jobs.generate import WINDOW, _serve
@@ -28,8 +27,6 @@ from hotcold.jobs.request_lines import RequestLine, read_requests
 from hotcold.jobs.running.in_flight import Deliver, InFlight
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
 from hotcold.model.sampling import SamplingParams
-from hotcold.ui.api.schemas import CompletionRequest
-from hotcold.ui.api.tools.grammar import schema_grammar
 
 DEFAULTS = SamplingParams(temperature=0.5, top_k=7)
 
@@ -104,50 +101,6 @@ def test_bad_requests(line: str, error: str, tmp_path: Path) -> None:
     assert text.startswith("line 1: ")
     assert "\n" not in text
     assert good.request is not None
-
-
-SHAPES: dict[str, Any] = {
-    "json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    "regex": "[0-9]{3}",
-    "choice": ["yes", "no"],
-    "grammar": 'start: "a"',
-}
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_an_answer_is_held_to_what_http_holds_it_to(name: str, tmp_path: Path) -> None:
-    given = {"id": 1, "prompt": "x", "sampling": {name: SHAPES[name], "top_k": 3}}
-    (line,) = read(tmp_path, json.dumps(given).encode())
-    assert line.request is not None, line.error
-    field = {"json_schema": "json"}.get(name, name)
-    body = {"prompt": "x", "structured_outputs": {field: SHAPES[name]}}
-    asked = CompletionRequest.model_validate(body)
-    assert line.request.grammar == schema_grammar(asked.output_grammar, None)
-    assert line.request.sampling == replace(DEFAULTS, top_k=3)
-
-
-def test_logprobs_are_written(tmp_path: Path) -> None:
-    (line,) = read(tmp_path, b'{"id": 7, "ids": [7], "sampling": {"logprobs": 1}}')
-    assert line.request and line.request.num_logprobs == 1
-
-    class Scoring(FakeConnection):
-        def submit(self, request: GenerateRequest, deliver: Deliver) -> None:
-            first = TokenLogprob(5, -0.5, ((6, -0.25),))
-            deliver(TokenEvent("a", num_tokens=1, logprobs=(first,)))
-            last = TokenLogprob(6, -float("inf"))
-            done = Generation("ab", [5, 6], "length", 1, 0.1, 0.2)
-            deliver(TokenEvent("b", done, 1, logprobs=(last,)))
-
-    answers = AnswerFile(tmp_path / "out.jsonl", resume=False)
-    with closing(InFlight(Scoring())) as in_flight:  # type: ignore[arg-type]
-        counts = _serve(iter([line, RequestLine(2, 8, error="no")]), answers, in_flight, 4)
-    answers.close()
-    first, second = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
-    assert first["logprobs"] == [
-        {"id": 5, "logprob": -0.5, "top": [[6, -0.25]]}, {"id": 6, "logprob": -9999.0, "top": []},
-    ]  # fmt: skip
-    assert second == {"id": 8, "error": "line 2: no"}
-    assert str(counts) == "1 requests answered, 1 with an error"
 
 
 def test_an_answer_is_on_disk_once_it_is_written(
@@ -284,17 +237,6 @@ def test_answers_stand_in_order_and_requests_run_side_by_side(tmp_path: Path) ->
     serving.end()
     assert serving.written() == list(range(100, 160))
     assert system.most == 2 * system.max_batch
-
-
-def test_an_answer_is_written_when_those_before_it_are(tmp_path: Path) -> None:
-    serving = Serving(tmp_path / "out.jsonl", range(100, 103))
-    serving.system.finish(100)
-    serving.system.finish(102)
-    while serving.written() != [100]:
-        pass
-    serving.system.finish(101)
-    serving.end()
-    assert serving.written() == [100, 101, 102]
 
 
 def test_a_lost_system_ends_the_job_and_what_runs(tmp_path: Path) -> None:
