@@ -31,7 +31,6 @@ settings.load_profile("busy machine")
 # `pytest -m quick`: all of these files and folders but what takes long, and one real answer.
 QUICK = [
     "unit",
-    "actors/test_driver.py",
     "actors/test_parts.py",
     "actors/test_places.py",
     "cluster/test_job_files.py",

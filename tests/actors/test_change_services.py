@@ -23,7 +23,6 @@ from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.kv_pool import KvPool
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup import connection
-from hotcold.actors.setup.connection import Connection
 from hotcold.model.errors import CheckpointError, ServiceError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
@@ -51,7 +50,6 @@ pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("one_torch_threa
 Tiny = Callable[..., TinyCheckpoint]
 
 
-@pytest.mark.sweep(keep=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_up_and_down(copied: TinyCheckpoint, host: StandInRay, kind: str) -> None:
     """A GPU's plan that the CPU carries out counts no neuron twice."""
@@ -149,22 +147,15 @@ def fail(*arguments: Any, **options: Any) -> Any:
     raise Refused("a test says no")
 
 
-@pytest.mark.parametrize(
-    "what",
-    [(Connection, "attach"), (Connection, "require_partition"),
-     (KvPool, "copy_to")],
-    ids=lambda what: what[1],
-)  # fmt: skip
 def test_what_fails_before_the_change_changes_nothing(
     copied: TinyCheckpoint,
     host: StandInRay,
     monkeypatch: pytest.MonkeyPatch,
-    what: tuple[type, str],
 ) -> None:
     with stand_in_system(host, config_of(copied.path)) as system:
         expected = tokens(system)
         with monkeypatch.context() as patch:
-            patch.setattr(*what, fail)
+            patch.setattr(KvPool, "copy_to", fail)
             outcome, found = scale_among_requests(system, 3)
         assert isinstance(outcome, Refused) and found == expected
         require_whole(system, 1, hot_of(system))

@@ -51,7 +51,7 @@ def expected_mean(checkpoint: TinyCheckpoint) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "variant",
-    ["llama-gqa", "opt-prenorm", "opt-postnorm", "falcon-bias", "gemma2", "olmo2", "nemotron"],
+    ["opt-postnorm", "falcon-bias", "gemma2", "olmo2"],
 )
 def test_an_embedding_is_the_mean_of_transformers_states(tiny: Tiny, variant: str) -> None:
     checkpoint = tiny(variant)
@@ -64,7 +64,7 @@ def test_an_embedding_is_the_mean_of_transformers_states(tiny: Tiny, variant: st
     assert relative_difference(found, expected_mean(checkpoint)) < 1e-5
 
 
-@pytest.mark.parametrize(("mode", "copying"), [("exact", False), ("sign", False), ("exact", True)])
+@pytest.mark.parametrize(("mode", "copying"), [("sign", False), ("exact", True)])
 def test_embeddings_have_the_same_bits_in_any_company(tiny: Tiny, mode: str, copying: bool) -> None:
     """Alone, beside other prompts and answers, and with a KV cache that was lost on the way."""
     prompts = [prompt_of(length) for length in (1, 2, 31, 33, 70, 200)]

@@ -60,7 +60,7 @@ def write(folder: Path, num_chosen: int = 3) -> Path:
     return folder / "m.gguf"
 
 
-@pytest.mark.parametrize("num_chosen", [3, 8])
+@pytest.mark.parametrize("num_chosen", [3, pytest.param(8, marks=pytest.mark.thorough)])
 def test_logits_are_the_references(tmp_path: Path, num_chosen: int) -> None:
     """To what 8 bits of vectors cost, which may let a token choose another expert of eight."""
     path = write(tmp_path, num_chosen)

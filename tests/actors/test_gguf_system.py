@@ -29,9 +29,13 @@ IDS = np.array([3, 7, 1, 90, 55, 20, 3, 3, 64, 17])
 MODEL_IDS = np.array(IDS_OF_LOGITS)  # of `logits_of`
 
 
-@pytest.mark.sweep(keep=1)
-@pytest.mark.parametrize("num_services", [1, 2])
-@pytest.mark.parametrize("kinds", [MIXED, {"blk.1.ffn_down": "Q6_K", "ffn_down": "Q4_0"}])
+@pytest.mark.parametrize(
+    ("kinds", "num_services"),
+    [
+        (MIXED, 2),
+        pytest.param({"blk.1.ffn_down": "Q6_K", "ffn_down": "Q4_0"}, 1, marks=pytest.mark.thorough),
+    ],
+)
 def test_formats_by_layers(kinds: dict[str, str], num_services: int, tmp_path: Path) -> None:
     """Values and down projections in six bits in one layer, in four in the other."""
     path, model = tmp_path / "tiny.gguf", tiny()

@@ -74,7 +74,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SystemConfig:
     return replace(system, plan_path=str(file))
 
 
-@pytest.mark.parametrize(("num_hot", "num_cpus"), [(-1, 2), (20, 2), (0, 2), (-1, 1), (30, 1)])
+@pytest.mark.parametrize(("num_hot", "num_cpus"), [(-1, 2), (0, 2), (30, 1)])
 def test_every_neuron_has_one_place(planned: SystemConfig, num_hot: int, num_cpus: int) -> None:
     system = replace(planned, num_hot_neurons=num_hot, num_cpu_actors=num_cpus)
     config = prepare_system(Path(system.model_path), SystemOptions())[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -16,21 +16,12 @@ from hotcold.numba_kernels.ir.target import has_feature
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 from tests.patched_models import load_model
-from tests.tiny_models import MIXTURES, VARIANTS, Variant, make_tiny
+from tests.tiny_models import MIXTURES, VARIANTS, VOCAB_SIZE, Variant, make_tiny
 from tests.unit.test_reference import relative_difference
-
-pytestmark = pytest.mark.sweep
 
 Tiny = Callable[..., TinyCheckpoint]
 # How many tokens each step takes, in turn. Steps take up to 32, prompts more.
-WAYS = {
-    "token by token": [1],
-    "a few at once": [2, 8, 3, 7, 4, 5, 6],
-    "as many as kernels take": [32],
-    "one prefill": [40],
-    "chunks": [34, 6],
-    "prefill then decode": [35, 1, 1],
-}
+WAYS = ([2, 8, 3, 7, 4, 5, 6], [40], [35, 1, 1])
 MODES = ["dense", "exact"]
 
 
@@ -39,46 +30,32 @@ def as_on_a_cpu_with(monkeypatch: pytest.MonkeyPatch, *features: str) -> None:
     monkeypatch.setattr("hotcold.actors.cpu.matmul.matmul_features", lambda: frozenset(features))
 
 
-@pytest.fixture(scope="module", params=[*VARIANTS, *MIXTURES])
-def system(request: pytest.FixtureRequest, tiny: Tiny) -> Iterator[InProcessSystem]:
-    """One variant: the GPU service and three CPU services, two threads each."""
-    with InProcessSystem(tiny(request.param).path, num_services=3, num_threads=2) as running:
-        running.tiny = tiny(request.param)  # type: ignore[attr-defined]
-        yield running
+@pytest.mark.sweep(keep=24)
+@pytest.mark.parametrize("variant", [*VARIANTS, *MIXTURES])
+def test_logits_equal_transformers(tiny: Tiny, variant: str) -> None:
+    """In steps and prompts of any size, whose bits do not depend on it."""
+    checkpoint = tiny(variant)
+    text = np.random.default_rng(3).integers(0, VOCAB_SIZE, 128)
+    with InProcessSystem(checkpoint.path, num_services=3, num_threads=2) as system:
+        for mode in MODES:
+            for way in WAYS:
+                del system.python_answers[:]
+                found = system.logits(mode, checkpoint.ids, way)
+                assert found.dtype == np.float32
+                assert relative_difference(found, checkpoint.logits) < 1e-4, (mode, way)
+                assert bool(system.python_answers) == any(size > KERNEL_TOKENS for size in way)
+            alone = system.logits(mode, checkpoint.ids[:24], [1])
+            for way in ([2, 8, 3, 7], [24]):
+                assert np.array_equal(system.logits(mode, checkpoint.ids[:24], way), alone)
+            prompt = system.logits(mode, text, [64])
+            assert relative_difference(prompt, checkpoint.logits_of(text)) < 1e-4
+            for way in ([33, 62, 33], [60, 34, 34]):
+                assert np.array_equal(system.logits(mode, text, way), prompt), way
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("way", WAYS)
-def test_logits_equal_transformers(system: InProcessSystem, way: str, mode: str) -> None:
-    checkpoint: TinyCheckpoint = system.tiny  # type: ignore[attr-defined]
-    del system.python_answers[:]
-    found = system.logits(mode, checkpoint.ids, WAYS[way])
-    assert found.dtype == np.float32
-    assert relative_difference(found, checkpoint.logits) < 1e-4
-    assert bool(system.python_answers) == any(size > KERNEL_TOKENS for size in WAYS[way])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_bits_do_not_depend_on_the_size_of_a_step(system: InProcessSystem, mode: str) -> None:
-    checkpoint: TinyCheckpoint = system.tiny  # type: ignore[attr-defined]
-    alone = system.logits(mode, checkpoint.ids[:24], [1])
-    for way in ([2, 8, 3, 7], [24]):
-        assert np.array_equal(system.logits(mode, checkpoint.ids[:24], way), alone)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_bits_do_not_depend_on_the_chunks_of_a_prompt(system: InProcessSystem, mode: str) -> None:
-    checkpoint: TinyCheckpoint = system.tiny  # type: ignore[attr-defined]
-    ids = np.random.default_rng(3).integers(0, system.config.vocab_size, 128)
-    alone = system.logits(mode, ids, [64])
-    assert relative_difference(alone, checkpoint.logits_of(ids)) < 1e-4
-    for way in ([33, 62, 33], [45, 40, 43], [60, 34, 34]):
-        assert np.array_equal(system.logits(mode, ids, way), alone), way
-
-
-@pytest.mark.parametrize(("num_services", "num_threads"), [(1, 1), (1, 2), (3, 1), (2, 2)])
 @pytest.mark.parametrize(
-    "variant", ["llama-gqa", "opt-postnorm", "falcon-bias", "mixtral", "glm4-moe-groups"]
+    ("variant", "num_services", "num_threads"),
+    [("llama-gqa", 1, 2), ("falcon-bias", 3, 1), ("opt-postnorm", 1, 1), ("glm4-moe-groups", 2, 2)],
 )
 def test_any_number_of_services_and_threads(
     tiny: Tiny, variant: str, num_services: int, num_threads: int
@@ -95,51 +72,27 @@ def test_any_number_of_services_and_threads(
         assert relative_difference(first, checkpoint.logits) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "variant",
-    ["llama-tied", "opt-postnorm", "falcon-grouped", "qwen2-moe", "glm4-moe", "smallthinker"],
-)
-def test_questions_and_answers_can_be_copied(tiny: Tiny, variant: str) -> None:
+@pytest.mark.parametrize("variant", ["opt-postnorm", "falcon-grouped", "qwen2-moe", "smallthinker"])
+def test_questions_can_be_copied_and_asked_again(tiny: Tiny, variant: str) -> None:
     """What the exchange over actor calls carries is all that a service reads and writes."""
     checkpoint = tiny(variant)
-    with InProcessSystem(checkpoint.path, 3, 2, copying=True) as system:
-        for way in ([1], [5], [35]):
-            found = system.logits("exact", checkpoint.ids, way)
-            assert relative_difference(found, checkpoint.logits) < 1e-4
-
-
-@pytest.mark.parametrize(
-    "variant", ["llama-gqa", "opt-prenorm", "falcon-relu", "qwen2-moe", "smallthinker"]
-)
-def test_a_request_asked_again_is_answered_alike(tiny: Tiny, variant: str) -> None:
-    checkpoint = tiny(variant)
     ids = checkpoint.ids.tolist()
-    with InProcessSystem(checkpoint.path, 2, 2) as system:
+    with InProcessSystem(checkpoint.path, 3, 2, copying=True) as system:
         system.request_by_python()
-        engine = system.engine("exact")
+        engine, request = system.engine("exact"), system.exchange.request
+
+        def twice(services: Sequence[int]) -> int:
+            request(services)
+            return request(services)
+
         for first, last in ((0, 34), (34, 39), (39, 40)):
-            step, request = range(first, last), system.exchange.request
-            plain = engine.step(ids[first:last], step, [0] * len(step)).copy()
-
-            def twice(services, request=request):
-                request(services)
-                return request(services)
-
+            step = range(first, last)
+            plain = engine.step(ids[first:last], step, [0] * len(step), len(step)).copy()
+            assert relative_difference(plain, checkpoint.logits[first:last]) < 1e-4
             system.exchange.request = twice  # type: ignore[method-assign]
-            again = engine.step(ids[first:last], step, [0] * len(step)).copy()
+            again = engine.step(ids[first:last], step, [0] * len(step), len(step)).copy()
             system.exchange.request = request  # type: ignore[method-assign]
             np.testing.assert_array_equal(again, plain)
-
-
-def test_only_the_logits_asked_for(tiny: Tiny) -> None:
-    checkpoint = tiny("opt-postnorm")
-    ids, logits = checkpoint.ids.tolist(), checkpoint.logits
-    with InProcessSystem(checkpoint.path) as system:
-        engine = system.engine("dense")
-        for size in (7, 36):
-            assert engine.step(ids[:size], range(size), [0] * size, 0).shape[0] == 0
-            found = engine.step(ids[:size], range(size), [0] * size, 3)
-            assert relative_difference(found, logits[size - 3 : size]) < 1e-4
 
 
 def test_a_long_context_takes_longropes_long_factors(tmp_path: Path) -> None:
@@ -191,11 +144,13 @@ def test_exact_mode_computes_only_neurons_that_fire(tiny: Tiny) -> None:
 
 # Weights in 16 bits are widened exactly; a float16 cache rounds keys and values.
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "bound"), [("float16", "float16", 4e-3), ("bfloat16", "float32", 1e-5)]
-)
-@pytest.mark.parametrize(
-    "variant",
-    ["llama-gqa", "llama-mlp-bias", "opt-postnorm", "falcon-bias", "qwen3-moe", "glm4-moe"],
+    ("variant", "dtype", "kv_dtype", "bound"),
+    [
+        ("llama-mlp-bias", "bfloat16", "float32", 1e-5),
+        ("opt-postnorm", "float16", "float16", 4e-3),
+        ("falcon-bias", "float16", "float16", 4e-3),
+        ("glm4-moe", "bfloat16", "float32", 1e-5),
+    ],
 )
 def test_half_precision(
     tiny: Tiny,
@@ -216,11 +171,11 @@ def test_half_precision(
         assert relative_difference(found, checkpoint.logits) < bound
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16"])
 @pytest.mark.parametrize(
-    "variant",
-    ["llama-gqa", "opt-prenorm", "falcon-bias", "gemma2", "qwen3-windows", "gpt-oss", "qwen2-moe"],
-)
+    ("variant", "kv_dtype"),
+    [("llama-gqa", "float16"), ("gemma2", "float32"), ("qwen3-windows", "float16"),
+     ("gpt-oss", "float16"), ("qwen2-moe", "float32")],
+)  # fmt: skip
 def test_prompts_of_several_pages(tiny: Tiny, variant: str, kv_dtype: str) -> None:
     checkpoint, ids = tiny(variant), np.tile(tiny(variant).ids, 4)[:128]
     with InProcessSystem(checkpoint.path, 2, 2, max_tokens=128, kv_dtype=kv_dtype) as system:
@@ -232,9 +187,15 @@ def test_prompts_of_several_pages(tiny: Tiny, variant: str, kv_dtype: str) -> No
             assert relative_difference(found, in_steps) < bound, way
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias"])
-@pytest.mark.parametrize("feature", ["avx512bf16", "amx-bf16"])
+@pytest.mark.parametrize(
+    ("feature", "variant", "dtype"),
+    [
+        ("avx512bf16", "falcon-bias", "float16"),
+        ("avx512bf16", "llama-gqa", "bfloat16"),
+        ("amx-bf16", "opt-postnorm", "float16"),
+        ("amx-bf16", "falcon-bias", "bfloat16"),
+    ],
+)
 def test_prefill_rounds_like_bfloat16_of_transformers(
     tiny: Tiny, feature: str, variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,8 +213,9 @@ def test_prefill_rounds_like_bfloat16_of_transformers(
 
 
 @pytest.mark.skipif(not has_feature("avx512vnni"), reason="a CPU with AVX512-VNNI")
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias"])
+@pytest.mark.parametrize(
+    ("variant", "dtype"), [("llama-gqa", "float16"), ("opt-postnorm", "bfloat16")]
+)
 def test_prefill_in_int16_is_nearer_than_bfloat16(
     tiny: Tiny, variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,12 +228,11 @@ def test_prefill_in_int16_is_nearer_than_bfloat16(
             assert difference < checkpoint.bfloat16_difference / 4, way
 
 
-@pytest.mark.parametrize("sizes", [[1], [35, 1]], ids=str)
-def test_stop_ends_all_threads(tiny: Tiny, sizes: list[int]) -> None:
+def test_stop_ends_all_threads(tiny: Tiny) -> None:
     checkpoint = tiny("llama-gqa", "float16")
     before = set(threading.enumerate())
     system = InProcessSystem(checkpoint.path, 3, 2, kv_dtype="float16")
-    system.logits("exact", checkpoint.ids, sizes)
+    system.logits("exact", checkpoint.ids, [35, 1])
     assert len(set(threading.enumerate()) - before) >= 8
     system.stop()
     assert set(threading.enumerate()) <= before

@@ -141,20 +141,6 @@ def test_the_limit_takes_other_arithmetics_first(model: Path, stores: Make) -> N
     assert store.load([key(10), key(11)], at(0, 1)) == 2
 
 
-def test_another_systems_file_is_not_removed(model: Path, stores: Make) -> None:
-    arrays = cache(6)
-    page = sum(array.nbytes for array in arrays) // PAGES
-    other = stores(Services(kept_pages(model, arrays)))
-    other.reopen(OTHER)
-    save_all(other, {n: n for n in range(4)})
-    store = stores(Services(kept_pages(model, arrays, 4 * page)))
-    store.reopen(ONE)
-    assert "give a larger --prefix-cache" in store.note
-    save_all(store, {1: 1})
-    assert store.keys() == set()
-    assert other.load([key(n) for n in range(4)], at(8, 9, 10, 11)) == 4
-
-
 def test_a_model_whose_folder_cannot_be_written(model: Path, stores: Make) -> None:
     (model / "hotcold").write_text("not a folder")
     store = stores(Services(kept_pages(model, cache(7))))

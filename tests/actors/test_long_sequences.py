@@ -18,8 +18,10 @@ from tests.unit.test_reference import relative_difference
 
 Tiny = Callable[..., TinyCheckpoint]
 LENGTH = 2 * SEGMENT_POSITIONS + 40
-VARIANT = pytest.mark.parametrize("variant", ["llama-gqa", "mistral", "qwen3-windows"])
-KV_DTYPE = pytest.mark.parametrize("kv_dtype", ["float32", "float16", "q8"])
+CASES = pytest.mark.parametrize(
+    ("variant", "kv_dtype", "bound"),
+    [("llama-gqa", "float16", 4e-3), ("mistral", "float32", 1e-4), ("qwen3-windows", "q8", 0.1)],
+)
 IDS = np.random.default_rng(3).integers(0, VOCAB_SIZE, LENGTH)
 
 
@@ -40,8 +42,7 @@ def long_system(checkpoint: TinyCheckpoint, kv_dtype: str, num_threads: int) -> 
     return LongSystem(checkpoint.path, kv_dtype=kv_dtype, attention_threads=num_threads)
 
 
-@VARIANT
-@pytest.mark.parametrize(("kv_dtype", "bound"), [("float32", 1e-4), ("float16", 4e-3), ("q8", 0.1)])
+@CASES
 def test_logits_equal_transformers(tiny: Tiny, variant: str, kv_dtype: str, bound: float) -> None:
     checkpoint = tiny(variant)
     with long_system(checkpoint, kv_dtype, 2) as system:
@@ -62,9 +63,10 @@ def filled(system: InProcessSystem, slots: list[int]) -> Engine:
     return engine
 
 
-@VARIANT
-@KV_DTYPE
-def test_bits_depend_on_a_tokens_own_text_alone(tiny: Tiny, variant: str, kv_dtype: str) -> None:
+@CASES
+def test_bits_depend_on_a_tokens_own_text_alone(
+    tiny: Tiny, variant: str, kv_dtype: str, bound: float
+) -> None:
     """Alone, verified with others of its sequence, beside other sequences, by 1 to 3 threads."""
     last, places = IDS[-8:].tolist(), list(range(LENGTH - 8, LENGTH))
     expected: list[np.ndarray] = []

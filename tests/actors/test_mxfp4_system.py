@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 
 from hotcold.actors.protocol.options import SystemOptions
@@ -66,14 +65,13 @@ def check_rounded(found: np.ndarray, rounded: np.ndarray) -> None:
     assert np.median(differences) < 1e-3
 
 
-@pytest.mark.parametrize("num_services", [1, 2])
-def test_as_published(num_services: int, tmp_path: Path) -> None:
+def test_as_published(tmp_path: Path) -> None:
     path = make_mxfp4(tmp_path)
     with rounding(rounds_h=True):
         expected = reference_logits(path, IDS)
     exact = reference_logits(path, IDS)
     assert largest_difference(reference_logits(tmp_path / "floats", IDS), exact) < 1e-12
-    with running(path, num_services) as (system, _):
+    with running(path, 2) as (system, _):
         alone = system.logits("dense", IDS, (1,))
         for size in (3, 16):
             assert np.array_equal(alone, system.logits("dense", IDS, (size,)))

@@ -80,8 +80,7 @@ def test_stop_strings_that_are_shown_or_not_looked_for_yet(
     assert machine.text == shown + (min(ends, key=len) if found else "")
 
 
-@pytest.mark.parametrize("copying", [False, True])
-@pytest.mark.parametrize("service", [AttentionService, CpuService])
+@pytest.mark.parametrize(("service", "copying"), [(AttentionService, False), (CpuService, True)])
 def test_a_thread_that_fails_is_named(
     tiny: Callable[..., TinyCheckpoint],
     service: type[Service],

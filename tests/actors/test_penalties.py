@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.driver.sampler import Penalties
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import batching, complete, random_request, start
@@ -47,29 +46,6 @@ def expected(
     for token, count in Counter(tokens if last < 0 else tokens[-last:]).items():
         found[token] -= count * params.frequency_penalty + params.presence_penalty
     return found
-
-
-@pytest.mark.parametrize("last", [-1, 600, 64])
-@pytest.mark.parametrize("penalize_prompt", [False, True])
-def test_long_texts_token_by_token(last: int, penalize_prompt: bool) -> None:
-    """What is counted on as a text grows is what one look at all of it counts, to the last bit."""
-    random = np.random.default_rng(2)
-    params = SamplingParams(
-        repeat_penalty=1.3, frequency_penalty=0.3, presence_penalty=0.2,
-        repeat_last_n=last, penalize_prompt=penalize_prompt,
-    )  # fmt: skip
-    logits = random.standard_normal(90).astype(np.float32)
-    tokens = (60 + random.integers(0, 30, 700)).tolist()  # most of them leave the window for good
-    num_prompt, growing = 50, Penalties(params, 50)
-    tokens += random.integers(0, 60, 900).tolist()
-    length = 400
-    while length <= len(tokens):
-        found = growing.applied(logits, tokens[:length])
-        anew = Penalties(params, num_prompt).applied(logits, tokens[:length])
-        np.testing.assert_array_equal(found, anew)
-        wanted = expected(logits, tokens[:num_prompt], tokens[num_prompt:length], params)
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-4)
-        length += int(random.integers(1, 4))
 
 
 @pytest.mark.sweep(keep=2)

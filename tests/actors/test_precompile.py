@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import subprocess
@@ -11,17 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from hotcold.actors.processes import precompile
-from hotcold.actors.processes.precompile import precompile_once
 from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.setup.storage import pack_model
 from tests.conftest import TinyCheckpoint
@@ -66,31 +61,6 @@ def memory_of(pid: int) -> int:
                 lines = Path(f"/proc/{each.pid}/smaps_rollup").read_text().splitlines()
                 total += sum(int(line.split()[1]) << 10 for line in lines if line[:4] == "Pss:")
     return total
-
-
-def test_kernels_are_precompiled_once(
-    tiny: Callable[..., TinyCheckpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    begun: list[Any] = []
-
-    class Process:
-        def __init__(self, *args: Any, **options: Any) -> None:
-            begun.append(self)
-            self.stdin, self.status = io.BytesIO(), 1 if len(begun) == 1 else 0
-
-        def wait(self) -> int:
-            return self.status
-
-    monkeypatch.setattr(subprocess, "Popen", Process)
-    system = SystemConfig(str(tiny("llama-relu").path))
-    stored = replace(system, storage=NeuronStorage("f", 1, 1))
-    precompile_once(system)
-    assert not begun  # nothing is promised
-    drafting = replace(stored, draft="q4")
-    for asked in (stored, stored, stored, replace(stored, mode="dense"), drafting):
-        precompile_once(asked)
-    assert len(begun) == 4  # one failed, one did not, one was of another mode, and one drafts
 
 
 def test_a_full_disk_ends_no_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

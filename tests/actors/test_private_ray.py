@@ -268,10 +268,15 @@ def family(told: dict[str, Any]) -> list[psutil.Process]:
     return processes_of(map(int, (told["owner"], *told["processes"])))
 
 
-def test_all_ports_are_for_this_machine_alone(told: dict[str, Any]) -> None:
+def test_ports_are_for_this_machine_alone_and_files_for_this_user(told: dict[str, Any]) -> None:
     addresses = [address for address, _ in listening(family(told))]
     assert len(addresses) >= 4  # of GCS server, raylet, object manager, owner
     assert set(addresses) <= LOOPBACK
+    folder = Path(told["folders"][0])
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
+    (sockets,) = folder.glob("**/sockets")
+    assert {path.name for path in sockets.iterdir()} == {"raylet", "plasma_store"}
 
 
 def test_no_port_answers_without_the_token(told: dict[str, Any]) -> None:
@@ -292,16 +297,10 @@ def test_no_port_answers_without_the_token(told: dict[str, Any]) -> None:
     assert sum((answers(port, ping, token) for port in ports), Counter())["OK"] == 1
 
 
-def test_its_files_are_for_this_user_alone(told: dict[str, Any]) -> None:
-    folder = Path(told["folders"][0])
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
-    (sockets,) = folder.glob("**/sockets")
-    assert {path.name for path in sockets.iterdir()} == {"raylet", "plasma_store"}
-
-
-@pytest.mark.parametrize(("has_own", "status"), [(True, 143), (False, -signal.SIGTERM)])
-@pytest.mark.parametrize("when", ["registering", "running"])
+@pytest.mark.parametrize(
+    ("has_own", "status", "when"),
+    [(True, 143, "registering"), (False, -signal.SIGTERM, "running")],
+)
 def test_sigterm_ends_a_program_as_without_ray(
     has_own: bool, status: int, when: str, base: Path
 ) -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.driver.outputs import AnswerLogprobs, token_logprob
-from hotcold.actors.driver.streams import Reader, Stream
+from hotcold.actors.driver.outputs import AnswerLogprobs
 from hotcold.actors.protocol.messages import (
     GenerateRequest,
     ReaderEpoch,
@@ -83,31 +82,6 @@ def test_prompts_and_answers_are_scored_in_a_batch(tiny: Tiny) -> None:
             values = [value for _, value in one.top]
             assert values == pytest.approx(np.sort(row)[::-1][: len(values)], abs=2e-3)
         assert {len(one.top) for one in event.logprobs} == {2}
-
-
-def test_the_last_event_is_handed_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotcold.actors.driver.streams.PACE_S", 1e9)
-    reader = Reader()
-    ended: list[Stream] = []
-    stream = reader.open("a", ended.append)
-    assert reader.next_events(0.0) == []
-    stream.put(TokenEvent("one"))
-    assert reader.next_events() == [("a", TokenEvent("one"))]
-    stream.put(TokenEvent("two"))
-    error = ValueError("no")
-    stream.put(error)
-    assert reader.next_events() == [("a", TokenEvent("two")), ("a", error)]
-    assert ended == [stream]
-
-
-def test_token_logprob_refuses_what_is_no_number() -> None:
-    logits = np.array([1.0, 3.0, 2.0], np.float32)
-    found = token_logprob(logits, 0, 9)
-    expected = log_softmax(logits)
-    assert found.logprob == pytest.approx(expected[0])
-    assert [one for one, _ in found.top] == [1, 2, 0]
-    with pytest.raises(ValueError, match="NaN"):
-        token_logprob(np.array([1.0, np.nan], np.float32), 0, 1)
 
 
 def test_logprobs_come_with_the_text_that_they_begin_in() -> None:

@@ -15,7 +15,7 @@ from scipy.special import log_softmax
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.modes import step_mode
-from hotcold.actors.driver.scoring import WindowScores, score_window
+from hotcold.actors.driver.scoring import score_window
 from hotcold.actors.protocol.failures import RequestError
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.jobs.commands.perplexity import summary
@@ -41,7 +41,7 @@ WINDOWS = np.random.default_rng(5).integers(0, VOCAB_SIZE, (2, SIZE)).tolist()
 NUM_SERVICES, NUM_THREADS = 2, 2
 
 
-@pytest.fixture(params=["llama-relu", "llama-silu", "opt-prenorm", "falcon-relu"])
+@pytest.fixture(params=["llama-silu", "opt-prenorm", "falcon-relu"])
 def system(request: pytest.FixtureRequest, tiny: Tiny) -> Iterator[InProcessSystem]:
     path = tiny(request.param).path
     with InProcessSystem(path, NUM_SERVICES, NUM_THREADS) as running:
@@ -71,8 +71,7 @@ def reference_nll(log_p: np.ndarray, ids: list[int]) -> np.ndarray:
     return -log_p[np.arange(len(log_p)), ids[FIRST + 1 :]]
 
 
-@pytest.mark.parametrize("mode", ["dense", "exact"])
-@pytest.mark.parametrize("audit", [False, True])
+@pytest.mark.parametrize(("mode", "audit"), [("dense", False), ("exact", True)])
 def test_perplexity_equals_transformers(system: InProcessSystem, mode: str, audit: bool) -> None:
     model = reference_model(system)
     nll = np.concatenate([reference_nll(log_probabilities(model, ids), ids) for ids in WINDOWS])
@@ -215,24 +214,6 @@ def test_a_predicting_mode_beside_dense_equals_transformers(llama: InProcessSyst
         assert report["kld_p99"] == pytest.approx(np.quantile(kld, 0.99), rel=1e-3)
         assert report["kld_max"] == pytest.approx(kld.max(), rel=1e-3)
         assert (report["recall"] is None) != audit
-
-
-def test_a_window_leaves_nothing_behind(llama: InProcessSystem) -> None:
-    engine = predicting_engine(llama)
-
-    def run(ids: list[int]) -> WindowScores:
-        return score_window(engine, ids, len(ids) // 2, audit=True)
-
-    first, _, again = run(WINDOWS[0]), run(WINDOWS[1]), run(WINDOWS[0])
-    short = run(WINDOWS[0][:4])
-    np.testing.assert_array_equal(first.nll, again.nll)
-    np.testing.assert_array_equal(first.kld, again.kld)
-    assert first.counts is not None and again.counts is not None and short.counts is not None
-    np.testing.assert_array_equal(first.counts.num_listed, again.counts.num_listed)
-    assert first.counts.num_tokens == SIZE - 1 and short.counts.num_tokens == 3
-    assert short.nll.size == 1
-    report = summary([short], llama.config.num_neurons, "sign")
-    assert report["ppl_stderr"] is None and report["kld_stderr"] is None
 
 
 class SpoilingExchange(PythonExchange):

@@ -144,16 +144,14 @@ POLICIES: dict[str, Callable[[], DraftPolicy]] = {
 }
 
 
-@pytest.mark.sweep(keep=5)
 @pytest.mark.parametrize(
     ("variant", "mode", "options"),
     [
-        *(("llama-gqa", mode, {}) for mode in ("dense", "exact", "sign", "lowrank")),
+        ("llama-gqa", "lowrank", {}),
         ("llama-silu", "threshold", {}),
         ("llama-gqa", "sign", {"copying": True}),
         ("gemma3", "dense", {"kv_dtype": "float16"}),
-        ("phi3-windows", "dense", {}),
-        *((one, "exact", {}) for one in ("opt-postnorm", "falcon-bias", "olmo2", "bamboo")),
+        ("opt-postnorm", "exact", {}),
     ],
 )
 def test_answers_do_not_depend_on_drafts(
@@ -179,14 +177,13 @@ def test_answers_do_not_depend_on_drafts(
         assert all_pages_are_free(driver)
 
 
-@pytest.mark.parametrize("first_layer", [0, 1])
-def test_drafts_on_an_emulated_gpu(tiny: Tiny, first_layer: int) -> None:
-    """Alone, and with a layer of attention on the host.
+def test_drafts_on_an_emulated_gpu(tiny: Tiny) -> None:
+    """With a layer of attention on the host.
 
     The device is made of NumPy, whose products depend on a step's size in the last bits.
     """
     requests = [repetitive(seed) for seed in range(6)]
-    options: dict[str, Any] = {"kind": CudaInProcess, "hot": a_third, "first_layer": first_layer}
+    options: dict[str, Any] = {"kind": CudaInProcess, "hot": a_third, "first_layer": 1}
     with batching(tiny("llama-gqa"), context=192, **options) as (_, driver):
         alone = [answer(driver, request)[0] for request in requests]
         drafter = NastyDrafter(9, VOCAB_SIZE)
@@ -328,19 +325,11 @@ def test_a_draft_that_is_not_finite_is_dropped(tiny: Tiny) -> None:
 
 
 def test_a_failure_of_drafts_is_no_request_s(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
-    """A drafter fails, or a service cannot answer a step that has drafts."""
+    """A service cannot answer a step that has drafts."""
     requests = [replace(repetitive(seed), num_prompt_logprobs=None) for seed in range(6)]
     with batching(tiny("llama-gqa"), context=192) as (_, driver):
         alone = [answer(driver, request)[0] for request in requests]
-        drafter, random = NastyDrafter(2, VOCAB_SIZE), np.random.default_rng(0)
-
-        def fail() -> None:
-            if random.integers(2):
-                raise KeyError("no such thing")
-
-        drafter.before_call = fail
-        engine = driver.engine
-        step, num_failed = engine.step, 0
+        step, num_failed = driver.engine.step, 0
 
         def failing(*args: Any, **options: Any) -> np.ndarray:
             nonlocal num_failed
@@ -350,11 +339,10 @@ def test_a_failure_of_drafts_is_no_request_s(tiny: Tiny, caplog: pytest.LogCaptu
                 raise AnswerFailed(1, "a neuron cannot be read")
             return step(*args, **options)
 
-        engine.step = failing  # type: ignore[method-assign]
-        with drafting(driver, drafter, FixedPolicy(4), ngrams=True):
+        driver.engine.step = failing  # type: ignore[method-assign]
+        with drafting(driver, NastyDrafter(2, VOCAB_SIZE), FixedPolicy(4), ngrams=True):
             assert answers(driver, beside(requests, "beside")) == alone
-        assert num_failed and drafter.num_calls
-        assert caplog.text.count("drafts failed") == 1
+        assert num_failed and caplog.text.count("drafts failed") == 1
 
 
 def test_a_result_counts_its_drafts(tiny: Tiny) -> None:

@@ -15,7 +15,6 @@ from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import batching, complete, random_request, start
 from tests.conftest import TinyCheckpoint
-from tests.kernels.reference import mirostat_shares, sample_shares
 
 Tiny = Callable[..., TinyCheckpoint]
 FILTERS: list[dict[str, Any]] = [
@@ -41,23 +40,6 @@ def test_random_numbers_follow_from_the_options_alone(options: dict[str, Any]) -
         sampler.draw(logits)
         random.random(count)
     assert sampler._random.random() == random.random()
-
-
-def test_mirostat_follows_its_aim() -> None:
-    """The shares of every draw, and the mean surprise in the end."""
-    params = SamplingParams(temperature=1.0, seed=1, mirostat=2, mirostat_tau=3.0)
-    random = np.random.default_rng(1)
-    mu, sampler = 6.0, TokenSampler(params)
-    surprises = []
-    for step in range(600):
-        logits = np.random.default_rng(step).standard_normal(300).astype(np.float32) * 2
-        shares = mirostat_shares(logits, version=2, temperature=1.0, mu=mu)
-        token = sampler.draw(logits)
-        uniform, ids = random.random(), np.flatnonzero(shares)
-        assert token == ids[np.searchsorted(np.cumsum(shares[ids]), uniform, side="right")]
-        surprises.append(-np.log2(shares[token]))
-        mu -= 0.1 * (surprises[-1] - 3.0)
-    assert np.mean(surprises[100:]) == pytest.approx(3.0, abs=0.1)
 
 
 @pytest.mark.parametrize("options", FILTERS, ids=str)
@@ -89,24 +71,3 @@ def test_with_a_grammar_and_min_tokens() -> None:
             found = complete(driver, request)
             assert found.text and set(found.text) <= {"a", "b"}
             assert len(found.ids) >= 4 or len(found.text) == 12
-
-
-def test_shares_of_masked_logits() -> None:
-    """A grammar's -inf change neither the deviation nor the entropy of what is left."""
-    logits = np.random.default_rng(0).standard_normal(60).astype(np.float32) * 2
-    masked = logits.copy()
-    masked[::2] = -np.inf
-    filters: list[dict[str, Any]] = [
-        {"top_n_sigma": 1.0},
-        {"typical_p": 0.5},
-        {"xtc_probability": 1.0},
-    ]
-    for options in filters:
-        shares = sample_shares(masked, temperature=1.0, **options)
-        alone = sample_shares(logits[1::2], temperature=1.0, **options)
-        np.testing.assert_allclose(shares[1::2], alone, atol=1e-12)
-        params = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1, **options)
-        sampler = TokenSampler(params)
-        drawn = {sampler.draw(masked) for _ in range(400)}
-        assert drawn <= set(np.flatnonzero(shares).tolist())
-        assert drawn >= set(np.flatnonzero(shares > 0.05).tolist())

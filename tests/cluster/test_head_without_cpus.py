@@ -76,12 +76,3 @@ def test_whether_an_autoscaler_reports(
 
     monkeypatch.setattr("ray.experimental.internal_kv._internal_kv_get", get)
     assert cluster._can_grow() == can_grow
-
-
-@pytest.mark.thorough
-def test_without_an_autoscaler_it_is_told_at_once(model: Path, tmp_path: Path) -> None:
-    with running_head(0) as head:
-        status, log = head.run_beside(*job(model, tmp_path))
-        assert status == 1 and "the system needs 1 CPUs of Ray; 0 of 0 are free" in log, log
-        assert "no node offers any" in log
-        assert "Traceback" not in log

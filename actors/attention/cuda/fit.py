@@ -60,7 +60,6 @@ class _Sizes:
         step = KERNEL_TOKENS * (8 * width + 2 * qkv + config.vocab_size)
         blocks = layout.num_blocks * (config.num_layers + 1)  # what they weigh, a router's logits
         step += KERNEL_TOKENS * (blocks + 1)
-        step += neurons  # masks of which are computed
         step += kernels.ffn_scratch_items(KERNEL_TOKENS, neurons, width)
         step += kernels.attention_scratch_items(
             KERNEL_TOKENS,

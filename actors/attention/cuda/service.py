@@ -25,11 +25,8 @@ from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.cuda_kernels.device import GPU_FAILED, DeviceFailure
-from hotcold.cuda_kernels.neurons import fill_masks
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds
-from hotcold.numba_kernels.decode.selection import EVERYTHING, Selection
 from hotcold.numba_kernels.serve.mailbox import (
-    ALL_NEURONS,
     ATTENTION,
     COUNT_FFN,
     END_LAYER,
@@ -49,7 +46,6 @@ from hotcold.numba_kernels.serve.mailbox import (
     WEIGHS_BLOCKS,
     decode_thresholds,
     next_request,
-    read_selection,
 )
 
 
@@ -99,7 +95,6 @@ class CudaAttentionService(Service):
         self._offsets = np.concatenate([[0], np.cumsum(sizes)])
         self.fired_counts = np.zeros(int(self._offsets[-1]), np.int64)
         self._counts = device.pinned((max(sizes),), np.int64)
-        self._token_masks = device.pinned((max(sizes),), np.uint32)
         self._begun: _Begun | None = None
         self.times = DeviceTimes(device)
 
@@ -186,7 +181,7 @@ class CudaAttentionService(Service):
             elif operation == HEAD:
                 self._head(int(request[FIRST_LOGIT]), num_tokens)
             elif operation == FFN and num_tokens <= KERNEL_TOKENS:
-                self._hot(layer, num_tokens, decode_thresholds.py_func(request), self._selection())
+                self._hot(layer, num_tokens, decode_thresholds.py_func(request))
             elif operation in (FFN, COUNT_FFN):
                 self._hot_of_many(layer, num_tokens, counts=operation == COUNT_FFN)
             elif operation == STREAM:
@@ -226,7 +221,7 @@ class CudaAttentionService(Service):
         is_known = numbers.num_experts > 0 or numbers.num_blocks == 1  # else by the request
         if self._model.ffn[layer] is not None and is_known:
             weighs = numbers.num_experts > 0
-            self._begun = self._launch_hot(layer, num_tokens, thresholds, False, weighs)
+            self._begun = self._launch_hot(layer, num_tokens, thresholds, weighs)
         self._device.wait(done)
         land()
         land_weights()
@@ -278,31 +273,31 @@ class CudaAttentionService(Service):
         source = found.reshape(-1)[: target.size]
         return self._link.download("weights", [target], source)
 
-    def _selection(self) -> Selection:
-        request = self.buffers.requests[self.index]
-        if request[NUM_IDS] == ALL_NEURONS and not request[WEIGHS_BLOCKS]:
-            return EVERYTHING  # without a call: every layer of every step comes here
-        found: Selection = read_selection.py_func(self.buffers, self.index)
-        return found
+    @property
+    def _weighs(self) -> bool:
+        """Whether the request weighs blocks. It never lists neurons: hot ones are computed all."""
+        return bool(self.buffers.requests[self.index, WEIGHS_BLOCKS])
 
-    def _begin_hot(
-        self, layer: int, num_tokens: int, thresholds: Thresholds, selection: Selection
-    ) -> _Begun:
-        """Hot neurons that a request selects, of its input."""
-        whole, weighs = whole_step(num_tokens), selection.block_weights.size > 0
+    def _begin_hot(self, layer: int, num_tokens: int, thresholds: Thresholds) -> _Begun:
+        """Hot neurons of a request's input, and of the blocks that it weighs."""
+        whole, weighs = whole_step(num_tokens), self._weighs
         x = self.buffers.ffn_input[:num_tokens]
         self._link.upload("ffn_input", self._work.outputs(whole)[1], x, whole)
-        self._put_selection(layer, selection, whole)
-        return self._launch_hot(layer, num_tokens, thresholds, selection.is_listed, weighs)
+        if weighs:
+            weights = self.buffers.block_weights[:num_tokens]
+            self._link.upload(
+                "block_weights", self._work.block_weights(layer, whole), weights, whole
+            )
+        return self._launch_hot(layer, num_tokens, thresholds, weighs)
 
     def _launch_hot(
-        self, layer: int, num_tokens: int, thresholds: Thresholds, *chosen: bool
+        self, layer: int, num_tokens: int, thresholds: Thresholds, weighs: bool
     ) -> _Begun:
-        """`chosen`: whether masks are on the device, and weights of blocks."""
+        """`weighs`: by weights of blocks, which are on the device."""
         work, whole = self._work, whole_step(num_tokens)
-        key = "hot", layer, whole, thresholds, *chosen
+        key = "hot", layer, whole, thresholds, weighs
         self.times.mark("")
-        self._graphs.run(key, lambda: work.hot(layer, whole, thresholds, *chosen))
+        self._graphs.run(key, lambda: work.hot(layer, whole, thresholds, weighs))
         self.times.mark("hot neurons")
         target = self.buffers.partials[self.index, :num_tokens].reshape(-1)
         found = work.partial.reshape(-1)[: target.size]
@@ -311,27 +306,12 @@ class CudaAttentionService(Service):
         self.times.mark("copies")
         # CPU services work now: spinning would take a core from them.
         event = self._device.record(spin=False)
-        return _Begun((layer, num_tokens, thresholds, chosen[1]), event, land)
+        return _Begun((layer, num_tokens, thresholds, weighs), event, land)
 
-    def _put_selection(self, layer: int, selection: Selection, whole: int) -> None:
-        """Put masks and weights on the stream, where the selection has any."""
-        part, weights = self._model.ffn[layer], selection.block_weights
-        assert part is not None
-        if selection.is_listed:
-            masks = self._token_masks[: part.num_neurons]
-            fill_masks(masks, selection.ids, selection.token_masks)
-            self._device.copy_in(self._work.token_masks[: part.num_neurons], masks)
-        if weights.size:
-            target = self._work.block_weights(layer, whole)
-            self._link.upload("block_weights", target, weights, whole)
-
-    def _hot(
-        self, layer: int, num_tokens: int, thresholds: Thresholds, selection: Selection
-    ) -> None:
+    def _hot(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
         begun, self._begun = self._begun, None
-        request = layer, num_tokens, thresholds, selection.block_weights.size > 0
-        if selection.is_listed or begun is None or begun.request != request:
-            begun = self._begin_hot(layer, num_tokens, thresholds, selection)
+        if begun is None or begun.request != (layer, num_tokens, thresholds, self._weighs):
+            begun = self._begin_hot(layer, num_tokens, thresholds)
         self._device.wait(begun.event)
         begun.land()
         self.times.collect()
@@ -388,12 +368,12 @@ class CudaAttentionService(Service):
         part = self._model.ffn[layer]
         assert part is not None
         target = self.buffers.partials[self.index, :num_tokens].reshape(-1)
-        size, weights = part.num_neurons, self._selection().block_weights
+        size, weights = part.num_neurons, self.buffers.block_weights[:num_tokens]
         with self._device.stream():
             x = self._uploaded(self.buffers.ffn_input[:num_tokens])
             out = self._device.empty(x.shape, np.float32)
             fired = self._device.empty((size,), np.int64) if counts else None
-            if weights.size:
+            if self._weighs:
                 self._prompts.hot_blocks(layer, x, weights, out, counts=fired)
             else:
                 self._prompts.hot(part, x, out, add=False, counts=fired)

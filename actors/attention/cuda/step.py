@@ -52,9 +52,8 @@ class StepWork:
 
     For T tokens: hidden (T, d); mixed_and_input (2, T * d) with mixed and ffn_input; partial
     (T, d); logits (T, V); num_fired (L, 2) int32. positions and slots (32,) and page_tables (2,
-    slots, pages) int32 are one array, `place`. token_masks (N,) uint32, for the layer of most hot
-    neurons. all_weights (L, T * B) has what each layer's blocks weigh (`block_weights`), which its
-    router writes, or a request brings.
+    slots, pages) int32 are one array, `place`. all_weights (L, T * B) has what each layer's blocks
+    weigh (`block_weights`), which its router writes, or a request brings.
     """
 
     def __init__(self, device: Device, model: CudaModel, layout: ArenaLayout) -> None:
@@ -92,7 +91,6 @@ class StepWork:
         )
         most = max((part.num_neurons for part in model.ffn if part is not None), default=0)
         self._ffn_scratch = floats(kernels.ffn_scratch_items(tokens, most, width) if most else 0)
-        self.token_masks = device.empty((most,), np.uint32)
         self._num_blocks = layout.num_blocks
         self.all_weights = floats(config.num_layers, tokens * layout.num_blocks)
         most_experts = max(layer.numbers.num_experts for layer in model.layers)
@@ -167,11 +165,10 @@ class StepWork:
         layer: int,
         num_tokens: int,
         thresholds: Thresholds,
-        has_masks: bool = False,
         has_weights: bool = False,
         ends_layer: bool = False,
     ) -> None:
-        """ffn_input → partial, num_fired; by `token_masks` and weights of blocks, or of all.
+        """ffn_input → partial, num_fired; by weights of blocks, or of all.
 
         `ends_layer`: mixed and ffn_input → hidden, the layer's output, instead of partial.
         """
@@ -188,8 +185,7 @@ class StepWork:
             self.hidden[:num_tokens] if ends_layer else self.partial[:num_tokens],
             self.num_fired[layer],
             DeviceSelection(
-                self.token_masks[: neurons.num_neurons] if has_masks else None,
-                self.block_weights(layer, num_tokens) if has_weights else None,
+                block_weights=self.block_weights(layer, num_tokens) if has_weights else None
             ),
             residual if ends_layer else None,
         )
