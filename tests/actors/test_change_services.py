@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hotcold.actors.exchange.recovery import MAX_FAILURES
-from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.kv_pool import KvPool
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup import connection
@@ -224,18 +223,6 @@ def test_a_gpu_service_that_is_lost_as_it_moves(copied: TinyCheckpoint, host: St
                 assert found == tokens(system) == expected
                 assert not gpu.before and system.service("gpu").pid != pid
                 require_whole(system, count, hot_of(system))
-
-
-def test_a_gpu_service_whose_threads_do_not_end(
-    copied: TinyCheckpoint, host: StandInRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would serve both arenas: a fresh one comes."""
-    with stand_in_system(host, config_of(copied.path)) as system:
-        expected, pid = tokens(system), system.service("gpu").pid
-        monkeypatch.setattr(ServiceActor, "join", lambda service, timeout_s: False)
-        outcome, found = scale_among_requests(system, 2)
-        assert outcome.num_cpu_actors == 2 and found == expected
-        assert system.service("gpu").pid != pid
 
 
 _STEPS = st.one_of(

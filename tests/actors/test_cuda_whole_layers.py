@@ -160,14 +160,6 @@ def test_sequences_at_unequal_positions(tiny: Tiny, variant: str) -> None:
     assert counts[0] == counts[1] and counts[0][0] > 0
 
 
-def test_the_same_bits_of_quantized_layers(tmp_path: Path) -> None:
-    path, device = make_model("q-llama", tmp_path / "model"), emulated_devices()()
-    with CudaInProcess(
-        path, hot=every_layer, device=device, weight_dtype="q8", kv_dtype="float16"
-    ) as system:
-        assert assert_same(system, np.arange(3, 20), WHOLE_STEPS) == 1
-
-
 @pytest.mark.parametrize(("refuses_registration", "copying"), [(False, False), (True, True)])
 def test_beside_layers_that_the_gpu_has_in_part(
     tiny: Tiny, refuses_registration: bool, copying: bool

@@ -141,15 +141,6 @@ def test_the_limit_takes_other_arithmetics_first(model: Path, stores: Make) -> N
     assert store.load([key(10), key(11)], at(0, 1)) == 2
 
 
-def test_a_model_whose_folder_cannot_be_written(model: Path, stores: Make) -> None:
-    (model / "hotcold").write_text("not a folder")
-    store = stores(Services(kept_pages(model, cache(7))))
-    store.reopen(ONE)
-    save_all(store, {1: 1})
-    assert str(model.parent / "cache" / "hotcold" / FOLDER) in store.note
-    assert store.keys() == {key(1)}
-
-
 def test_a_full_disk_is_said_once(
     model: Path, stores: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -221,39 +212,6 @@ def test_a_call_that_is_given_up_while_it_goes_on(
     save_all(store, {2: 2})
     store.reopen(ONE)
     assert store.keys() == {key(2)}
-
-
-def test_a_session_waits_for_what_is_being_filled(model: Path) -> None:
-    arrays = cache(18)
-    kept = kept_pages(model, arrays)
-    kept.open(b"first", ONE)
-    kept.save(b"first", [], [key(n) for n in range(8)], at(*range(8)))
-    file = kept._file
-    assert file is not None
-    pause, read = Pause(), file.read
-
-    def slow(*arguments: Any) -> bool:
-        pause()
-        return read(*arguments)
-
-    file.read = slow  # type: ignore[method-assign, assignment]
-    found: list[int] = []
-    keys = [key(n) for n in range(8)]
-    loading = threading.Thread(
-        target=lambda: found.append(kept.load(b"first", keys, at(*range(8, 16))))
-    )
-    loading.start()
-    assert pause.begun.wait(60)
-    opening = threading.Thread(target=kept.open, args=(b"second", ONE))
-    opening.start()
-    opening.join(0.2)
-    assert opening.is_alive()
-    pause.may_end.set()
-    opening.join(60)
-    loading.join(60)
-    assert not opening.is_alive() and found[0] < 8  # it ends after the pages it has begun
-    assert kept.load(b"second", keys, at(*range(8, 16))) == 8
-    kept.close()
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev", "fdatasync", "posix_fallocate", "ftruncate"])
@@ -353,32 +311,27 @@ def test_a_page_is_there_where_all_services_have_it(model: Path, stores: Make) -
     assert "are damaged" in store.note
 
 
-def test_a_planted_link_is_not_followed(model: Path, tmp_path: Path, stores: Make) -> None:
+@pytest.mark.parametrize("what", ["a file", "a link", "of others", "within one of others"])
+def test_a_folder_that_is_not_ones_own_is_not_used(
+    model: Path, tmp_path: Path, stores: Make, what: str
+) -> None:
     """Who gives a model away may have put anything beside it."""
-    others = tmp_path / "documents"
+    others, folder = tmp_path / "documents", model / "hotcold" / FOLDER
     others.mkdir(mode=0o700)
-    (others / "thesis.pages").write_bytes(bytes(100_000))
     (others / f"{'0' * 32}.pages").write_bytes(bytes(100_000))
-    (model / "hotcold").mkdir(mode=0o755)
-    (model / "hotcold" / FOLDER).symlink_to(others)
+    if what == "a file":
+        (model / "hotcold").write_text("not a folder")
+    else:
+        (model / "hotcold").mkdir(mode=0o755)
+        folder.symlink_to(others) if what == "a link" else folder.mkdir(mode=0o700)
+    if "others" in what:
+        (folder if what == "of others" else folder.parent).chmod(0o777)
     store = stores(Services(kept_pages(model, cache(21), 50_000)))
     store.reopen(ONE)
     save_all(store, {1: 1})
     assert store.keys() == {key(1)} and str(tmp_path / "cache" / "hotcold" / FOLDER) in store.note
-    assert len(list(others.iterdir())) == 2
-
-
-@pytest.mark.parametrize("which", ["hotcold", "hotcold/prefix-cache"])
-def test_a_folder_that_others_may_write_to_is_not_used(
-    model: Path, tmp_path: Path, stores: Make, which: str
-) -> None:
-    (model / "hotcold" / FOLDER).mkdir(parents=True, mode=0o700)
-    (model / "hotcold").chmod(0o755)
-    (model / which).chmod(0o777)
-    store = stores(Services(kept_pages(model, cache(22))))
-    store.reopen(ONE)
-    save_all(store, {1: 1})
-    assert store.keys() == {key(1)} and not list((model / "hotcold" / FOLDER).iterdir())
+    assert len(list(others.iterdir())) == 1
+    assert "others" not in what or not list(folder.iterdir())
 
 
 def test_only_files_of_pages_are_counted_and_removed(

@@ -181,30 +181,6 @@ def test_a_profile_counts_experts_and_neurons(
         assert not engine.chosen_counts[layer, chosen.shape[1] :].any()
 
 
-def test_a_profile_knows_how_soon_experts_are_chosen_again(
-    path: Path, config: ModelConfig, routes: Routes
-) -> None:
-    """Answers follow each other, each after its prompt's one step; other windows say nothing."""
-    num_windows, num_prompt = 3, 5
-    with InProcessSystem(path, num_services=2, num_threads=2, max_tokens=16) as system:
-        embedding = load_embedding(Checkpoint(path), config)
-        engine = ProfilingEngine(config, embedding, system.exchange, system.topology, None)
-        engine.profile_window(IDS.tolist(), [])
-        assert not engine.distances.counts.any()
-        for _ in range(num_windows):
-            engine.profile_window(IDS.tolist(), [], num_prompt)
-    tokens = []
-    for token in range(len(IDS)):
-        layers = zip(config.layers, routes.chosen, strict=True)
-        routed = [(spec.ffn.router, chosen[token]) for spec, chosen in layers if spec.ffn.router]
-        tokens.append([row[: router.num_experts].tolist() for router, row in routed])
-    prompt = np.any(tokens[:num_prompt], axis=0).tolist()
-    steps = num_windows * [prompt, *tokens[num_prompt:]]
-    prompts = {number * (len(IDS) - num_prompt + 1) for number in range(num_windows)}
-    np.testing.assert_array_equal(engine.distances.counts, counted(steps, prompts))
-    assert engine.distances.counts.any()
-
-
 def counted(tokens: list[list[list[bool]]], prompts: set[int]) -> list[int]:
     """How many others were used more, of all layers' experts, half a token later on average.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,12 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.driver import prefix_cache
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.protocol.failures import (
     CacheLost,
     NotFiniteError,
-    RequestError,
 )
 from hotcold.actors.protocol.kv_pool import Page
 from hotcold.actors.protocol.messages import GenerateRequest, TokenLogprob
@@ -178,27 +175,6 @@ def test_a_small_pool_gives_up_what_was_used_least_recently(tiny: Tiny) -> None:
         assert cached < 256  # the other one had needed some of its pages
         *_, cached = answer(driver, first)
         assert cached == 256
-
-
-def test_preempted_requests_find_their_own_beginning(tiny: Tiny) -> None:
-    sampling = SamplingParams(max_tokens=600, temperature=0.8, ignore_eos=True, seed=1)
-    requests = [request_of(_EDITED[n : n + 70], sampling=sampling) for n in range(3)]
-    checkpoint = tiny("llama-gqa", "bfloat16")
-    expected = cold(checkpoint, requests, context=1024)
-    options: dict[str, Any] = {"context": 1024, "kv_positions": 1024}
-    with batching(checkpoint, shares=True, **options) as (_, driver):
-        scheduler, preempted = driver._scheduler, []
-        preempt = scheduler._preempt
-
-        def noted(request: Any) -> None:
-            preempted.append(request)
-            preempt(request)
-
-        scheduler._preempt = noted  # type: ignore[method-assign]
-        found = at_once(driver, requests)
-        assert preempted and all_are_free(driver)
-    same(found, expected)
-    assert [cached for *_, cached in found] == [0, 0, 0]  # their own is not counted
 
 
 # --- who shares --------------------------------------------------------------------------------
@@ -411,38 +387,6 @@ class DictStore:
                 self._page(page)[0][:] = 0  # half of what was to be there
                 return number
         return len(keys)
-
-
-def test_who_waits_for_pages_that_are_being_saved(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody looks again at once while there is no room; a job is told what it waits for."""
-    monkeypatch.setattr(prefix_cache, "_LONGEST_SAVE_S", 0.05)
-    checkpoint = tiny("llama-gqa", "bfloat16")
-    requests = [request_of(_IDS[n : 340 + n]) for n in (0, 7)]
-    expected = cold(checkpoint, requests)
-    store, looks = DictStore(delay=1 << 30), [0]
-    with batching(checkpoint, shares=True, store=store, kv_positions=CONTEXT) as (system, driver):
-        store.system = system
-        found = [answer(driver, requests[0])]
-        assert driver._prefixes.is_saving
-        with pytest.raises(RequestError, match="disk that does not answer"):
-            driver.between_requests(lambda: None)
-        advance = driver._scheduler.advance
-
-        def counted() -> None:
-            looks[0] += 1
-            if driver._scheduler.num_running == 0 and looks[0] == 20:  # it is being written
-                store._writing = [(0, *one[1:]) for one in store._writing]
-                store._delay = 0
-            advance()
-
-        driver._scheduler.advance = counted  # type: ignore[method-assign]
-        began = time.monotonic()
-        found.append(answer(driver, requests[1]))
-        took = time.monotonic() - began
-        same(found, expected)
-        assert looks[0] >= 20 and took > 0.05  # some milliseconds between two looks
 
 
 # --- services that change or are lost ----------------------------------------------------------
