@@ -184,7 +184,7 @@ def test_preempted_requests_have_the_same_tokens(
 
 def test_cancelled_before_it_comes_and_while_it_waits(tiny: Tiny) -> None:
     context = 4000  # some seconds of decoding
-    options = {"context": context, "num_slots": 1, "kv_positions": context}
+    options: dict[str, Any] = {"context": context, "num_slots": 1, "kv_positions": context}
     with batching(tiny("llama-gqa"), **options) as (_, driver):
         driver.cancel("early")  # the two calls of a client may overtake each other
         reasons = [complete(driver, greedy([1], 5, "early")).finish_reason for _ in range(2)]
