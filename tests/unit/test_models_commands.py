@@ -16,6 +16,7 @@ from hotcold.model.errors import UsageError
 from hotcold.model.files import hub
 from hotcold.model.synthetic.shape import SHAPES, config_json
 from hotcold.placement.machine.description import write_machine
+from tests.e2e.commands import Outcome
 from tests.local_hub import Hub, serving
 from tests.placement_cases import make_machine
 
@@ -48,16 +49,14 @@ class Commands:
             "HF_ENDPOINT": hub_url, "HF_HOME": str(cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         }  # fmt: skip
 
-    def __call__(
-        self, *arguments: str, file_blocks: int | None = None, **changes: str
-    ) -> tuple[int, str, str]:
+    def __call__(self, *arguments: str, file_blocks: int | None = None, **changes: str) -> Outcome:
         limit = f'ulimit -f {file_blocks or "unlimited"}; exec "$@"'
         command = [sys.executable, "-m", "hotcold.jobs.cli", *arguments]
         done = subprocess.run(
             ["bash", "-c", limit, "bash", *command], capture_output=True, text=True,
             env=self.environment | changes, stdin=subprocess.DEVNULL, timeout=120, check=False,
         )  # fmt: skip
-        return done.returncode, done.stdout, done.stderr
+        return Outcome(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture
@@ -114,27 +113,20 @@ def test_what_is_refused(names: list[str], part: str | None, says: str) -> None:
 
 
 def test_fetched_listed_removed(local_hub: Hub, run: Commands) -> None:
-    status, out, err = run("pull", "org/small", "--json")
-    assert status == 0 and "25.0 MB in 4 files, 25.0 MB to be fetched" in err
-    told = json.loads(out.splitlines()[-1])
-    folder = Path(told["path"])
+    done = run("pull", "org/small", "--json")
+    assert "25.0 MB in 4 files, 25.0 MB to be fetched" in done.err
+    folder = Path(done.report["path"])
     expected = {*CONFIG, "model.safetensors", "chat_template.jinja"}
     assert {file.name for file in folder.iterdir()} == expected == set(local_hub.fetched())
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
-    assert (
-        told["missing_bytes"]
-        == told["num_bytes"]
-        == sum(len(REPOSITORIES["org/small"][name]) for name in expected)
-    )
-    status, out, _ = run("list", "--json")
-    (kept,) = json.loads(out.splitlines()[-1])["models"]
+    num_bytes = sum(len(REPOSITORIES["org/small"][name]) for name in expected)
+    assert done.report["missing_bytes"] == done.report["num_bytes"] == num_bytes
+    (kept,) = run("list", "--json").report["models"]
     assert (kept["model"], kept["form"], kept["path"]) == ("org/small", "safetensors", str(folder))
-    status, _, err = run("rm", "org/small")
-    assert status != 0 and folder.exists()  # nobody there to say yes
-    assert run("rm", "org/small", "--yes")[:2] == (0, "org/small: 25.0 MB freed\n")
+    assert run("rm", "org/small").status != 0 and folder.exists()  # nobody there to say yes
+    assert run("rm", "org/small", "--yes").out == "org/small: 25.0 MB freed\n"
     assert not folder.exists()
-    status, _, err = run("rm", "org/small", "--yes")
-    assert (status, err.count("\n")) == (1, 1) and "hotcold list" in err
+    assert "hotcold list" in run("rm", "org/small", "--yes").refusal
 
 
 def test_a_known_name_stands_for_its_repository(run: Commands, tmp_path: Path) -> None:
@@ -142,28 +134,26 @@ def test_a_known_name_stands_for_its_repository(run: Commands, tmp_path: Path) -
     names.parent.mkdir(parents=True)
     names.write_text('"house:8b" = "org/many:Q8_0"')
     settings: Any = {"XDG_CONFIG_HOME": str(tmp_path / "settings")}
-    status, out, err = run("pull", "house:8b", **settings)
-    assert status == 0 and err.startswith("house:8b is org/many:Q8_0: 15 B in 1 file,")
-    assert out.rstrip().endswith("model-Q8_0.gguf")
-    assert "known of house: house:8b" in run("pull", "house:8", **settings)[2]
-    assert "(did you mean org/many, which is here?)" in run("generate", "org/man")[2]
-    assert run("rm", "house:8b", "--yes", **settings)[1].startswith("org/many:model-Q8_0.gguf: ")
+    done = run("pull", "house:8b", **settings)
+    assert done.err.startswith("house:8b is org/many:Q8_0: 15 B in 1 file,")
+    assert done.out.rstrip().endswith("model-Q8_0.gguf")
+    assert "known of house: house:8b" in run("pull", "house:8", **settings).refusal
+    assert "(did you mean org/many, which is here?)" in run("generate", "org/man").refusal
+    assert run("rm", "house:8b", "--yes", **settings).out.startswith("org/many:model-Q8_0.gguf: ")
 
 
 def test_one_of_several_gguf_models(local_hub: Hub, run: Commands) -> None:
-    status, _, err = run("pull", "org/many")
-    assert (status, err.count("\n")) == (1, 1)
-    assert "model-Q8_0.gguf" in err
+    assert "model-Q8_0.gguf" in run("pull", "org/many").refusal
     for name in ("Q8_0", "F16"):
-        assert run("pull", f"org/many:{name}")[0] == 0
+        assert run("pull", f"org/many:{name}").status == 0
     assert sorted(local_hub.fetched()) == sorted(Path(name).name for name in QUANTS[1:])
-    models = json.loads(run("list", "--json")[1].splitlines()[-1])["models"]
+    models = run("list", "--json").report["models"]
     names = [f"org/many:{Path(QUANTS[n]).name}" for n in (2, 1)]
     assert [model["model"] for model in models] == names
-    status, _, err = run("rm", "org/many:model", "--yes")
-    assert status == 1 and err.endswith(f"is in the names of {', '.join(names)}; name one\n"), err
-    assert run("rm", "org/many:q8", "--yes")[1].startswith("org/many:model-Q8_0.gguf: ")
-    models = json.loads(run("list", "--json")[1].splitlines()[-1])["models"]
+    refusal = run("rm", "org/many:model", "--yes").refusal
+    assert refusal.endswith(f"is in the names of {', '.join(names)}; name one")
+    assert run("rm", "org/many:q8", "--yes").out.startswith("org/many:model-Q8_0.gguf: ")
+    models = run("list", "--json").report["models"]
     assert [model["model"] for model in models] == names[:1]
     assert all(Path(model["path"]).exists() for model in models)
 
@@ -185,37 +175,33 @@ def test_a_file_goes_in_all_revisions(
         (repo / "snapshots" / revision).mkdir(parents=True)
         for name, blob in files.items():
             (repo / "snapshots" / revision / name).symlink_to(f"../../blobs/{blob}")
-    assert run("rm", "org/many:x.gguf", "--yes")[:2] == (
-        0,
-        "org/many:x.gguf: 12.0 MB freed in 3 revisions\n",
-    )
-    listed = run("list")[1]
+    told = run("rm", "org/many:x.gguf", "--yes").out
+    assert told == "org/many:x.gguf: 12.0 MB freed in 3 revisions\n"
+    listed = run("list").out
     assert "x.gguf" not in listed and listed.count("y.gguf") == 2
     assert {blob.name for blob in (repo / "blobs").iterdir()} == {"shared", "other"}
     left = {path.resolve().name for path in repo.glob("snapshots/*/*")}
     assert left == {"shared", "other"}
-    assert run("rm", "org/many:y.gguf", "--yes")[1] == (
-        "org/many:y.gguf: 22.0 MB freed in 2 revisions\n"
-    )
+    told = run("rm", "org/many:y.gguf", "--yes").out
+    assert told == "org/many:y.gguf: 22.0 MB freed in 2 revisions\n"
     assert not repo.exists()
 
 
 def test_a_download_goes_on_where_it_stopped(local_hub: Hub, run: Commands) -> None:
     local_hub.breaks_after["model.safetensors"] = 15_000_000
     for _ in range(2):  # the library tries again by itself, where it can
-        status, out, _ = run("pull", "org/small", "--json")
-    assert status == 0
-    folder = Path(json.loads(out.splitlines()[-1])["path"])
+        done = run("pull", "org/small", "--json")
+    folder = Path(done.report["path"])
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     assert any(line.startswith("model.safetensors from ") for line in local_hub.ranges)
 
 
 def test_a_disk_that_fills_is_told_as_that(run: Commands) -> None:
-    status, out, err = run("pull", "org/small", file_blocks=1000)
-    assert (status, out) == (1, "") and "Traceback" not in err
-    (line,) = [line for line in err.splitlines() if "error" in line]
+    done = run("pull", "org/small", file_blocks=1000)
+    assert (done.status, done.out) == (1, "") and "Traceback" not in done.err
+    (line,) = [line for line in done.error_lines if "error" in line]
     assert "File too large" in line and "HF_HOME" in line and "network" not in line
-    assert "org/small  unfinished" in run("list")[1]
+    assert "org/small  unfinished" in run("list").out
 
 
 def test_a_plan_fetches_config_json_alone(local_hub: Hub, run: Commands, tmp_path: Path) -> None:
@@ -223,28 +209,25 @@ def test_a_plan_fetches_config_json_alone(local_hub: Hub, run: Commands, tmp_pat
     local_hub.repositories = {"org/planned": {"config.json": text, "model.safetensors": WEIGHTS}}
     machine = tmp_path / "machine.json"
     write_machine(machine, make_machine())
-    status, out, err = run("plan", "--config", "org/planned", "--machine", str(machine))
-    assert status == 0, err
-    assert "tokens/s" in out and "weights are not here" in out
+    done = run("plan", "--config", "org/planned", "--machine", str(machine))
+    assert done.status == 0, done.err
+    assert "tokens/s" in done.out and "weights are not here" in done.out
     assert local_hub.fetched() == ["config.json"]
 
 
 def test_offline_what_is_here_is_found(run: Commands) -> None:
-    assert run("pull", "org/many:Q8_0")[0] == 0
-    assert run("pull", "org/many:Q8_0", HF_HUB_OFFLINE="1")[0] == 0
-    status, out, err = run("pull", "org/many:Q4", HF_HUB_OFFLINE="1")
-    assert (status, out, err.count("\n")) == (1, "", 1), err
+    assert run("pull", "org/many:Q8_0").status == 0
+    assert run("pull", "org/many:Q8_0", HF_HUB_OFFLINE="1").status == 0
+    assert run("pull", "org/many:Q4", HF_HUB_OFFLINE="1").refusal
 
 
 def test_one_that_is_not_there_or_not_public(tmp_path: Path) -> None:
     with serving(REPOSITORIES, token="hf_secret") as closed:
         run = Commands(closed.url, tmp_path)
-        status, _, err = run("pull", "org/small")
-        assert (status, err.count("\n")) == (1, 1) and "HF_TOKEN" in err
-        assert run("pull", "org/small", HF_TOKEN="hf_secret")[0] == 0
-        status, _, err = run("generate", "org/none", "--prompt", "a", HF_TOKEN="hf_secret")
-        assert (status, err.count("\n")) == (1, 1)
-        assert "hotcold list" in err and "hotcold pull" in err
+        assert "HF_TOKEN" in run("pull", "org/small").refusal
+        assert run("pull", "org/small", HF_TOKEN="hf_secret").status == 0
+        told = run("generate", "org/none", "--prompt", "a", HF_TOKEN="hf_secret").refusal
+        assert "hotcold list" in told and "hotcold pull" in told
 
 
 def test_a_disk_without_room_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None:

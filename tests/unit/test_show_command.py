@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hotcold.jobs.cli import main
+from tests.e2e.commands import run_main
 from tests.tiny_checkpoint import TinyCheckpoint
 
 
-def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict, str]:
-    assert main(["show", *arguments, "--json"]) == 0
-    *lines, last = capsys.readouterr().out.splitlines()
-    return json.loads(last), "\n".join(lines)
+def shown(*arguments: object) -> tuple[dict[str, Any], str]:
+    done = run_main("show", *arguments, "--json")
+    return done.report, done.out
 
 
-def test_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
-    facts, text = shown(capsys)
+def test_the_demo_model() -> None:
+    facts, text = shown()
     assert (facts["family"], facts["mode"]) == ("llama", "exact")
     assert facts["predictors"] == ["sign", "lowrank"]
     assert 0.02 < facts["firing_share"] < 0.2
@@ -29,13 +28,11 @@ def test_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("variant", ["opt-prenorm", "gemma2", "nemotron"])
-def test_sizes_are_transformers(
-    variant: str, tiny: Callable[..., TinyCheckpoint], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sizes_are_transformers(variant: str, tiny: Callable[..., TinyCheckpoint]) -> None:
     from transformers import AutoModelForCausalLM
 
     path = tiny(variant).path
-    facts, text = shown(capsys, str(path))
+    facts, text = shown(path)
     model = AutoModelForCausalLM.from_pretrained(path)
     assert facts["num_parameters"] == model.num_parameters()
     assert sum(facts["stored_bytes"].values()) >= 4 * facts["num_parameters"]
@@ -53,13 +50,12 @@ def test_sizes_are_transformers(
     ],
 )
 def test_a_mixture(
-    variant: str, experts: tuple[int, ...], words: str, tiny: Callable[..., TinyCheckpoint],
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    variant: str, experts: tuple[int, ...], words: str, tiny: Callable[..., TinyCheckpoint]
+) -> None:
     from transformers import AutoModelForCausalLM
 
     path = tiny(variant).path
-    facts, text = shown(capsys, str(path))
+    facts, text = shown(path)
     assert tuple(facts["experts"].values())[:5] == experts
     model = AutoModelForCausalLM.from_pretrained(path)
     total = sum(weight.numel() for weight in model.parameters())
@@ -81,27 +77,20 @@ def test_a_mixture(
         ("turbosparse-mixtral", "40.0% of the neurons, and predictors in them leave out more"),
     ],
 )
-def test_sparse_experts(
-    variant: str,
-    words: str,
-    tiny: Callable[..., TinyCheckpoint],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    facts, text = shown(capsys, str(tiny(variant).path))
+def test_sparse_experts(variant: str, words: str, tiny: Callable[..., TinyCheckpoint]) -> None:
+    facts, text = shown(tiny(variant).path)
     assert words in text and facts["mode"] == "exact"
 
 
-def test_what_is_no_model(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
+def test_what_is_no_model(tmp_path: Path) -> None:
+    assert str(tmp_path) in run_main("show", tmp_path).refusal
 
 
-def test_a_random_models_own_density_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_random_models_own_density_is_shown(tmp_path: Path) -> None:
     """Not what was published of models of its kind."""
-    assert main(["make-model", "--density", "0.2", str(tmp_path / "model"), "--json"]) == 0
-    made = json.loads(capsys.readouterr().out.splitlines()[-1])["density"]
-    facts, text = shown(capsys, str(tmp_path / "model"))
+    line = ["make-model", "--density", "0.2", tmp_path / "model", "--json"]
+    made = run_main(*line).report["density"]
+    facts, text = shown(tmp_path / "model")
     assert facts["published_share"] == pytest.approx(made, abs=1e-4)
     assert f"about {made:.0%} of neurons fire, as its config.json says" in text
+    assert "is not empty" in run_main(*line).refusal

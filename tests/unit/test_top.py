@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output.vt100 import Vt100_Output
 
 from hotcold.actors.telemetry.snapshot import ActorHealth, NeuronMap, Speed, Telemetry
-from hotcold.jobs.cli import main
 from hotcold.jobs.commands import top
 from hotcold.jobs.running.client import Client, GoneError, LoadingError
 from hotcold.jobs.running.registry import Record
@@ -24,6 +23,7 @@ from hotcold.jobs.top_picture import drawn, picture
 from hotcold.jobs.top_watch import watch
 from hotcold.model.errors import ServiceError
 from hotcold.ui.telemetry import map_json, telemetry_json
+from tests.e2e.commands import Outcome, run_main
 from tests.e2e.stand_in import mixture_map
 
 LAYERS, BUCKETS = 4, 64
@@ -106,37 +106,35 @@ class StandIn(Client):
         return found
 
 
-Run = Any
+Run = Callable[..., Outcome]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command over such a system; its status and output."""
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the command over such a system."""
 
-    def of(system: StandIn, *arguments: str) -> tuple[int, str, str]:
+    def of(system: StandIn, *arguments: str) -> Outcome:
         monkeypatch.setattr(top, "_chosen", lambda name: system)
         monkeypatch.setattr(top, "_COUNT_S", 0.0)
-        status = main(["top", *arguments])
-        return status, *capsys.readouterr()
+        return run_main("top", *arguments)
 
     return of
 
 
 def test_one_picture_where_nobody_watches(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
+    text = drawn(picture("words", told(), 100), 100, False)
     for arguments in ((), ("--once",)):
-        assert run(StandIn(told()), *arguments) == (0, drawn(picture("words", told(), 100), 100,
-                                                             False) + "\n", "")  # fmt: skip
+        assert run(StandIn(told()), *arguments) == Outcome(0, f"{text}\n", "")
     system = StandIn(told(num_steps=0), told())  # services count once somebody looks
-    assert run(system, "--once")[1].count("◆") > 1 and system.num_asked == 2
+    assert run(system, "--once").out.count("◆") > 1 and system.num_asked == 2
     unknown = told(num_steps=0, num_running=0)
     unknown["actors"][1]["pid"] = 0
     system = StandIn(unknown, told(num_steps=0, num_running=0))
-    assert "attention  alive       cpu" in run(system, "--once")[1] and system.num_asked == 2
-    status, out, _ = run(StandIn(told()), "--json")
-    assert (status, json.loads(out)) == (0, told())
+    assert "attention  alive       cpu" in run(system, "--once").out and system.num_asked == 2
+    assert run(StandIn(told()), "--json").report == told()
     failed = run(StandIn(ServiceError("the system 'words' does not answer")))
-    assert failed == (1, "", "hotcold: error: the system 'words' does not answer\n")
+    assert failed.refusal == "hotcold: error: the system 'words' does not answer"
 
 
 @pytest.mark.parametrize(
@@ -151,14 +149,12 @@ def test_one_picture_where_nobody_watches(run: Run, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_whom_it_asks(
-    names: list[str], asked: list[str], error: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    names: list[str], asked: list[str], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = [Record(name, 1, socket=f"{name}.sock") for name in names]
     monkeypatch.setattr(top, "listed", lambda: found)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert main(["top", *asked]) == 1
-    assert error in capsys.readouterr().err
+    assert error in run_main("top", *asked).refusal
 
 
 @contextmanager
