@@ -16,6 +16,7 @@ import hotcold
 from hotcold.jobs.cli import ensure_home, main
 from hotcold.jobs.support.lazy_group import LazyCommand, LazyGroup
 from hotcold.model.errors import CheckpointError
+from tests.e2e.commands import run_main
 
 failure: Exception | KeyboardInterrupt | None = None
 
@@ -321,14 +322,13 @@ def test_every_user_has_a_home(
     assert Path.home() == Path(found or "/home/a")
 
 
-def test_help_and_version_are_commands_too(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, options in (["help"], ["--help"]), (["help", "ps"], ["ps", "--help"]), (
-        ["version"], ["--version"],
-    ):  # fmt: skip
-        told = []
-        for line in (words, options):
-            assert main(line) == 0
-            told.append(capsys.readouterr().out)
-        assert told[0] == told[1] != ""
-    assert main(["help", "pss"]) == 2
-    assert "Did you mean 'ps'?" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "options"), [("help", "--help"), ("help ps", "ps --help"), ("version", "--version")]
+)
+def test_help_and_version_are_commands_too(words: str, options: str) -> None:
+    told = run_main(*words.split()).out
+    assert told == run_main(*options.split()).out != ""
+
+
+def test_help_of_no_command_names_the_nearest() -> None:
+    assert "Did you mean 'ps'?" in run_main("help", "pss").refusal

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hotcold.jobs.cli import main
 from hotcold.jobs.support import extras
 from hotcold.jobs.support.extras import EXTRAS
+from tests.e2e.commands import run_main
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
@@ -38,12 +38,7 @@ def test_the_test_extra_has_all_others_that_commands_use() -> None:
     ],
 )
 def test_a_missing_extra_is_named(
-    line: list[str],
-    told: str,
-    has_pip: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    line: list[str], told: str, has_pip: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     needed = {package for packages in EXTRAS.values() for package in packages}
@@ -54,16 +49,15 @@ def test_a_missing_extra_is_named(
         return None if name in needed else found(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
-    assert main(line) == 1
     extra = {"serve": "ui", "plan": "plan", "profile": "plot"}[line[0]]
     python = shlex.quote(sys.executable)
     pip = f"{python} -m pip install" if has_pip else f"uv pip install --python {python}"
-    expected = f"hotcold: error: {told} not installed; {pip} 'hotcold[{extra}]'\n"
-    assert capsys.readouterr().err == expected
+    expected = f"hotcold: error: {told} not installed; {pip} 'hotcold[{extra}]'"
+    assert run_main(*line).refusal == expected
 
 
 def test_another_version_of_gradio_is_told_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = extras.version
     monkeypatch.setattr(
@@ -72,8 +66,6 @@ def test_another_version_of_gradio_is_told_before_anything_starts(
     lines = PROJECT["optional-dependencies"]["ui"]
     monkeypatch.setattr(extras, "requires", lambda name: lines)
     (asked,) = (one for one in lines if "gradio" in one)
-    assert main(["serve"]) == 1
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
+    told = run_main("serve").refusal
     assert told.startswith(f"hotcold: error: the chat page needs {asked}, and 6.2.0 is installed; ")
-    assert told.endswith("or --no-page does without\n")
+    assert told.endswith("or --no-page does without")

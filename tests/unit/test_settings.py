@@ -22,6 +22,7 @@ from hotcold.jobs.support.settings import (
     shared_option,
 )
 from tests.documents import ROOT
+from tests.e2e.commands import run_main
 
 
 def _command() -> click.Command:
@@ -176,11 +177,8 @@ def test_every_option_is_a_setting_and_shared_ones_are_shared() -> None:
                 assert isinstance(option, SharedOption), (names, key)
 
 
-def test_help_tells_common_options_first(capsys: pytest.CaptureFixture[str]) -> None:
-    texts = {}
-    for flag in ("--help", "--help-all"):
-        assert main(["run", flag]) == 0
-        texts[flag] = capsys.readouterr().out
+def test_help_tells_common_options_first() -> None:
+    texts = {flag: run_main("run", flag).out for flag in ("--help", "--help-all")}
     told = {
         flag: set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.M))
         for flag, text in texts.items()
@@ -190,19 +188,16 @@ def test_help_tells_common_options_first(capsys: pytest.CaptureFixture[str]) -> 
     left_out = len(told["--help-all"]) - len(told["--help"])
     assert f"{left_out} more options: hotcold run --help-all" in texts["--help"]
     assert "more options" not in texts["--help-all"]
-    assert main(["ps", "--help-all"]) == 2  # which has no more
+    assert run_main("ps", "--help-all").status == 2  # which has no more
 
 
-def test_config_says_what_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_says_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.toml"
     path.write_text('mode = "dense"\n[serve]\nport = 8080\nqueue = 3\napi-key = "0123456789abcdef"')
     monkeypatch.setenv("HOTCOLD_CONFIG", str(path))
     monkeypatch.setenv("HOTCOLD_SERVE_PORT", "9")
     monkeypatch.setenv("HOTCOLD_SEED", "1")
-    assert main(["config"]) == 0
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+    assert [line.split() for line in run_main("config").out.splitlines()] == [
         [str(path)],
         ["mode", "dense", f"({path})"],
         ["seed", "1", "(HOTCOLD_SEED)"],
@@ -212,23 +207,18 @@ def test_config_says_what_holds(
     ]
     monkeypatch.setenv("HOTCOLD_ARTIFACTS", "/a/folder")
     monkeypatch.setenv("HOTCOLD_TEMPRATURE", "1")
-    assert main(["config"]) == 0
-    told = capsys.readouterr()
+    told = run_main("config")
     assert ["artifacts", "/a/folder", "(HOTCOLD_ARTIFACTS)"] in map(str.split, told.out.split("\n"))
     assert told.err == (
         "HOTCOLD_TEMPRATURE is set, but no setting is called that; did you mean "
         "HOTCOLD_TEMPERATURE?\n"
     )
     path.write_text("[serve]\nprot = 1")
-    assert main(["config"]) == 1
-    assert "did you mean port?" in capsys.readouterr().err
+    assert "did you mean port?" in run_main("config").refusal
 
 
-def test_the_example_is_a_file_of_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["config", "--example"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_example_is_a_file_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = run_main("config", "--example").out.splitlines()
     is_setting = [" = " in line or line.startswith("# [") for line in lines]
     text = "\n".join(
         line.removeprefix("# ") for line, wanted in zip(lines, is_setting, strict=True) if wanted
@@ -244,7 +234,7 @@ def test_the_example_is_a_file_of_settings(
     path = tmp_path / "config.toml"
     path.write_text(text)
     monkeypatch.setenv("HOTCOLD_CONFIG", str(path))
-    assert main(["config"]) == 0
+    assert run_main("config").status == 0
 
 
 @pytest.mark.parametrize(
@@ -255,8 +245,7 @@ def test_what_is_completed(
     words: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As the script that bash runs asks for it; a broken file of settings is no reason to fail."""
-    assert main(["completion", "bash"]) == 0
-    assert "_HOTCOLD_COMPLETE" in capsys.readouterr().out
+    assert "_HOTCOLD_COMPLETE" in run_main("completion", "bash").out
     monkeypatch.setenv("HOTCOLD_CONFIG", __file__)
     monkeypatch.setenv("_HOTCOLD_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", f"hotcold {words}")
