@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hotcold.actors.driver.prompts import Prompts
-from hotcold.jobs.support.text_file import TextIds, read_text_ids, split_text
+from hotcold.jobs.support.text_file import TextIds, read_text_ids
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import HotcoldError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
@@ -39,7 +39,6 @@ def encoded(prompts: Prompts, text: str) -> list[int]:
 def test_a_long_text_in_pieces_has_the_ids_of_the_whole(prompts: Prompts) -> None:
     file = DEMO_DIRECTORY / "heldout.txt"
     text = file.read_text("utf-8")
-    assert len(list(split_text(text))) > 1
     shares: list[float] = []
     found = read_text_ids(file, prompts, shares.append)
     assert found.ids.dtype == np.int32
@@ -48,21 +47,6 @@ def test_a_long_text_in_pieces_has_the_ids_of_the_whole(prompts: Prompts) -> Non
     assert (found.name, found.num_documents) == ("heldout.txt", 1)
     assert found.digest == hashlib.sha256(file.read_bytes()).hexdigest()
     assert shares == sorted(shares) and shares[-1] == 1.0 and len(shares) > 2
-
-
-@pytest.mark.parametrize(
-    ("text", "pieces"),
-    [
-        ("one two\nthree. \nfour five", ["one two", "\nthree. \n", "four five"]),
-        ("one two.\nthree", ["one two.\n", "three"]),
-        ("one two three four", ["one two", " three", " four"]),
-        ("abcdefghijklmnopqrs", ["abcdefghi", "jklmnopqr", "s"]),
-        ("one two\r\nthree", ["one two", "\r\nthree"]),
-    ],
-)
-def test_where_a_text_is_cut(text: str, pieces: list[str]) -> None:
-    assert list(split_text(text, 9)) == pieces
-    assert "".join(split_text(text, 1)) == text
 
 
 def test_json_lines(prompts: Prompts, tmp_path: Path) -> None:
