@@ -35,7 +35,7 @@ QUICK = [
     "actors/test_places.py",
     "cluster/test_job_files.py",
     "kernels/test_doorbell.py",
-    "kernels/test_norm_and_attention.py",
+    "kernels/test_norms.py",
     "kernels/test_rows.py",
     "kernels/test_sampling.py",
     "e2e/test_generate_command.py::test_greedy_ids_are_those_of_transformers",

@@ -1,7 +1,7 @@
 """Products by the tiles of AMX: matrix registers of 16 rows of 64 bytes.
 
 An instruction adds to 16 x 16 sums the products of 16 rows of 16 pairs of bfloat16 with 16 pairs in
-each of 16 columns. Its order of sums: `tests/kernels/amx.py` has it in plain loops.
+each of 16 columns. Its order of sums: `tests/kernels/test_amx.py` has it in plain loops.
 
 Tiles are numbered; their shapes are loaded once for a kernel (`begin_tiles`), which gives them up
 at its end, so that nobody has to save them when threads change. LLVM knows nothing of what is in

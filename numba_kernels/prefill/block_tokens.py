@@ -308,13 +308,6 @@ def _merge_some(out, block, row, end_row, first, last):  # type: ignore[no-untyp
 
 
 @njit(nogil=True, cache=True)
-def merge_levels_of(out, block, first, last):
-    """`end_sums` of `LaneSums`, of all rows."""
-    step = out.steps[block]
-    merge_levels(out, step[LEVEL], step[MERGES], 0, out.out.shape[0], first, last)
-
-
-@njit(nogil=True, cache=True)
 def merge_levels(sums, level, count, row, end_row, first, last):
     """Add `level` of `LaneSums` to the one below, and so on `count` times, in a part of them."""
     for below in range(level - 1, level - 1 - count, -1):

@@ -21,7 +21,7 @@ from hotcold.numba_kernels.decode.activations import activation, not_zero
 from tests.kernels import (
     backends,
     test_device_kernels,
-    test_norm_and_attention,
+    test_norms,
     test_rows,
 )
 from tests.kernels.arrays import random_bits, random_floats
@@ -37,7 +37,7 @@ if not _GPUS:
 
 _SUITE = (
     test_device_kernels,
-    test_norm_and_attention,
+    test_norms,
     test_rows,
 )
 

@@ -22,13 +22,12 @@ from tests.kernels.device_calls import DeviceCalls
 from tests.kernels.emulation.build import all_entries, build_key, build_library
 from tests.kernels.emulation.launcher import EmulatedLauncher, aligned
 
-_SHARED = ("decode_attention", "layer_norm", "rms_norm", "rope", "gemv")
+_SHARED = ("layer_norm", "rms_norm", "rope", "gemv")
 
 
 def numba_backend() -> SimpleNamespace:
     """Every function of numba_kernels that has a reference."""
     return SimpleNamespace(
-        decode_attention=numba_calls.decode_attention,
         layer_norm=numba_calls.layer_norm,
         rms_norm=numba_calls.rms_norm,
         rope=numba_calls.rope,

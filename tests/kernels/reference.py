@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,30 +96,11 @@ def rope(heads: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
 
 
 def decode_attention(
-    queries: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    length: int,
-    *,
-    window: int = 0,
-    softcap: float = 0.0,
-    scale: float | None = None,
-    sinks: np.ndarray | None = None,
+    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, length: int, **changes: Any
 ) -> np.ndarray:
-    """softmax(keys . query / sqrt(head_dim)) . values; each key-value head serves a group.
-
-    `sinks` (H,) are scores of a position that each head sees besides, whose value is 0.
-    """
-    group = queries.shape[0] // keys.shape[0]
-    k = np.repeat(widened(keys[:, :length]), group, axis=0)
-    v = np.repeat(widened(values[:, :length]), group, axis=0)
-    scores = np.einsum("hpd,hd->hp", k, queries.astype(np.float64))
-    scores *= queries.shape[1] ** -0.5 if scale is None else scale
-    if softcap:
-        scores = softcap * np.tanh(scores / softcap)
-    if window:
-        scores[:, : max(0, length - window)] = -np.inf
-    return np.einsum("hp,hpd->hd", _shares(scores, sinks), v)
+    """`prompt_attention` of one token's queries (H, hd), which see `length` positions."""
+    seen = keys[:, :length], values[:, :length]
+    return prompt_attention(queries[None], *seen, **changes)[0]
 
 
 def _shares(scores: np.ndarray, sinks: np.ndarray | None) -> np.ndarray:
@@ -142,9 +124,11 @@ def prompt_attention(
     scale: float | None = None,
     sinks: np.ndarray | None = None,
 ) -> np.ndarray:
-    """`decode_attention` of queries (T, H, hd), each of which sees keys up to its own position.
+    """softmax(keys . query / sqrt(head_dim)) . values; each key-value head serves a group.
 
-    The queries are the last ones of all positions of keys and values (G, P, hd).
+    Queries (T, H, hd) are the last ones of all positions of keys and values (G, P, hd); each sees
+    keys up to its own. `sinks` (H,) are scores of a position that each head sees besides, whose
+    value is 0.
     """
     group, first = queries.shape[1] // keys.shape[0], keys.shape[1] - queries.shape[0]
     k, v = (np.repeat(widened(each), group, axis=0) for each in (keys, values))

@@ -1,7 +1,8 @@
-"""Decode attention over segments of a paged cache, in all its formats, against float64."""
+"""Decode attention over a paged cache, in all its formats and on a GPU, against float64."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from hotcold.numba_kernels.decode.attention import (
     read_page,
     store_kernel,
 )
-from tests.kernels import numba_calls, reference
+from tests.kernels import backends, numba_calls, reference
 from tests.kernels.arrays import random_floats
 from tests.kernels.layer_numbers import layer_numbers
+from tests.kernels.prefill_texts import a_text, numbers_in, paged
 
 PAGE = 64
 KINDS = ["f32", "f16", "q8"]
@@ -48,28 +50,43 @@ def shuffled_pages(length: int) -> np.ndarray:
     return np.random.default_rng(length).permutation(count + 3)[:count].astype(np.int32)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_random_caches(kind: str) -> None:
-    """Lengths on both sides of pages and segments; sinks below, among and far above the scores."""
-    rng = np.random.default_rng(1)
-    for num_heads, num_groups in [(n, 1) for n in range(1, 9)] + [(6, 2), (9, 3)]:
-        dim, length = int(rng.choice([16, 40, 64])), int(rng.choice([257, 1100, 5000]))
-        queries, pages = random_floats(1, num_heads, dim) * 3, shuffled_pages(length)
-        keys, values = (
-            cached(random_floats(seed, num_groups, length, dim), kind, pages) for seed in (2, 3)
-        )
-        k, v = (read(each, pages, length, dim) for each in (keys, values))
-        for used in (1, 63, 64, 65, 255, 256, 257, min(length, 513), length):
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [("numba", kind) for kind in KINDS] + [(way, k) for way in backends.DEVICES for k in KINDS[:2]],
+)
+def test_random_caches(way: str, kind: str, request: pytest.FixtureRequest) -> None:
+    """Lengths on both sides of pages and segments; sinks below, among and far above the scores.
+
+    What no page of the sequence holds, lies behind its end or before its window is NaN, and pages
+    in any order give the same bits.
+    """
+    attend: Callable[..., np.ndarray] = numba_calls.decode_attention
+    if way != "numba":
+        attend = backends.calls(way, request).decode_attention
+    rng, is_slow = np.random.default_rng(1), way == "emulated"
+    for num_heads, num_groups in [(n, 1) for n in range(1, 9)] + [(6, 2), (9, 3), (4, 4)]:
+        dim = int(rng.choice([1, 3, 16, 20, 40, 64, 128]))
+        length = int(rng.choice([257, 320] if is_slow else [257, 1100, 5000]))
+        text = a_text(_DTYPES[kind], length, (num_heads, num_groups), dim)
+        k, v = numbers_in(text.keys), numbers_in(text.values)
+        lengths = {1, 3, 63, 64, 65, 128, 255, 256, 257, min(length, 513), length}
+        for used in rng.permutation(list(lengths))[: 4 if is_slow else 11].tolist():
             options: dict[str, Any] = {
-                "window": int(rng.choice([0, 1, 200, 256, 1000])),
+                "window": int(rng.choice([0, 1, 3, 64, 130, 200, 256, 1000])),
                 "softcap": float(rng.choice([0.0, 2.5, 50.0])),
                 "scale": float(rng.choice([dim**-0.5, 0.3])),
             }
-            if rng.random() < 0.5:
+            if way == "numba" and rng.random() < 0.5:
                 options["sinks"] = rng.choice([-70, 1, 5, 300], num_heads).astype(np.float32)
+            queries = text.queries[used - 1]
             expected = reference.decode_attention(queries, k, v, used, **options)
-            found = numba_calls.decode_attention(queries, keys, values, used, pages, **options)
-            np.testing.assert_allclose(found, expected, atol=2e-5)
+            first, found = max(0, used - options["window"]) if options["window"] else 0, []
+            for _ in range(2):
+                pages = rng.permutation(-(-used // PAGE) + 3)[: -(-used // PAGE)].astype(np.int32)
+                rows = [paged(each[:, :used], pages, first) for each in (text.keys, text.values)]
+                found.append(attend(queries, *rows, used, pages, **options))
+            np.testing.assert_allclose(found[0], expected, atol=2e-5)
+            np.testing.assert_array_equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("dim", [1, 3, 16, 20, 32, 64, 80, 128, 256])
