@@ -8,8 +8,6 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hotcold.ui.api.fields import ignored
-
 # Set in `state` by who answers that the model is loading: clients ask until it has.
 IS_LOADING = "is_loading"
 # Paths that programs and the page poll are logged only where the request fails.
@@ -52,8 +50,6 @@ class AccessLog:
             num_bytes += len(message.get("body", b""))
             await send(message)
 
-        names: list[str] = []
-        ignored.set(names)
         try:
             await self._app(scope, receive, counted)
         finally:
@@ -61,11 +57,9 @@ class AccessLog:
             is_asked_again = scope["state"].get(IS_LOADING) and scope["method"] in ("GET", "HEAD")
             if not is_asked_again and (status >= 400 or not path.startswith(_QUIET)):
                 seconds = time.perf_counter() - started
-                self._tell(self._line(scope, status, num_bytes, seconds, names))
+                self._tell(self._line(scope, status, num_bytes, seconds))
 
-    def _line(
-        self, scope: Scope, status: int, num_bytes: int, seconds: float, names: list[str]
-    ) -> str:
+    def _line(self, scope: Scope, status: int, num_bytes: int, seconds: float) -> str:
         """Without the query, in which some clients send keys. Routes set `state.model`."""
         address = (scope.get("client") or ("-",))[0]
         model = scope["state"].get("model")
@@ -76,11 +70,10 @@ class AccessLog:
                 "status": status, "bytes": num_bytes, "seconds": round(seconds, 3),
             }  # fmt: skip
             fields |= {} if model is None else {"model": model}
-            return json.dumps(fields | ({"ignored_fields": names} if names else {}))
+            return json.dumps(fields)
         request = ascii(f"{scope['method']} {scope['path']}")
         line = f"{at} {address} {request} {status} {num_bytes} bytes {seconds:.3f} s"
-        line = line if model is None else f"{line} {model!a}"
-        return f"{line}, unknown fields: {', '.join(map(ascii, names))}" if names else line
+        return line if model is None else f"{line} {model!a}"
 
 
 def event_line(kind: str, event: str, model: str) -> str:

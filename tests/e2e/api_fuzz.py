@@ -35,7 +35,7 @@ _RESPONSE = {
     "text": {"format": {"type": "json_schema", "name": "a", "schema": _SCHEMA}},
     "tools": [{"type": "function", **_FUNCTION}], "tool_choice": "auto",
     "parallel_tool_calls": False, "previous_response_id": None, "store": True, "include": ["a"],
-    "reasoning": {"effort": "low", "summary": "auto"}, "truncation": "auto",
+    "reasoning": {"effort": "low", "summary": "auto"},
 }  # fmt: skip
 _EMBEDDING = {
     "input": ["a list", "b"], "model": "demo", "encoding_format": "base64", "dimensions": None,

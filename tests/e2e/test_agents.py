@@ -79,30 +79,6 @@ def test_a_stream_is_the_same_answer(client: Any, choice: str) -> None:
     assert bool(calls(whole.message)) == (choice != "auto")  # left to itself, it only talks
 
 
-def test_a_schema_that_no_grammar_can_hold_is_advice_unless_strict(
-    openai: Any, client: Any
-) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "string", "format": "password", "maxLength": 5}},
-        "required": ["a"],
-    }
-    line: dict[str, Any] = {
-        "model": "demo", "messages": [ASKED], "tool_choice": "required", "max_tokens": 100,
-        "parallel_tool_calls": False,
-    }  # fmt: skip
-    function: dict[str, Any] = {"name": "f", "parameters": schema}
-    answer = client.chat.completions.create(
-        **line, tools=[{"type": "function", "function": function}]
-    )
-    (call,) = answer.choices[0].message.tool_calls
-    jsonschema.validate(json.loads(call.function.arguments), schema)
-    function["strict"] = True
-    with pytest.raises(openai.BadRequestError) as refusal:
-        client.chat.completions.create(**line, tools=[{"type": "function", "function": function}])
-    assert "the tool 'f': answers cannot be held to 'format'" in str(refusal.value)
-
-
 RESPONSE_TOOL = {"type": "function", **TOOL["function"]}
 
 

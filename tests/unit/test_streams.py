@@ -109,24 +109,6 @@ def test_a_stream_says_at_once_that_it_lives(
     assert "look_up" in json.dumps(found) and backend.num_active == 0
 
 
-def test_a_stream_that_flows_needs_no_signs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come by the clock since the last piece."""
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", _WAIT_S)
-    client = Slow()
-    backend_of(client)
-
-    async def talk() -> Connection:
-        connection = Connection("/v1/completions", {"prompt": "Hello"})
-        answering = asyncio.create_task(connection.answered())
-        await connection.until(lambda: connection.sent)
-        client.deliver(TokenEvent("ab", RESULT, 1))
-        await answering
-        return connection
-
-    pieces = asyncio.run(talk()).pieces
-    assert not any(piece.startswith(b":") for piece in pieces) and len(pieces) == 3
-
-
 def test_a_client_that_leaves_before_the_first_token_ends_its_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -135,20 +135,3 @@ def prompts(instructions: list[str], histories: tuple[list[Any], ...]) -> list[s
         answer = post(client, "/v1/responses", input=history, instructions=told)
         assert answer.status_code == 200, answer.text
     return [prompt_of(request) for request in client.requests]
-
-
-@pytest.mark.parametrize(
-    ("items", "same"),
-    [
-        ([HELLO, CALL, HELLO, RESULT], [HELLO, CALL, RESULT, HELLO]),
-        (
-            [HELLO, CALL, OTHER, RESULT | {"call_id": "d"}, HELLO, RESULT],
-            [HELLO, CALL, OTHER, RESULT | {"call_id": "d"}, RESULT, HELLO],
-        ),
-    ],
-)
-def test_results_follow_their_calls_whatever_was_said_meanwhile(
-    items: list[Any], same: list[Any]
-) -> None:
-    first, second = prompts(["a", "a"], (items, same))
-    assert first == second

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import operator
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +23,7 @@ from hotcold.model.text.chat_template import ChatTemplate, Thinking, thinking_of
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.text.tools import TAGGED
 from hotcold.ui.api.tools.reader import AnswerReader, ReasoningPart, TextPart
-from tests.unit.ollama_routes import CALLED, HELLO, RESULT, TOOL, Recording, post, server
+from tests.unit.ollama_routes import HELLO, RESULT, Recording, post, server
 from tests.unit.test_server_limits import Deliver
 
 WAY = Thinking("<think>", "</think>")
@@ -48,35 +46,6 @@ TOKENIZER = demo_tokenizer()
 
 def thoughts(are_open: bool) -> Thoughts:
     return Thoughts(WAY, are_open)
-
-
-@pytest.mark.parametrize(
-    ("template", "way"),
-    [
-        ("{{ messages }}", None),
-        (TEMPLATE, WAY),
-        ("{{ '<|assistant|><think>\\n' }}", WAY),
-        ("[THINK]{{ x }}[/THINK]", Thinking("[THINK]", "[/THINK]")),
-    ],
-)
-def test_the_template_says_how_a_model_thinks(template: str, way: Thinking | None) -> None:
-    assert thinking_of(template) == way
-
-
-@pytest.mark.parametrize(
-    ("prompt", "are_open"),
-    [
-        ("[assistant]<think>\n", True),
-        ("[assistant]", False),
-        ("say <think> [assistant]", False),
-        ("[assistant]<think>\n\n</think>\n\n", None),
-    ],
-)
-def test_the_prompt_says_where_thoughts_are(prompt: str, are_open: bool | None) -> None:
-    found = Thoughts.of(TOKENIZER, TOKENIZER.encode(prompt, False))
-    assert (None if found is None else found.are_open) == are_open
-    plain = Tokenizer.from_model(DEMO_DIRECTORY)
-    assert plain is not None and Thoughts.of(plain, plain.encode(prompt, False)) is None
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -232,11 +201,6 @@ def answering(text: str) -> Recording:
 SAID = "<think>\nI see.\n</think>\n\nYes."
 
 
-def events(answer: Any) -> list[Any]:
-    found = re.findall(r"^data: (\{.*)$", answer.text, re.MULTILINE)
-    return [json.loads(one) for one in found]
-
-
 @pytest.mark.usefixtures("thinking")
 @pytest.mark.parametrize(
     ("path", "field"),
@@ -259,33 +223,3 @@ def test_ollama_says_that_a_model_thinks() -> None:
     assert "thinking" in post(Recording(), "/api/show").json()["capabilities"]
     raw = post(Recording(), "/api/generate", prompt="a", raw=True, think=True)
     assert raw.status_code == 400 and "thinking in raw mode" in raw.json()["error"]
-
-
-FUNCTION = {"messages": HELLO, "functions": [TOOL["function"]]}
-
-
-def test_functions_are_called_as_openai_once_did() -> None:
-    whole = post(answering(CALLED[: len(CALLED) // 2 + 2]), "/v1/chat/completions", **FUNCTION)
-    choice = whole.json()["choices"][0]
-    assert choice["finish_reason"] == "function_call" and "tool_calls" not in choice["message"]
-    assert choice["message"]["function_call"] == {"name": "look_up", "arguments": '{"a": 1}'}
-    client = answering(CALLED[: len(CALLED) // 2 + 2])
-    streamed = events(post(client, "/v1/chat/completions", stream=True, **FUNCTION))
-    deltas = [one["choices"][0]["delta"] for one in streamed]
-    assert "".join(one.get("content", "") for one in deltas) == choice["message"]["content"]
-    for key, text in choice["message"]["function_call"].items():
-        assert "".join(one.get("function_call", {}).get(key, "") for one in deltas) == text
-    grammar = client.requests[0].grammar
-    assert grammar is not None and accepts(grammar, 'Well.<tool_call>\n{"name": "look_up", '
-                                           '"arguments": {"a": 1}}\n</tool_call>')  # fmt: skip
-    talk = [
-        *HELLO,
-        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
-        {"role": "function", "name": "f", "content": "seven"},
-    ]
-    client = Recording()
-    assert post(client, "/v1/chat/completions", messages=talk).status_code == 200
-    named = post(client, "/v1/chat/completions", **FUNCTION, function_call={"name": "look_up"})
-    assert named.status_code == 200
-    assert post(client, "/v1/chat/completions", **FUNCTION, function_call="none").status_code == 200
-    assert client.requests[-1].grammar is None

@@ -34,8 +34,7 @@ class ChatAnswer(ChoicesAnswer):
         super().__init__(backend, body, body.n or 1)
         self._body = body
         self._messages = [
-            _Message(reader_of(backend, body, body.logprobs), bool(body.functions))
-            for _ in range(self._count)
+            _Message(reader_of(backend, body, body.logprobs)) for _ in range(self._count)
         ]
 
     async def requests(self) -> list[GenerateRequest]:
@@ -76,7 +75,7 @@ class ChatAnswer(ChoicesAnswer):
         result, message = self._results[index], self._messages[index]
         reason = result.finish_reason
         if reason == "stop" and message.reader.num_calls:
-            reason = "function_call" if message.as_function else "tool_calls"
+            reason = "tool_calls"
         more = {"token_ids": result.ids} if self._body.return_token_ids else {}
         return {"finish_reason": reason, **more}
 
@@ -94,10 +93,8 @@ class ChatAnswer(ChoicesAnswer):
 class _Message:
     """The message of one choice so far."""
 
-    def __init__(self, reader: AnswerReader, as_function: bool) -> None:
-        """`as_function`: a call is told as OpenAI's older `function_call`."""
+    def __init__(self, reader: AnswerReader) -> None:
         self.reader = reader
-        self.as_function = as_function
         self.logprobs: list[dict[str, Any]] = []
         self._texts: list[str] = []
         self._thoughts: list[str] = []
@@ -122,23 +119,17 @@ class _Message:
                 kind = self._calls[number]["type"]
                 call = {kind: {_GIVEN[kind]: text}}
                 self._calls[number][kind][_GIVEN[kind]] += text
-        return self._called([{"index": number, **call}])
+        return {"tool_calls": [{"index": number, **call}]}
 
     @property
     def whole(self) -> dict[str, Any]:
         """All of it."""
         content, thought = "".join(self._texts), "".join(self._thoughts)
-        is_more = thought or self._calls
         message = {"role": "assistant", "refusal": None, "content": content}
-        if is_more:
+        if thought or self._calls:
             message["content"] = content or None
-        message |= {"reasoning_content": thought} if thought else {}
-        return message | (self._called(self._calls) if self._calls else {})
-
-    def _called(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        if self.as_function:
-            return {"function_call": calls[0]["function"]}
-        return {"tool_calls": calls}
+        found = {"reasoning_content": thought, "tool_calls": self._calls}
+        return message | {key: value for key, value in found.items() if value}
 
 
 def _choice(index: int, delta: dict[str, Any], **more: Any) -> Choice:

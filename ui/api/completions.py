@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -45,18 +46,18 @@ class ChoicesAnswer(Answer):
         for choice in self.choices(index, event):
             yield self.chunk([choice])
 
+    @abstractmethod
     def choices(self, index: int, event: TokenEvent) -> Iterator[Choice]:
         """What chunks tell of an event."""
-        raise NotImplementedError
 
+    @abstractmethod
     def whole_choice(self, index: int) -> Choice:
         """A choice of the whole answer."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def usage(self) -> dict[str, Any]:
         """Token counts of all."""
-        raise NotImplementedError
 
     @property
     def _in_order(self) -> list[Generation]:

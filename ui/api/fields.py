@@ -1,14 +1,12 @@
 """Fields of requests that change answers, of all APIs whose clients may send them.
 
 A field of `CHANGING` that a route's schema lacks is refused unless its value changes nothing. So is
-one whose name is nearly that of a field. All others are ignored, and those that nobody knows are
-told once in the access log.
+one whose name is nearly that of a field. All others are ignored.
 """
 
 import difflib
 import json
 from collections.abc import Collection
-from contextvars import ContextVar
 from itertools import islice
 from typing import Annotated, Any, ClassVar
 
@@ -28,9 +26,6 @@ def _or_no_limit(given: Any) -> Any:
 
 # -1 is no limit, as clients of llama.cpp and LM Studio say it.
 NewTokens = Annotated[Positive | None, BeforeValidator(_or_no_limit)]
-
-# Where the access log reads which unknown fields of the request in this context were ignored.
-ignored: ContextVar[list[str] | None] = ContextVar("ignored", default=None)
 
 
 class StrictModel(BaseModel):
@@ -101,21 +96,15 @@ CHANGING: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (1,),
 }  # fmt: skip
 
-# Known fields that change no answer, besides those of the routes.
-HARMLESS = frozenset(
-    ("cache_prompt", "dynatemp_exponent", "encoding_format", "id_slot", "keep_alive",
-     "metadata", "model", "models", "n_discard", "n_keep", "name", "parallel_tool_calls",
-     "penalize_nl", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
-     "provider", "request_id", "return_progress", "safety_identifier", "service_tier",
-     "slot_id", "store", "stream", "stream_options", "timings_per_token", "user",
-     "verbosity")
-)  # fmt: skip
+_NO_MISTAKES = ("models",)  # nearly the name of a field, and OpenRouter's own
 
 # The field to give instead; where a route lacks that one, the one instead of that.
 INSTEAD = {
     "do_sample": "temperature",
     "ebnf": "grammar",
     "enable_thinking": "think",
+    "function_call": "tool_choice",
+    "functions": "tools",
     "format": "response_format",
     "json_mode": "response_format",
     "max_completion_tokens": "max_tokens",
@@ -147,8 +136,6 @@ INSTEAD = {
 
 _NEARLY = 0.9  # of difflib's ratio: one wrong letter in ten
 _MAX_LOOKED_AT = 32  # unknown fields of a request: each is compared with all names
-_MAX_TOLD = 100
-_told: set[str] = set()
 
 
 class Request(StrictModel):
@@ -168,13 +155,12 @@ class Request(StrictModel):
             ):
                 raise ApiError(400, self._unsupported(name), param=name)
         wanted = CHANGING.keys() | type(self).model_fields.keys()
-        unknown = (name for name in others if name not in wanted and name not in HARMLESS)
+        unknown = (name for name in others if name not in wanted and name not in _NO_MISTAKES)
         for name in islice(unknown, _MAX_LOOKED_AT):
             meant = _nearly(name, wanted)
             if meant and not _is_nothing(others[name]):
                 text = f"{name[:50]!a} is not known here; did you mean {meant}?"
                 raise ApiError(400, text, param=ascii(name[:50])[1:-1])
-            _tell_ignored(name)
         others.clear()
         return self
 
@@ -217,11 +203,3 @@ def _nearly(name: str, known: Collection[str]) -> str | None:
         return meant
     alike = [one for one in known if one.count("_") == name.count("_")]
     return next(iter(difflib.get_close_matches(name, alike, 1, _NEARLY)), None)
-
-
-def _tell_ignored(name: str) -> None:
-    """Have the access log tell the name, once; of so many that they cannot fill it."""
-    names, name = ignored.get(), name[:50]
-    if names is not None and name not in _told and len(_told) < _MAX_TOLD:
-        _told.add(name)
-        names.append(name)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar
 from hotcold.model.parameters import LARGEST_SEED
-from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest, SamplingRequest
 from hotcold.ui.api.tools.grammar import calls_grammar, schema_grammar
@@ -13,32 +12,22 @@ from hotcold.ui.api.tools.grammar import calls_grammar, schema_grammar
 _COMPLETION_TOKENS = 16  # without max_tokens, as OpenAI's
 
 
-async def chat_ids(backend: Backend, body: ChatRequest) -> list[int]:
-    """The prompt of a conversation. Errors: PromptError, UsageError."""
+async def chat_requests(backend: Backend, body: ChatRequest) -> list[GenerateRequest]:
+    """One request for each of `n` answers. Errors: PromptError, UsageError."""
+    wanted_calls = body.callable
+    sampling = body.sampling(body.max_completion_tokens or body.max_tokens, backend.defaults)
     asked = GenerateRequest(
-        _chat_sampling(backend, body),
+        sampling,
         messages=[message.for_template for message in body.messages],
-        tools=[tool.for_template for tool in body.all_tools] if body.callable else None,
+        tools=[tool.for_template for tool in body.tools or ()] if wanted_calls else None,
         template_variables=body.template_variables,
     )
-    return (await backend.prompt_ids([asked]))[0]
-
-
-async def chat_requests(
-    backend: Backend, body: ChatRequest, ids: list[int] | None = None
-) -> list[GenerateRequest]:
-    """One request for each of `n` answers; `ids`: its prompt, where that is known.
-
-    Errors:  PromptError, UsageError
-    """
-    wanted_calls = body.callable
-    ids = await chat_ids(backend, body) if ids is None else ids
-    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    (ids,) = await backend.prompt_ids([asked])
     request = GenerateRequest(
-        _chat_sampling(backend, body),
+        sampling,
         prompt_ids=ids,
         is_chat=True,
-        num_logprobs=num_logprobs,
+        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         **body.caching(),
     )
     grammar = await asyncio.to_thread(schema_grammar, body.output_grammar, body.is_schema_strict)
@@ -47,10 +36,6 @@ async def chat_requests(
         syntax = backend.call_syntax
         grammar = await asyncio.to_thread(calls_grammar, wanted_calls, syntax, schema)
     return _copies(body, request, grammar)
-
-
-def _chat_sampling(backend: Backend, body: ChatRequest) -> SamplingParams:
-    return body.sampling(body.max_completion_tokens or body.max_tokens, backend.defaults)
 
 
 async def completion_requests(backend: Backend, body: CompletionRequest) -> list[GenerateRequest]:

@@ -18,13 +18,8 @@ from hotcold.ui.api.structured_output import (
     json_grammar,
 )
 from hotcold.ui.api.tools.schemas import (
-    AnyTool,
     Callable,
     CalledFunction,
-    Functions,
-    NamedFunction,
-    NamedTool,
-    Tool,
     ToolCall,
     ToolCalls,
     ToolChoice,
@@ -252,8 +247,6 @@ class ChatRequest(SamplingRequest, Rendered):
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: Functions | None = None  # OpenAI's older form of tools
-    function_call: Literal["none", "auto"] | NamedFunction | None = None
 
     def drawn(self) -> dict[str, Any]:
         """With the budget of thoughts, also by Anthropic's and OpenRouter's names."""
@@ -265,27 +258,12 @@ class ChatRequest(SamplingRequest, Rendered):
         return found
 
     @property
-    def all_tools(self) -> list[AnyTool]:
-        """`tools`, or `functions` in their form."""
-        older = [Tool(type="function", function=function) for function in self.functions or ()]
-        return [*(self.tools or ()), *older]
-
-    @property
     def callable(self) -> Callable | None:
         """The functions that the answer may call."""
-        if not self.functions:
-            return callable_functions(self.tools, self.tool_choice, self.parallel_tool_calls)
-        choice: ToolChoice | None = None
-        if isinstance(self.function_call, NamedFunction):
-            choice = NamedTool(type="function", function=self.function_call)
-        else:
-            choice = self.function_call
-        return callable_functions(self.all_tools, choice, False)
+        return callable_functions(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @model_validator(mode="after")
     def _has_tools(self) -> "ChatRequest":
-        if self.functions and (self.tools or self.tool_choice not in (None, "none", "auto")):
-            raise ValueError("functions and tools were both given; leave functions out")
         if self.callable is not None and not all(wanted.is_json for wanted in self.constraints()):
             raise ValueError("tools and grammar were both given; leave one out")
         return self

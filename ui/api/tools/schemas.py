@@ -181,7 +181,6 @@ class CustomCall(StrictModel):
 
 AnyTool = Tool | CustomTool
 Tools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
-Functions = Annotated[list[Function], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolCalls = Annotated[list[ToolCall | CustomCall], Field(max_length=_MAX_CALLS, fail_fast=True)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | NamedCustom | AllowedTools
 
