@@ -73,7 +73,7 @@ def test_without_a_chat_template_a_prompt_is_a_text(monkeypatch: pytest.MonkeyPa
     plain = backend.prompts.ids(GenerateRequest(backend.defaults, prompt="Hello"))
     assert asked.requests[0].prompt_ids == plain
     refused = send(asked, "POST", "/api/generate", {**body, "system": "Be brief."})[0]
-    assert refused.status_code == 400 and "no chat template" in refused.json()["error"]
+    assert refused.status_code == 400 and "no place for what" in refused.json()["error"]
     for tools in ([], [TOOL]):
         asked_chat = {"model": "demo", "messages": HELLO, "tools": tools}
         refused = send(asked, "POST", "/api/chat", asked_chat)[0]
@@ -121,12 +121,17 @@ def test_logprobs_are_those_of_openais_route() -> None:
         ("/api/chat", {"messages": HELLO, "model": "demo:7b"}, 404, "model 'demo:7b' not found"),
         ("/api/chat", {"messages": HELLO, "model": ""}, 400, "model is required"),
         ("/api/show", {"model": "other"}, 404, "model 'other' not found"),
-        ("/api/generate", {"prompt": "a", "images": ["aa"]}, 400, '"demo" does not support images'),
-        ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, '"demo" does not support insert'),
+        ("/api/generate", {"prompt": "a", "images": ["aa"]}, 400, "images is not supported here"),
+        ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported here"),
         ("/api/generate", {"prompt": "a", "think": True}, 400, "does not support thinking"),
-        ("/api/generate", {"prompt": "a", "template": "{{ .Prompt }}"}, 400, "raw true"),
-        ("/api/generate", {"prompt": "a", "context": [1]}, 400, "/api/chat"),
-        ("/api/generate", {"prompt": "a", "raw": True, "system": "b"}, 400, "raw mode does not"),
+        (
+            "/api/generate",
+            {"prompt": "a", "template": "{{ .Prompt }}"},
+            400,
+            "template is not",
+        ),
+        ("/api/generate", {"prompt": "a", "context": [1]}, 400, "context is not supported here"),
+        ("/api/generate", {"prompt": "a", "raw": True, "system": "b"}, 400, "no place for what"),
         ("/api/generate", {"prompt": "a", "format": "xml"}, 400, "format must be"),
         ("/api/generate", {"prompt": 1}, 400, "prompt must be a text"),
         (

@@ -133,7 +133,7 @@ async def _ask_all() -> tuple[int, list[tuple[float, str]]]:
 
 def test_no_text_of_any_field_holds_the_server_up() -> None:
     number, found = asyncio.run(_ask_all())
-    assert number > 300 and len(found) >= number
+    assert number > 250 and len(found) >= number
     slow = {about for took, about in found if took > _MOST_S}
     if slow:  # what is slow by itself is so again
         slow &= {about for took, about in asyncio.run(_ask_all())[1] if took > _MOST_S}

@@ -96,37 +96,21 @@ class OllamaGenerate(_Answered):
     """POST /api/generate. Without a prompt the model is loaded, and nothing more."""
 
     prompt: str | None = None
-    suffix: str | None = None
     system: str | None = None
-    template: str | None = None
-    context: list[int] | None = None
     raw: bool | None = None
-    images: list[Any] | None = None
 
     def asked(self, tokenizer: Tokenizer | None) -> tuple[Literal["chat", "text"], dict[str, Any]]:
         """ "chat" and fields of a `ChatRequest`, or "text" and those of a `CompletionRequest`.
 
         The latter with `raw` or where the model has no chat template. Errors: ApiError 400.
         """
-        for what, param in (("insert", "suffix"), ("images", "images")):
-            if getattr(self, param):
-                raise self.unable(what, param)
-        if self.raw and (self.template or self.system or self.context):
-            text = "raw mode does not support template, system, or context"
-            raise ApiError(400, text, param="raw")
-        if self.template:
-            text = "a template cannot be chosen here: give raw true and the whole prompt"
-            raise ApiError(400, text, param="template")
-        if self.context:
-            text = "no context is kept here: send the conversation to /api/chat"
-            raise ApiError(400, text, param="context")
         fields: dict[str, Any] = {"response_format": self._response_format()}
         has_template = tokenizer is not None and tokenizer.has_chat_template
         if self.raw or not has_template:
             if self.think:
                 raise self.unable("thinking in raw mode", "think")
             if self.system:
-                text = "this model has no chat template, so no place for what system says"
+                text = "without a chat template there is no place for what system says"
                 raise ApiError(400, text, param="system")
             return "text", {**fields, "prompt": self.prompt, "logprobs": self._num_top}
         messages = [{"role": "system", "content": self.system}] if self.system else []

@@ -21,6 +21,14 @@ _ENCODED = "text:"  # what `encrypted_content` of this server begins with
 Message = dict[str, Any]
 
 
+class _Item(StrictModel):
+    """An item of a conversation."""
+
+    def message(self) -> Message | None:
+        """The message of a chat; None where it has none of its own."""
+        return None
+
+
 class InputText(StrictModel):
     """A part of a message or of a tool's result."""
 
@@ -31,7 +39,7 @@ class InputText(StrictModel):
 _Text = str | Annotated[list[InputText | Declined | LeftOut], Field(fail_fast=True)]
 
 
-class InputMessage(StrictModel):
+class InputMessage(_Item):
     """A message of any role."""
 
     type: Literal["message"] = "message"
@@ -43,7 +51,7 @@ class InputMessage(StrictModel):
         return {"role": self.role, "content": text_of(self.content)}
 
 
-class AgentMessage(StrictModel):
+class AgentMessage(_Item):
     """What one of Codex's agents tells another."""
 
     type: Literal["agent_message"]
@@ -54,7 +62,7 @@ class AgentMessage(StrictModel):
         return {"role": "user", "content": text_of(self.content)}
 
 
-class InputCall(StrictModel):
+class InputCall(_Item):
     """A call in an earlier answer."""
 
     type: Literal["function_call"]
@@ -71,7 +79,7 @@ class InputCall(StrictModel):
         return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-class CustomCall(StrictModel):
+class CustomCall(_Item):
     """A call of a custom tool in an earlier answer."""
 
     type: Literal["custom_tool_call"]
@@ -88,7 +96,7 @@ class CustomCall(StrictModel):
         ).message()  # fmt: skip
 
 
-class InputResult(StrictModel):
+class InputResult(_Item):
     """A call's result."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -100,17 +108,13 @@ class InputResult(StrictModel):
         return {"role": "tool", "tool_call_id": self.call_id, "content": text_of(self.output)}
 
 
-class Reasoning(StrictModel):
+class Reasoning(_Item):
     """Reasoning before the next item, or its summary."""
 
     type: Literal["reasoning"]
     content: list[dict[str, Any]] | None = None
     summary: list[dict[str, Any]] | None = None
     encrypted_content: str | None = None
-
-    def message(self) -> Message | None:
-        """None: it belongs to the next one."""
-        return None
 
     @property
     def thought(self) -> str:
@@ -121,25 +125,17 @@ class Reasoning(StrictModel):
         return "".join(str(part.get("text", "")) for part in parts)
 
 
-class Reference(StrictModel):
+class Reference(_Item):
     """In place of an item of a kept response."""
 
     type: Literal["item_reference"]
     id: Annotated[str, Field(min_length=1)]
 
-    def message(self) -> Message | None:
-        """None; the item itself has one."""
-        return None
 
-
-class OtherItem(StrictModel):
+class OtherItem(_Item):
     """An item that is passed over."""
 
     type: str = Field(max_length=100)
-
-    def message(self) -> Message | None:
-        """None."""
-        return None
 
 
 _TAGS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -47,23 +47,21 @@ class KeptResponses:
 
     def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
-        # By client, then by id, those used last at the end.
-        self._kept: defaultdict[str, OrderedDict[str, Kept]] = defaultdict(OrderedDict)
-        self._num_bytes: defaultdict[str, int] = defaultdict(int)
+        # By client and id, those used last at the end.
+        self._kept: OrderedDict[tuple[str, str], Kept] = OrderedDict()
 
     def add(self, response_id: str, kept: Kept) -> None:
         """Keep a new response of this context's client."""
-        self._kept[client.get()][response_id] = kept._replace(used_at=time.monotonic())
-        self._num_bytes[client.get()] += kept.num_bytes
+        self._kept[client.get(), response_id] = kept._replace(used_at=time.monotonic())
         self._forget_old()
 
     def found(self, response_id: str) -> Kept:
         """This client's response of that id, which stays for longer now. Errors: ApiError 404."""
         self._forget_old()
-        own = self._kept[client.get()]
-        if response_id not in own:
+        key = client.get(), response_id
+        if key not in self._kept:
             raise ApiError(404, f"Response with id {response_id[:100]!a} not found.")
-        own[response_id] = found = own.pop(response_id)._replace(used_at=time.monotonic())
+        self._kept[key] = found = self._kept.pop(key)._replace(used_at=time.monotonic())
         return found
 
     def continued(self, response_id: str) -> Kept:
@@ -79,26 +77,26 @@ class KeptResponses:
     def own(self) -> list[Kept]:
         """All of this client's."""
         self._forget_old()
-        return list(self._kept[client.get()].values())
+        return [kept for (owner, _), kept in self._kept.items() if owner == client.get()]
 
     def remove(self, response_id: str) -> None:
         """Forget this client's response of that id. Errors: ApiError 404."""
         self.found(response_id)
-        self._forget(client.get(), response_id)
+        del self._kept[client.get(), response_id]
 
     def _forget_old(self) -> None:
         oldest = time.monotonic() - MOST_S
-        for owner, kept in self._kept.items():
-            while kept and next(iter(kept.values())).used_at < oldest:
-                self._forget(owner, next(iter(kept)))
-        self._forget_most(lambda owner: len(self._kept[owner]), self._most)
-        self._forget_most(lambda owner: self._num_bytes[owner], self._most_bytes)
+        while self._kept and next(iter(self._kept.values())).used_at < oldest:
+            self._kept.popitem(last=False)
+        self._forget_most(lambda kept: 1, self._most)
+        self._forget_most(lambda kept: kept.num_bytes, self._most_bytes)
 
-    def _forget_most(self, held: Callable[[str], int], most: int) -> None:
-        """Forget the oldest of the client that has most by `held` while all have too many."""
-        while sum(map(held, self._kept)) > most:
-            owner = max(self._kept, key=held)
-            self._forget(owner, next(iter(self._kept[owner])))
-
-    def _forget(self, owner: str, response_id: str) -> None:
-        self._num_bytes[owner] -= self._kept[owner].pop(response_id).num_bytes
+    def _forget_most(self, size: Callable[[Kept], int], most: int) -> None:
+        """Forget the oldest of the client that has most while all have too many."""
+        held: Counter[str] = Counter()
+        for (owner, _), kept in self._kept.items():
+            held[owner] += size(kept)
+        while held.total() > most:
+            ((owner, _),) = held.most_common(1)
+            key = next(key for key in self._kept if key[0] == owner)
+            held[owner] -= size(self._kept.pop(key))

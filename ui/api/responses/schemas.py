@@ -1,7 +1,7 @@
 """Schemas of /v1/responses, and the same request as a chat completion."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from hotcold.ui.api.cached import Cached
 from hotcold.ui.api.drawn import Drawn
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.fields import MAX_TOOLS, AnyJson, NewTokens, StrictModel
+from hotcold.ui.api.fields import AnyJson, NewTokens, StrictModel
 from hotcold.ui.api.responses.items import InputMessage, Item, Items, messages_of
 from hotcold.ui.api.responses.tools import Offered, Tools, offered
 from hotcold.ui.api.schemas import ChatRequest, Reasoning
@@ -23,22 +23,6 @@ class NamedTool(NamedFunction):
 
     type: Literal["function", "custom"]
     namespace: str | None = None
-
-
-class AllowedTool(StrictModel):
-    """One of the tools that a `tool_choice` allows, or a namespace."""
-
-    type: str
-    name: str | None = None
-    namespace: str | None = None
-
-
-class AllowedTools(StrictModel):
-    """A `tool_choice` of some of the tools."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class TextFormat(StrictModel):
@@ -92,7 +76,7 @@ class ResponsesRequest(Drawn, Cached):
     instructions: str | None = None
     max_output_tokens: NewTokens = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -107,8 +91,8 @@ class ResponsesRequest(Drawn, Cached):
     @classmethod
     def _is_run_here(cls, given: Any) -> Any:
         kind = given.get("type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind not in ("function", "custom", "allowed_tools"):
-            raise ValueError(f"{kind[:50]!a} is a tool that is not run here")
+        if isinstance(kind, str) and kind not in ("function", "custom"):
+            raise ValueError(f"{kind[:50]!a} cannot be chosen here; name a tool that you declare")
         return given
 
     @field_validator("include")
@@ -143,9 +127,7 @@ class ResponsesRequest(Drawn, Cached):
     def as_chat(self, items: list[Item]) -> ChatRequest:
         """The same request of a conversation. Errors: ValidationError, ApiError 400."""
         tools = self.offered
-        choice = self._choice(tools)
-        none_allowed = isinstance(self.tool_choice, AllowedTools) or not tools
-        if choice == "required" and self.tools and none_allowed:
+        if self.tool_choice == "required" and self.tools and not tools:
             text = "tool_choice asks for a call, but there is no function among the tools to call"
             raise ApiError(400, text, param="tool_choice")
         shape = self.text.format if self.text is not None else None
@@ -156,7 +138,7 @@ class ResponsesRequest(Drawn, Cached):
                 "max_tokens": self.max_output_tokens,
                 "tools": [one.in_chat for one in tools.values()] or None,
                 "parallel_tool_calls": self.parallel_tool_calls,
-                "tool_choice": choice,
+                "tool_choice": self._choice(tools),
                 "response_format": None if shape is None else shape.in_chat,
                 "reasoning": None if self.reasoning is None else self.reasoning.model_dump(),
                 "chat_template_kwargs": self.chat_template_kwargs,
@@ -166,29 +148,18 @@ class ResponsesRequest(Drawn, Cached):
         )
 
     def _choice(self, tools: Mapping[str, Offered]) -> Any:
-        """`tool_choice` as a chat completion has it."""
+        """`tool_choice` as a chat completion has it: a tool is named by its flat name."""
         choice = self.tool_choice
-        if isinstance(choice, NamedTool):
-            unknown = {"type": "custom", "custom": {"name": choice.name}}
-            return next(_named(tools, [choice]), unknown)
-        if isinstance(choice, AllowedTools):
-            allowed = list(_named(tools, choice.tools))
-            if not allowed:
-                return "required" if choice.mode == "required" else "none"
-            return {"type": choice.type, "allowed_tools": {"mode": choice.mode, "tools": allowed}}
-        return choice
-
-
-def _named(
-    tools: Mapping[str, Offered], names: Sequence[NamedTool | AllowedTool]
-) -> Iterator[dict[str, Any]]:
-    """The tools of these names, as a chat completion's `tool_choice` names them."""
-    for flat_name, one in tools.items():
-        kind, own = one.tool.type, (one.namespace, one.tool.name)
-        if any(
-            (name.type, name.name) == ("namespace", one.namespace)
-            or (name.type == kind and flat_name == name.name)
-            or (name.type == kind and own == (name.namespace or one.namespace, name.name))
-            for name in names
-        ):
-            yield {"type": kind, kind: {"name": flat_name}}
+        if not isinstance(choice, NamedTool):
+            return choice
+        named = (
+            flat_name
+            for flat_name, one in tools.items()
+            if one.tool.type == choice.type
+            and (
+                flat_name == choice.name
+                or (choice.namespace or one.namespace, choice.name)
+                == (one.namespace, one.tool.name)
+            )
+        )
+        return {"type": choice.type, choice.type: {"name": next(named, choice.name)}}

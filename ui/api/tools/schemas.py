@@ -122,20 +122,6 @@ class NamedCustom(StrictModel):
         return self.custom.name
 
 
-class AllowedNames(StrictModel):
-    """Some of the tools, and whether one must be called."""
-
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool | NamedCustom], Field(max_length=MAX_TOOLS, fail_fast=True)]
-
-
-class AllowedTools(StrictModel):
-    """A `tool_choice` of some of the tools; the prompt has all of them."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedNames
-
-
 class CalledFunction(StrictModel):
     """A called function, with its arguments as JSON, which may be cut off."""
 
@@ -182,7 +168,7 @@ class CustomCall(StrictModel):
 AnyTool = Tool | CustomTool
 Tools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolCalls = Annotated[list[ToolCall | CustomCall], Field(max_length=_MAX_CALLS, fail_fast=True)]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool | NamedCustom | AllowedTools
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | NamedCustom
 
 
 def callable_functions(
@@ -198,12 +184,6 @@ def callable_functions(
         raise ValueError("two of the tools have the same name")
     if choice == "none":
         return None
-    if isinstance(choice, AllowedTools):
-        allowed = {tool.name for tool in choice.allowed_tools.tools}
-        functions = [one for one in functions if one.name in allowed]
-        if not functions:
-            raise ValueError("tool_choice allows none of the tools")
-        choice = choice.allowed_tools.mode
     is_named = isinstance(choice, NamedTool | NamedCustom)
     if isinstance(choice, NamedTool | NamedCustom):
         functions = [one for one in functions if one.name == choice.name]
