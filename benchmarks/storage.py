@@ -1,7 +1,7 @@
 """Models larger than memory: speed and memory of hotcold, and of llama.cpp with mmap, in one limit.
 
     python -m benchmarks.storage MODEL.gguf --cpu-memory 3.5GiB --cpu-memory 2.6GiB --mode dense
-    python -m benchmarks.storage MODEL --resident 0.5 --text FILE --ablation
+    python -m benchmarks.storage MODEL --resident 0.5 --text FILE
     python -m benchmarks.storage MODEL --cpu-memory 3.2GiB --load 1200
 
 Each row is a run of its own, once all is out of the page cache, in a memory cgroup (version 1, by
@@ -10,15 +10,15 @@ shows as a peak: resident memory and page cache of all processes, Ray's included
 run ends with so many seconds of answers to prompts of 200 to 400 tokens, three at once.
 `--resident` keeps a share of the neurons instead, however small the model is. Speeds are means over
 `--answers`, each to a prompt of its own, of `--text` where it is given (what experts are chosen
-depends on it); "planned" is what `hotcold plan` says. `--ablation` leaves out what the first size's
-reads have, one thing a row. llama.cpp is run where there is a llama-bench, with MODEL or `--gguf`.
+depends on it); "planned" is what `hotcold plan` says. llama.cpp is run where there is a
+llama-bench, with MODEL or `--gguf`.
 """
 
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
@@ -32,7 +32,7 @@ from benchmarks.llama_cpp import builds_of
 from benchmarks.load import Load, requests_of
 from hotcold.actors.driver.prompts import Prompts
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
-from hotcold.actors.protocol.offloaded_neurons import AHEAD, PARTS, NeuronStorage
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.setup.preflight import SystemOptions, in_memory, prepare_system, read_model
 from hotcold.actors.setup.storage import has_bundles, pack_model
 from hotcold.jobs.bench.decode import decode_request
@@ -41,7 +41,6 @@ from hotcold.jobs.support.options import BYTES
 from hotcold.jobs.support.text_file import read_text_ids
 from hotcold.model.bundles.bundle_file import bundle_path
 from hotcold.model.bundles.geometry import BundleGeometry
-from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.gguf.file_names import is_gguf
 from hotcold.model.mapped_file import forget_pages
@@ -108,11 +107,6 @@ def run_here(path: Path, given: Json) -> Json:
     system, config = prepare_system(path, options)
     if given["resident"] < 1:
         system = on_storage(replace(system, plan_path=""), given["resident"])
-    if system.storage is not None:
-        storage = replace(system.storage, without=tuple(given["without"]))
-        if AHEAD in given["without"]:
-            storage = replace(storage, predictors="", memory_bytes=0)
-        system = replace(system, storage=storage)
     prompts, results = prompts_of(given["text"], path, config, 1 + given["answers"]), []
     with running_system(system) as running:
         for seed, ids in enumerate(prompts):  # drawn: the likeliest tokens soon repeat themselves
@@ -140,13 +134,6 @@ def run_here(path: Path, given: Json) -> Json:
     return report
 
 
-def _parts(config: ModelConfig) -> Iterator[tuple[str, list[str]]]:
-    """What each row of the ablation leaves out: one part fewer each time."""
-    own = [part for part in PARTS if part != ("warm" if config.experts is None else "bundles")]
-    for count in range(len(own) + 1):
-        yield " + ".join([own[n - 1] for n in range(1, count + 1)]) or "nothing of it", own[count:]
-
-
 @frame.program
 @click.argument("model", type=frame.EXISTING)
 @click.option("--cpu-memory", "sizes", type=BYTES, multiple=True)
@@ -164,7 +151,6 @@ def _parts(config: ModelConfig) -> Iterator[tuple[str, list[str]]]:
 @click.option("--threads", default=2)
 @click.option("--read-bytes", type=BYTES, default="16KiB", help="Of reads of the disk alone.")
 @click.option("--all/--no-all", "with_all", default=True, help="Also with all in memory.")
-@click.option("--ablation", is_flag=True)
 @click.option("--llama-bench", "llama", multiple=True, help="PATH's without it.")
 @click.option("--llama-tokens", type=int, help="As many as --tokens without it.")
 @click.option("--gguf", type=frame.EXISTING, help="What llama.cpp reads.")
@@ -173,7 +159,7 @@ def main(
     model: Path, sizes: Sequence[int], shares: Sequence[float], modes: Sequence[str],
     dtype: str | None, tokens: int, answers: int, text: str, prompt: int, context: int,
     repeat: int, load_s: float, threads: int, read_bytes: int,
-    with_all: bool, ablation: bool, llama: Sequence[str], llama_tokens: int | None,
+    with_all: bool, llama: Sequence[str], llama_tokens: int | None,
     gguf: Path | None, here: str | None,
 ) -> tuple[Json, str]:  # fmt: skip
     """Measure MODEL with all in memory, and with less of it."""
@@ -188,11 +174,11 @@ def main(
     cases: list[tuple[int, float]] = [(0, 1.0)] * with_all
     cases += [*((size, 1.0) for size in sizes), *((0, share) for share in shares)]
 
-    def ours(case: tuple[int, float], mode: str, without: Sequence[str] = ()) -> Json:
+    def ours(case: tuple[int, float], mode: str) -> Json:
         size, resident = case
         options: Json = {"mode": mode, "weight_dtype": dtype, "num_threads": threads,
                          "context_length": context, "cpu_memory_bytes": size or None}  # fmt: skip
-        given = {"options": options, "resident": resident, "without": without, "text": text,
+        given = {"options": options, "resident": resident, "text": text,
                  "answers": answers, "tokens": tokens, "prompt": prompt, "read": read_bytes,
                  "load": load_s if size else 0}  # fmt: skip
         command = [sys.executable, "-m", "benchmarks.storage", str(model), "--json"]
@@ -225,8 +211,6 @@ def main(
             add(case, f"hotcold `{mode}`", runs, planned=planned)
         if builds and case[1] == 1:
             add(case, "llama.cpp", [theirs(case) for _ in range(repeat)])
-    for name, without in _parts(read_config(model)) if ablation else ():
-        add(cases[int(with_all)], name, [ours(cases[int(with_all)], modes[0], without)])
     text = frame.heading(report, model.name, f"{tokens} tokens an answer")
     return report, text + table(_COLUMNS, [_line(row, report["rows"]) for row in report["rows"]])
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hotcold.numba_kernels.storage.expert_slots import DECAY
+from hotcold.numba_kernels.storage.slots import EXPERT_DECAY
 
-_SETTLED = round(4 / DECAY)  # tokens after which the means no longer show how they began
+_SETTLED = round(4 / EXPERT_DECAY)  # tokens after which the means no longer show how they began
 
 
 class StackDistances:
@@ -34,15 +34,15 @@ class StackDistances:
         """
         means = self._means
         for token in chosen:
-            means *= 1 - DECAY
+            means *= 1 - EXPERT_DECAY
             used = np.flatnonzero(token)
             if counts and self._num_tokens >= _SETTLED:
-                ordered, own = np.sort(means), means[used] * np.sqrt(1 - DECAY)
+                ordered, own = np.sort(means), means[used] * np.sqrt(1 - EXPERT_DECAY)
                 below = np.searchsorted(ordered, own, "left") + np.searchsorted(
                     ordered, own, "right"
                 )  # twice; equal ones, as all that were never used, count half
                 np.add.at(self.counts, means.size - 1 - below // 2, 1)
-            means[used] += DECAY
+            means[used] += EXPERT_DECAY
             self._num_tokens += 1
 
 

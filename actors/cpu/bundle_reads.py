@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from hotcold.actors.protocol.offloaded_neurons import MAX_GAP, READ_BYTES
 from hotcold.model.bundles.bundle_file import BundleFile
 from hotcold.model.bundles.direct_io import PAGE_BYTES, open_direct
 from hotcold.model.errors import ServiceError
 from hotcold.model.weights.memory import aligned_empty
-from hotcold.numba_kernels.storage import NUM_THREADS, RING_DEPTH
+from hotcold.numba_kernels.storage import MAX_GAP, NUM_THREADS, RING_DEPTH
 from hotcold.numba_kernels.storage.direct_file import SHORT
 from hotcold.numba_kernels.storage.io_ring import (
     close_ring,
@@ -27,13 +27,11 @@ from hotcold.numba_kernels.storage.neuron_file import (
     DESCRIPTOR,
     KEEPS_PAGES,
     NUM_FACTS,
-    PIECE,
     UNIT,
     NeuronFile,
     RowBytes,
     staging_bytes,
 )
-from hotcold.numba_kernels.storage.neuron_slots import NeuronSlots
 from hotcold.numba_kernels.storage.read_queue import (
     IS_RUNNING,
     NOW,
@@ -44,6 +42,7 @@ from hotcold.numba_kernels.storage.read_queue import (
     stop_readers,
 )
 from hotcold.numba_kernels.storage.ring_reads import go_on_without_ring, serve_ring
+from hotcold.numba_kernels.storage.slots import Slots
 
 _POLL_S = 0.001
 
@@ -61,13 +60,27 @@ class Bundles(NamedTuple):
     noun: str
 
 
+def new_rows(count: int, row_bytes: int, dtype: np.dtype) -> np.ndarray:
+    """Rows in memory, which is taken when they are filled."""
+    return aligned_empty((count, row_bytes // dtype.itemsize), dtype)
+
+
+def bytes_of(matrices: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Gate, up and down rows as bytes; of none, no bytes."""
+    gate, up, down = (
+        rows.reshape(-1).view(np.uint8).reshape(rows.shape[0], -1)
+        if rows.shape[0]
+        else np.zeros((0, 0), np.uint8)
+        for rows in matrices
+    )
+    return gate, up, down
+
+
 class BundleReads:
     """The open file, where a shard's bundles are in it, and the queue of its reading threads."""
 
-    def __init__(self, file: BundleFile, bundles: Bundles, most: int, piece_bytes: int = 0) -> None:
+    def __init__(self, file: BundleFile, bundles: Bundles, most: int) -> None:
         """Up to `most` of the shard's `bundles` may be requested at once.
-
-        A read of the file takes at most `piece_bytes`, unless that is 0.
 
         Errors:  ServiceError
         """
@@ -76,34 +89,28 @@ class BundleReads:
             self._descriptor, self._unit, keeps_pages = open_direct(file.path)
         except OSError as problem:
             raise ServiceError(f"{file.path}: cannot be read ({problem.strerror})") from None
-        self.located = self._locate(file, keeps_pages, piece_bytes)
+        self.located = self._locate(file, keeps_pages)
         self.queue = new_queue(NUM_THREADS, most)
         self._readers: list[threading.Thread] = []
         self._has_ring = False
 
-    def _locate(self, file: BundleFile, keeps_pages: bool, piece_bytes: int) -> NeuronFile:
+    def _locate(self, file: BundleFile, keeps_pages: bool) -> NeuronFile:
         geometry, (layers, places, _, _) = self._geometry, self._bundles
         facts = np.zeros(NUM_FACTS, np.int64)
-        facts[[DESCRIPTOR, UNIT, KEEPS_PAGES, PIECE]] = (
-            self._descriptor,
-            self._unit,
-            keeps_pages,
-            piece_bytes,
-        )
+        facts[[DESCRIPTOR, UNIT, KEEPS_PAGES]] = self._descriptor, self._unit, keeps_pages
         begins = np.array([geometry.span(layer)[0] for layer in range(geometry.num_layers)])
         sizes = np.array([geometry.part_bytes(layer) for layer in range(geometry.num_layers)])
         checksums = file.checksums[geometry.layer_firsts[layers] + places]
         return NeuronFile(facts, begins, sizes, layers, places, checksums)
 
-    def start(self, gates: NeuronSlots, up_downs: NeuronSlots, rows: RowBytes) -> None:
+    def start(self, gates: Slots, up_downs: Slots, rows: RowBytes) -> None:
         """Start threads that read into `rows` and note in `gates` and `up_downs` what is loaded.
 
         Errors:  ServiceError where they cannot be started
         """
         self._into = gates.loaded, up_downs.loaded
         self._rows = rows
-        is_direct, in_one_piece = self.located.facts[[KEEPS_PAGES, PIECE]].tolist()
-        if is_direct and not in_one_piece:
+        if self.located.facts[KEEPS_PAGES]:  # direct
             self._begin([threading.Thread(target=self._by_ring, name="read", daemon=True)])
         if not self._has_ring:
             staging = self._staging(NUM_THREADS)
@@ -148,7 +155,7 @@ class BundleReads:
 
     def _staging(self, num_reads: int) -> np.ndarray:
         """Buffers of so many reads, in huge pages: disks read faster into contiguous memory."""
-        size = int(staging_bytes(READ_BYTES, self._geometry.bundle_bytes, PAGE_BYTES))
+        size = int(staging_bytes(self._geometry.bundle_bytes, PAGE_BYTES))
         return aligned_empty((num_reads, size), np.uint8)
 
     def read(self, rows: np.ndarray, parts: np.ndarray) -> None:
@@ -162,7 +169,7 @@ class BundleReads:
             array[: rows.size] = values[order]
         # All of a layer is read, so gaps are small, or hold other rows of the same layer.
         gap = max(MAX_GAP, self._geometry.up_down_bytes)
-        if rows.size and not read_all(self.queue, self.located, rows.size, READ_BYTES, gap):
+        if rows.size and not read_all(self.queue, self.located, rows.size, gap):
             raise ServiceError(self.failure())
 
     def failure(self) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hotcold.actors.cpu.bundle_reads import BundleReads, Bundles
+from hotcold.actors.cpu.bundle_reads import BundleReads, Bundles, bytes_of, new_rows
 from hotcold.actors.protocol.offloaded_neurons import OffloadedShare
 from hotcold.model.bundles.bundle_file import BundleFile
 from hotcold.model.bundles.geometry import BundleGeometry
@@ -36,13 +36,12 @@ from hotcold.numba_kernels.ffn_arrays import (
 from hotcold.numba_kernels.formats import row_items
 from hotcold.numba_kernels.serve.mailbox import SharedBuffers
 from hotcold.numba_kernels.serve.work_stealing import new_block_counters
-from hotcold.numba_kernels.storage.expert_slots import new_expert_slots
 from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN, RowBytes
 from hotcold.numba_kernels.storage.offloaded_experts import (
-    NUM_OPTIONS,
     OffloadedExperts,
     await_blocks,
     begin_experts,
+    place_block,
     request_ahead,
     request_experts,
 )
@@ -60,6 +59,7 @@ from hotcold.numba_kernels.storage.routed_ahead import (
     stop_routed,
     take_lock,
 )
+from hotcold.numba_kernels.storage.slots import expert_slots, fill_slots
 
 _NO_BLOCKS = np.empty(0, np.int64)
 
@@ -230,7 +230,7 @@ class _Patterns:
         return bundles, np.array(numbers, np.int32)
 
 
-class ExpertStore:
+class ExpertStore(BundleReads):
     """Slots, the open file and the threads that read it."""
 
     def __init__(
@@ -263,7 +263,7 @@ class ExpertStore:
         numbers = np.repeat(np.arange(units.sizes.size) % num_blocks, np.diff(units.firsts))
         bundles = Bundles(units.layers, units.places, numbers, "expert")
         most = int(np.bincount(units.layers).max(initial=1))
-        self._reads = BundleReads(file, bundles, most, share.piece_bytes)
+        super().__init__(file, bundles, most)
         num_rows = units.num_own_rows + num_slots * units.slot_rows
         self._norms = self._own_norms() if has_down_norms else NO_NORMS
         self._outputs = no_outputs()
@@ -271,7 +271,7 @@ class ExpertStore:
             self._outputs = units.new_outputs(file.geometry, layers, num_slots)
         self.arrays = self._new_arrays(num_rows)
         self.stored = self._new_stored(share, num_slots)
-        self._reads.start(self.stored.slots, self.stored.slots, self._row_bytes())  # type: ignore[arg-type]
+        self.start(self.stored.slots, self.stored.slots, self._row_bytes())
         self.request(0, _NO_BLOCKS)  # compiled now, so that no prompt waits for it
         self.request_ahead(0, _NO_BLOCKS)
         self.await_blocks(0, _NO_BLOCKS)
@@ -297,16 +297,13 @@ class ExpertStore:
         geometry, weights = self._file.geometry, self._weights
         gate, down = numpy_dtype(geometry.gate_dtype), numpy_dtype(geometry.down_dtype)
 
-        def rows(count: int, row_bytes: int, dtype: np.dtype) -> np.ndarray:
-            return aligned_empty((count, row_bytes // dtype.itemsize), dtype)
-
         def vector(own: np.ndarray) -> np.ndarray:
             return np.zeros(num_rows if own.size else 0, np.float32)
 
         up_rows = num_rows if geometry.up_row_bytes else 0
         matrices = (
-            rows(num_rows, geometry.gate_row_bytes, gate),
-            rows(up_rows, geometry.gate_row_bytes, gate),
+            new_rows(num_rows, geometry.gate_row_bytes, gate),
+            new_rows(up_rows, geometry.gate_row_bytes, gate),
         )
         vectors = (
             vector(weights.gate_bias),
@@ -316,7 +313,7 @@ class ExpertStore:
         )
         lanes, first, at_once = weights.lanes
         if not geometry.has_outputs:
-            of_down = rows(num_rows, geometry.down_row_bytes, down)
+            of_down = new_rows(num_rows, geometry.down_row_bytes, down)
             return FfnArrays(weights.starts, *matrices, of_down, *vectors, lanes, first, at_once)
         memory, num_layers = self._outputs, len(weights.starts)
         one, other = (memory.rows.view(numpy_dtype(name)) for name in geometry.down_dtypes)
@@ -329,16 +326,9 @@ class ExpertStore:
     def _new_stored(self, share: OffloadedShare, num_slots: int) -> OffloadedExperts:
         units, weights = self.units, self._weights
         num_blocks = weights.starts.shape[1] - 1
-        options = np.zeros(NUM_OPTIONS, np.int64)
-        options[:] = share.most_bytes, share.most_gap, share.forgets, share.waits_first
         firsts = np.cumsum(units.sizes * units.stays) - units.sizes * units.stays
-        slot_rows = units.num_own_rows + np.arange(num_slots) * units.slot_rows
-        slots = new_expert_slots(
-            units.firsts,
-            _unit_rates(share.rates, units.sizes),
-            np.where(units.stays, firsts, -1),
-            slot_rows,
-        )
+        row_of = np.where(units.stays, firsts, 0)
+        rates = _unit_rates(share.rates, units.sizes)
         none = weights.gate_bias[:0]
         own = FfnArrays(
             weights.starts, none, none, none, weights.gate_bias, weights.up_bias, none, self._norms
@@ -348,9 +338,13 @@ class ExpertStore:
             own=own,
             outputs=self._outputs,
             bundle_parts=units.parts,
-            file=self._reads.located,
-            slots=slots,
-            queue=self._reads.queue,
+            row_of=row_of,
+            bundle_rows=np.repeat(row_of, np.diff(units.firsts)).astype(np.int32),
+            slot_rows=units.num_own_rows + np.arange(num_slots) * units.slot_rows,
+            misses=np.zeros(row_of.size, np.uint32),
+            file=self.located,
+            slots=expert_slots(units.firsts, rates, units.stays, num_slots),
+            queue=self.queue,
             order=np.zeros(num_blocks, np.int32),
             num_loaded=np.zeros(1, np.int64),
             counters=np.stack(
@@ -358,7 +352,6 @@ class ExpertStore:
             ),
             places=np.zeros(most_rows(weights.starts), np.int32),
             listed=np.zeros(most_rows(weights.starts), np.int32),
-            options=options,
             lock=new_lock(),
             guessed=np.zeros((0, num_blocks), np.float32),
             was_guessed=np.zeros(num_blocks, np.bool_),
@@ -371,18 +364,11 @@ class ExpertStore:
         )
 
     def _row_bytes(self) -> RowBytes:
-        def rows(array: np.ndarray) -> np.ndarray:
-            num_bytes = array.shape[1] * array.dtype.itemsize
-            return array.reshape(-1).view(np.uint8).reshape(array.shape[0], num_bytes)
-
         gate, up, down = self.arrays[1:4]
-        nothing = np.zeros((0, 0), np.uint8)
-        up_bytes = rows(up) if up.shape[0] else nothing
-        down_bytes = nothing if isinstance(down, BlockRows) else rows(down)
-        first_rows = self.stored.slots.bundle_rows
-        offsets, patterns = self.units.offsets, self.units.patterns
-        places = first_rows, first_rows, offsets, patterns
-        return RowBytes(rows(gate), up_bytes, down_bytes, *places, self._outputs)
+        down = gate[:0] if isinstance(down, BlockRows) else down
+        first_rows, units = self.stored.bundle_rows, self.units
+        places = first_rows, first_rows, units.offsets, units.patterns
+        return RowBytes(*bytes_of((gate, up, down)), *places, self._outputs)
 
     def _fill(self, on_bytes: Callable[[int], None]) -> None:
         """Read what stays, then into slots what is wanted most, if that is known."""
@@ -390,35 +376,20 @@ class ExpertStore:
         chosen = units.stays & (units.sizes > 0)
         if slots.weights.any():
             order = np.argsort(-np.where(units.shares, slots.weights, -1), kind="stable")
-            for slot, unit in enumerate(order[: slots.unit_of.size].tolist()):
-                first, last = slots.firsts[unit : unit + 2]
-                slots.unit_of[slot], slots.slot_of[unit] = unit, slot
-                slots.row_of[unit] = slots.bundle_rows[first:last] = slots.slot_rows[slot]
-                slots.slot_weights[slot] = slots.weights[unit]
-                chosen[unit] = True
+            wanted = order[: slots.unit_of.size]
+            fill_slots(slots, wanted)
+            chosen[wanted] = True
+        num_blocks = self._weights.starts.shape[1] - 1
         for unit in np.flatnonzero(chosen).tolist():
-            self._copy_vectors(unit)
-            if self._outputs.units.size and slots.slot_of[unit] >= 0:
-                place_unit(self._outputs, unit, self._outputs.begins[slots.slot_of[unit]])
+            place_block(self.stored, *divmod(unit, num_blocks))
         bundles = np.repeat(chosen, np.diff(units.firsts))
         neuron_bytes = self._file.geometry.neuron_bytes
-        num_blocks = self._weights.starts.shape[1] - 1
         for layer in range(len(self._weights.starts)):
             rows = np.flatnonzero(bundles & (units.layers == layer)).astype(np.int32)
             slots.requested[rows] = 1
-            self._reads.read(rows, units.parts[rows])
+            self.read(rows, units.parts[rows])
             own = slice(layer * num_blocks, (layer + 1) * num_blocks)
             on_bytes(int(units.sizes[own][chosen[own]].sum()) * neuron_bytes)
-
-    def _copy_vectors(self, unit: int) -> None:
-        """As `offloaded_experts` does for a unit that gets rows."""
-        starts, stored = self._weights.starts, self.stored
-        layer, block = divmod(unit, starts.shape[1] - 1)
-        first, last = starts[layer, block : block + 2]
-        row = int(stored.slots.row_of[unit])
-        for own, rows in zip(stored.own[4:8], stored.arrays[4:8], strict=True):
-            if own.size and own.ndim == 1:
-                rows[row : row + last - first] = own[first:last]
 
     def read_ahead(self, buffers: SharedBuffers) -> None:
         """Read by what is guessed in `buffers`; by what routers chose too, if that is known early.
@@ -459,25 +430,20 @@ class ExpertStore:
 
     def count_misses(self, misses: np.ndarray) -> None:
         """Count misses of each unit here from now on: (L, B) uint32, of `SharedBuffers`."""
-        slots = self.stored.slots._replace(misses=misses.reshape(-1))
-        self.stored = self.stored._replace(slots=slots)
+        self.stored = self.stored._replace(misses=misses.reshape(-1))
 
     def block_firsts(self, layer: int) -> np.ndarray:
-        """The first row in memory of each block of a layer; 0 of one that has none."""
+        """The first row of each block of a layer, as far as it is in memory."""
         num_blocks = self._weights.starts.shape[1] - 1
-        rows = self.stored.slots.row_of[layer * num_blocks : (layer + 1) * num_blocks]
-        return np.maximum(rows, 0)
-
-    def failure(self) -> str:
-        """Why the last read failed; "" where none did."""
-        return self._reads.failure()
+        rows: np.ndarray = self.stored.row_of[layer * num_blocks : (layer + 1) * num_blocks]
+        return rows
 
     def close(self) -> None:
         """End the reading threads and close the file."""
         stop_routed(self.stored.lock)
         if self._routed is not None:
             self._routed.join()
-        self._reads.close()
+        super().close()
 
 
 def _unit_rates(rates: np.ndarray, sizes: np.ndarray) -> np.ndarray:

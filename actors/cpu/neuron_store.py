@@ -6,32 +6,31 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hotcold.actors.cpu.bundle_reads import BundleReads, Bundles
-from hotcold.actors.protocol.offloaded_neurons import MAX_GAP, READ_BYTES, OffloadedShare
+from hotcold.actors.cpu.bundle_reads import BundleReads, Bundles, bytes_of, new_rows
+from hotcold.actors.protocol.offloaded_neurons import OffloadedShare
 from hotcold.model.bundles.bundle_file import BundleFile
 from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.model.errors import ServiceError
 from hotcold.model.weights.ffn import FfnWeights
-from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.ffn_arrays import NO_NORMS, FfnArrays, most_rows
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.serve.predict_team import SignPredictors
+from hotcold.numba_kernels.storage import MAX_GAP
 from hotcold.numba_kernels.storage.layer_slots import (
     await_layer,
     copy_layer,
-    drain_reads,
     request_layer,
 )
 from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN, RowBytes
-from hotcold.numba_kernels.storage.neuron_slots import EPOCH, NeuronSlots, new_slots
 from hotcold.numba_kernels.storage.offloaded_neurons import (
     NUM_COUNTERS,
-    NUM_OPTIONS,
     OffloadedNeurons,
 )
 from hotcold.numba_kernels.storage.output_rows import no_outputs
 from hotcold.numba_kernels.storage.read_ahead import new_read_ahead
+from hotcold.numba_kernels.storage.read_queue import drop_reads
+from hotcold.numba_kernels.storage.slots import EPOCH, Slots, fill_slots, neuron_slots
 from hotcold.placement.storage import LISTED, listed_rates
 
 Together = Callable[[Callable[[int], None]], None]  # has every thread call it with its number
@@ -40,7 +39,7 @@ _MAX_AHEAD = 512  # neurons of a layer, where there are slots for them
 _NO_LAYER = -1, -1
 
 
-class NeuronStore:
+class NeuronStore(BundleReads):
     """Slots, the open file and the threads that read it."""
 
     def __init__(
@@ -59,7 +58,7 @@ class NeuronStore:
         follow by `use_bits`. With `has_down_norms` requests may have thresholds of products.
         Errors:  ServiceError
         """
-        self._file, self._weights = file, weights
+        self._weights = weights
         ids = weights.neuron_ids
         self._most = most_rows(weights.starts)
         num_gates, num_up_downs = (
@@ -68,7 +67,7 @@ class NeuronStore:
         )
         self._num_threads = num_threads
         bundles = _bundles_of(file, weights)
-        self._reads = BundleReads(file, bundles, self._most, share.piece_bytes)
+        super().__init__(file, bundles, self._most)
         own = file.geometry.layer_firsts[bundles.layers] + bundles.places
         norms = file.norms[own, 0] if has_down_norms else NO_NORMS
         self._down_norms = norms
@@ -77,7 +76,7 @@ class NeuronStore:
         self._gates_stay = num_gates == ids.size
         self._slot_rows = self._new_row_bytes()
         self._requested_layer = _NO_LAYER
-        self._reads.start(self.stored.gates, self.stored.up_downs, self._slot_rows)
+        self.start(self.stored.gates, self.stored.up_downs, self._slot_rows)
         self._try_layers()
         try:
             self._fill(share.rates, on_bytes)
@@ -87,18 +86,15 @@ class NeuronStore:
 
     def _new_arrays(self, num_gates: int, num_up_downs: int) -> FfnArrays:
         """Rows of all slots; memory is taken when they are filled."""
-        geometry, weights = self._file.geometry, self._weights
+        geometry, weights = self._geometry, self._weights
         dtypes = numpy_dtype(geometry.gate_dtype), numpy_dtype(geometry.down_dtype)
 
-        def rows(count: int, row_bytes: int, dtype: np.dtype) -> np.ndarray:
-            return aligned_empty((count, row_bytes // dtype.itemsize), dtype)
-
-        up_bytes = geometry.up_row_bytes
+        num_ups = num_up_downs if geometry.up_row_bytes else 0
         return FfnArrays(
             weights.starts,
-            rows(num_gates, geometry.gate_row_bytes, dtypes[0]),
-            rows(num_up_downs if up_bytes else 0, up_bytes or geometry.gate_row_bytes, dtypes[0]),
-            rows(num_up_downs, geometry.down_row_bytes, dtypes[1]),
+            new_rows(num_gates, geometry.gate_row_bytes, dtypes[0]),
+            new_rows(num_ups, geometry.gate_row_bytes, dtypes[0]),
+            new_rows(num_up_downs, geometry.down_row_bytes, dtypes[1]),
             weights.gate_bias,
             weights.up_bias,
             weights.down_bias,
@@ -114,16 +110,8 @@ class NeuronStore:
         num_threads: int,
         predictors: SignPredictors | None,
     ) -> OffloadedNeurons:
-        options = np.zeros(NUM_OPTIONS, np.int64)
-        options[:] = [
-            share.reads_whole,
-            share.most_bytes,
-            share.most_gap,
-            share.forgets,
-            share.waits_first,
-        ]
         num_neurons = self._weights.neuron_ids.size
-        num_places = max(self._file.geometry.layer_bundles)
+        num_places = max(self._geometry.layer_bundles)
         # Two layers may be in flight, and none may take a slot that this layer needs.
         spare = num_up_downs - self._most
         if num_gates < num_neurons:
@@ -131,10 +119,10 @@ class NeuronStore:
         rates = share.rates if share.rates.size else np.zeros(num_neurons, np.float32)
         return OffloadedNeurons(
             arrays=self.arrays,
-            file=self._reads.located,
-            gates=new_slots(listed_rates(rates, LISTED * float(rates.mean())), num_gates),
-            up_downs=new_slots(rates, num_up_downs),
-            queue=self._reads.queue,
+            file=self.located,
+            gates=neuron_slots(listed_rates(rates, LISTED * float(rates.mean())), num_gates),
+            up_downs=neuron_slots(rates, num_up_downs),
+            queue=self.queue,
             ahead=new_read_ahead(predictors, num_threads, min(_MAX_AHEAD, spare // 2)),
             marks=np.zeros(num_places, np.int32),
             mark_parts=np.zeros(num_places, np.uint8),
@@ -143,36 +131,30 @@ class NeuronStore:
             up_down_slots=np.zeros(self._most, np.int32),
             pending=np.zeros(self._most, np.int32),
             missing=np.zeros(self._most, np.int32),
-            options=options,
+            reads_whole=np.array([share.reads_whole]),
             counters=np.zeros(NUM_COUNTERS * INTS_A_CELL, np.int32),
             waited_ns=np.zeros(num_threads, np.int64),
             failed=np.zeros(num_threads, np.int64),
         )
 
     def _new_row_bytes(self) -> RowBytes:
-        def rows(array: np.ndarray) -> np.ndarray:
-            num_bytes = array.shape[1] * array.dtype.itemsize
-            return array.reshape(-1).view(np.uint8).reshape(array.shape[0], num_bytes)
-
-        gate, up, down = self.arrays[1:4]
-        up_bytes = rows(up) if up.shape[0] else np.zeros((0, 0), np.uint8)
         slots = self.stored.gates.slot_of, self.stored.up_downs.slot_of
         offsets, patterns = np.zeros((1, 1), np.int32), np.zeros(slots[0].size, np.int32)
-        return RowBytes(rows(gate), up_bytes, rows(down), *slots, offsets, patterns, no_outputs())
+        return RowBytes(*bytes_of(self.arrays[1:4]), *slots, offsets, patterns, no_outputs())
 
     def _fill(self, rates: np.ndarray, on_bytes: Callable[[int], None]) -> None:
         """Read all gates where they stay; of the rest what has the highest rates, if known."""
-        geometry, (gates, up_downs) = self._file.geometry, (self.stored.gates, self.stored.up_downs)
+        geometry, (gates, up_downs) = self._geometry, (self.stored.gates, self.stored.up_downs)
         chosen = np.zeros(self._weights.neuron_ids.size, np.uint8)  # which parts of each neuron
         if self._gates_stay:
             self._choose(chosen, GATE, gates, np.arange(chosen.size, dtype=np.int32))
         elif rates.size:
-            self._choose(chosen, GATE, gates, _highest(rates, gates.row_of.size))
+            self._choose(chosen, GATE, gates, _highest(rates, gates.unit_of.size))
         if rates.size:
-            self._choose(chosen, UP_DOWN, up_downs, _highest(rates, up_downs.row_of.size))
+            self._choose(chosen, UP_DOWN, up_downs, _highest(rates, up_downs.unit_of.size))
         for first, last in self._layer_rows():
             rows = first + np.flatnonzero(chosen[first:last]).astype(np.int32)
-            self._reads.read(rows, chosen[rows])
+            self.read(rows, chosen[rows])
             num_gates = int(np.count_nonzero(chosen[rows] & GATE))
             num_up_downs = int(np.count_nonzero(chosen[rows] & UP_DOWN))
             on_bytes(
@@ -180,11 +162,9 @@ class NeuronStore:
             )
 
     @staticmethod
-    def _choose(chosen: np.ndarray, part: int, slots: NeuronSlots, rows: np.ndarray) -> None:
+    def _choose(chosen: np.ndarray, part: int, slots: Slots, rows: np.ndarray) -> None:
         """Give neurons `rows` the first slots, and mark them to be read."""
-        slots.slot_of[rows] = np.arange(rows.size, dtype=np.int32)
-        slots.row_of[: rows.size] = rows
-        slots.slot_weights[: rows.size] = slots.weights[rows]
+        fill_slots(slots, rows)
         slots.requested[rows] = 1
         chosen[rows] |= part
 
@@ -193,10 +173,14 @@ class NeuronStore:
 
     def _try_layers(self) -> None:
         """Compile what prompts need, so that none waits for it."""
-        request_layer(self.stored, 0, 0, *self._bases, READ_BYTES, MAX_GAP)
+        request_layer(self.stored, 0, 0, *self._bases, MAX_GAP)
         copy_layer(*self._copied, 0, *self._bases, 0, 0)
         await_layer(self.stored)
-        drain_reads(self.stored)
+        self._drop_reads()
+
+    def _drop_reads(self) -> None:
+        slots = self.stored.gates, self.stored.up_downs
+        drop_reads(self.queue, slots[0].requested, slots[1].requested)
 
     def request_layer(self, layer: int) -> None:
         """Start to read the layer for `layer_arrays`, in the background.
@@ -208,19 +192,19 @@ class NeuronStore:
 
     def _request_layer(self, layer: int) -> None:
         # All of the layer is read: gaps are small, or hold other rows of the same layer.
-        gap = max(MAX_GAP, self._file.geometry.up_down_bytes)
-        drain_reads(self.stored)
+        gap = max(MAX_GAP, self._geometry.up_down_bytes)
+        self._drop_reads()
         layer_rows = self._layer_rows()[layer]
-        request_layer(self.stored, *layer_rows, *self._bases, READ_BYTES, gap)
+        request_layer(self.stored, *layer_rows, *self._bases, gap)
 
     @property
     def _bases(self) -> tuple[int, int]:
         """The slots of a layer's first gate and first up and down rows, where it is contiguous."""
         gates, up_downs = self.stored.gates, self.stored.up_downs
-        return gates.row_of.size - self._most, up_downs.row_of.size - self._most
+        return gates.unit_of.size - self._most, up_downs.unit_of.size - self._most
 
     @property
-    def _copied(self) -> tuple[RowBytes, NeuronSlots, NeuronSlots]:
+    def _copied(self) -> tuple[RowBytes, Slots, Slots]:
         return self._slot_rows, self.stored.gates, self.stored.up_downs
 
     def layer_arrays(self, layer: int, together: Together) -> FfnArrays:
@@ -272,14 +256,6 @@ class NeuronStore:
         """Return when all of the layer of `layer_arrays` is loaded. Errors: ServiceError."""
         if not await_layer(self.stored):
             raise ServiceError(self.failure())
-
-    def failure(self) -> str:
-        """Why the last read failed; "" where none did."""
-        return self._reads.failure()
-
-    def close(self) -> None:
-        """End the reading threads and close the file."""
-        self._reads.close()
 
 
 def _bundles_of(file: BundleFile, weights: FfnWeights) -> Bundles:

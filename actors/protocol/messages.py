@@ -108,7 +108,7 @@ class SystemConfig:
         if storage is not None:
             from hotcold.actors.protocol.offloaded_neurons import NeuronStorage  # NumPy
 
-            values["storage"] = NeuronStorage(**storage | {"without": tuple(storage["without"])})
+            values["storage"] = NeuronStorage(**storage)
         return cls(**values | {"hosts": tuple(values["hosts"])})
 
 

@@ -25,7 +25,7 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
 )
 from hotcold.actors.protocol.neuron_bundles import bundle_bytes
-from hotcold.actors.protocol.offloaded_neurons import AHEAD, NeuronStorage
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MAX_GUESSED
 from hotcold.actors.setup.assignment import (
     Layers,
@@ -311,10 +311,7 @@ def _max_logits(system: SystemConfig) -> int:
 
 def _num_guessed(system: SystemConfig, config: ModelConfig) -> int:
     """Tokens of a step whose next layer's experts are read ahead."""
-    storage = system.storage
-    if storage is None or config.experts is None or AHEAD in storage.without:
-        return 0
-    return MAX_GUESSED
+    return 0 if system.storage is None or config.experts is None else MAX_GUESSED
 
 
 def _num_outputs(system: SystemConfig, config: ModelConfig) -> int:

@@ -8,15 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
-from hotcold.actors.protocol.offloaded_neurons import (
-    ALONE,
-    BUNDLES,
-    CACHE,
-    PIPELINE,
-    WARM,
-    NeuronStorage,
-    OffloadedShare,
-)
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage, OffloadedShare
 from hotcold.actors.setup.account import CUDA_BYTES, Account, in_memory_account, more_process_bytes
 from hotcold.actors.setup.placement_choice import own_profile
 from hotcold.actors.setup.storage_shares import (
@@ -27,7 +19,6 @@ from hotcold.actors.setup.storage_shares import (
     reads_whole,
 )
 from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
-from hotcold.model.bundles.direct_io import PAGE_BYTES
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.bundles.pack import OnBytes, write_bundles
 from hotcold.model.byte_sizes import binary_text
@@ -94,7 +85,7 @@ def storage_beside_gpu(system: SystemConfig, config: ModelConfig) -> NeuronStora
     path, free = Path(system.model_path), storage.memory_bytes
     profile = own_profile(path, config)
     found = storage_within(profile, need, system, config, free)
-    return replace(found, memory_bytes=free, without=storage.without)
+    return replace(found, memory_bytes=free)
 
 
 def _least(need: Account, system: SystemConfig, config: ModelConfig) -> tuple[NeuronStorage, int]:
@@ -136,24 +127,7 @@ def offloaded_share(spec: ServiceSpec, config: ModelConfig) -> OffloadedShare:
         parts = [layer[ids] for layer, ids in zip(every, shards, strict=True)]
         rates = np.concatenate(parts).astype(np.float32)
     is_whole = reads_whole(geometry, rates, kept_parts(geometry, num_gates, num_up_downs))
-    share = OffloadedShare(num_gates, num_up_downs, rates, is_whole)
-    return _ablated(share, storage, geometry, most)
-
-
-def _ablated(
-    share: OffloadedShare, storage: NeuronStorage, geometry: BundleGeometry, most: int
-) -> OffloadedShare:
-    """`share` without the techniques that a benchmark leaves out (`storage.without`)."""
-    if CACHE in storage.without:
-        unknown = np.empty(0, np.float32)
-        share = replace(share, num_gates=most, num_up_downs=most, rates=unknown, forgets=True)
-    if BUNDLES in storage.without:
-        # Each row by its own read.
-        piece_bytes = -(-geometry.down_row_bytes // PAGE_BYTES) * PAGE_BYTES
-        share = replace(share, piece_bytes=piece_bytes, most_gap=ALONE)
-    if WARM in storage.without:
-        share = replace(share, rates=np.empty(0, np.float32))
-    return replace(share, waits_first=PIPELINE in storage.without)
+    return OffloadedShare(num_gates, num_up_downs, rates, is_whole)
 
 
 def pack_model(

@@ -11,7 +11,7 @@ import numpy as np
 
 from hotcold.actors.protocol.lanes import output_lanes, output_run
 from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.protocol.offloaded_neurons import READ_BYTES, WORD_BYTES, NeuronStorage
+from hotcold.actors.protocol.offloaded_neurons import WORD_BYTES, NeuronStorage
 from hotcold.actors.setup.assignment import hot_neurons
 from hotcold.actors.setup.gpu_share import num_cold_neurons
 from hotcold.actors.setup.shards import service_threads
@@ -22,7 +22,7 @@ from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.weights.memory import free_shared_memory
 from hotcold.model.weights.sizes import ffn_bytes, predictor_bytes_a_neuron
 from hotcold.numba_kernels.formats import ROW_FORMATS
-from hotcold.numba_kernels.storage import RING_DEPTH
+from hotcold.numba_kernels.storage import READ_BYTES, RING_DEPTH
 from hotcold.placement.expert_reuse import missed_share
 from hotcold.placement.profile import ActivationProfile
 from hotcold.placement.storage import (

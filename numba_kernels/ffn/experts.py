@@ -22,11 +22,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     READ_WAIT_NS,
     barrier_wait,
 )
-from hotcold.numba_kernels.storage.expert_slots import NUM_LOOKUPS, NUM_MISSES
 from hotcold.numba_kernels.storage.offloaded_experts import (
-    WAITS_FIRST,
-    await_blocks,
-    await_unit,
     begin_experts,
     blocks_of,
     note_guesses,
@@ -34,6 +30,7 @@ from hotcold.numba_kernels.storage.offloaded_experts import (
     request_experts,
 )
 from hotcold.numba_kernels.storage.routed_ahead import release_lock, take_lock
+from hotcold.numba_kernels.storage.slots import NUM_LOOKUPS, NUM_MISSES, await_unit
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -60,8 +57,6 @@ def _request(source, layer, spans, num_tokens):
     release_lock(source.lock)
     for i in range(source.num_loaded[0], blocks.shape[0]):
         source.counters[i] = 0
-    if source.options[WAITS_FIRST]:
-        source.failed[0] = not await_blocks(source, layer, blocks)
 
 
 @njit(nogil=True, cache=True)
@@ -85,7 +80,7 @@ def _place_listed(spans, ids, row_of, rows):
 @njit(nogil=True, cache=True)
 def _place_spans(source, layer, selection, spans):
     """`_to_memory`, or where ids are listed, which stay those of the layer, their rows."""
-    row_of = source.slots.row_of[_first_unit(source, layer) :]
+    row_of = source.row_of[_first_unit(source, layer) :]
     if selection.is_listed:  # all threads write the same
         _place_listed(spans, selection.ids, row_of, source.listed)
     else:
@@ -94,12 +89,12 @@ def _place_spans(source, layer, selection, spans):
 
 @njit(nogil=True, cache=True, inline="always")
 def begin(source, share, scratch):
-    """Request the experts that are missing. False where a read failed that is waited for first."""
+    """Request the experts that are missing."""
     if share.thread == 0:
         _request(source, share.layer, share.spans, share.x.shape[0])
     barrier_wait(share.cells, share.service, share.num_threads)
     _place_spans(source, share.layer, share.selection, share.spans)
-    return not (source.options[WAITS_FIRST] and source.failed[0])
+    return True
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -137,7 +132,9 @@ def _gates_in_order(source, share, scratch):
     )  # fmt: skip
     first, is_loaded = _first_unit(source, share.layer), True
     for i in range(num_loaded, spans.shape[0]):
-        is_loaded = is_loaded and await_unit(source, share.thread, first + spans[i, BLOCK])
+        is_loaded = is_loaded and await_unit(
+            source.slots, source.queue, first + spans[i, BLOCK], source.waited_ns, share.thread
+        )
         if is_loaded:
             _products(
                 source, share, scratch, source.counters[i, 0], source.counters[i, 1],
@@ -166,7 +163,7 @@ def _note_rows(source, layer, selection, spans, fired_ids, count, places):
     if not selection.is_listed:
         copy_numbers(fired_ids[:count], places[:count])
         return
-    row_of, i = source.slots.row_of[_first_unit(source, layer) :], 0
+    row_of, i = source.row_of[_first_unit(source, layer) :], 0
     for span in spans:
         shift = row_of[span[BLOCK]] - span[ROW]
         while i < count and fired_ids[i] < span[END_ROW]:

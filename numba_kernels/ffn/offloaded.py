@@ -25,21 +25,9 @@ from hotcold.numba_kernels.serve.mailbox import (
     READ_WAIT_NS,
     barrier_wait,
 )
-from hotcold.numba_kernels.storage.neuron_slots import (
-    NUM_LOOKUPS,
-    NUM_MISSES,
-    begin_request,
-    evict_all,
-    has_all,
-)
+from hotcold.numba_kernels.storage import MAX_GAP
 from hotcold.numba_kernels.storage.offloaded_neurons import (
-    EVICTS_ALL,
-    MAX_BYTES,
-    MAX_GAP,
-    WAITS_FIRST,
-    await_row,
     await_rows,
-    await_some,
     locate_up_downs,
     rescore_ahead,
     submit_ahead,
@@ -58,8 +46,16 @@ from hotcold.numba_kernels.storage.read_queue import (
     FAILED,
     LOADED,
     cancel_reads,
-    drain,
+    drop_reads,
     num_completed,
+)
+from hotcold.numba_kernels.storage.slots import (
+    NUM_LOOKUPS,
+    NUM_MISSES,
+    await_timed,
+    await_unit,
+    begin_epoch,
+    has_all,
 )
 
 
@@ -73,16 +69,10 @@ def layer_rows(source, layer):
 @njit(nogil=True, cache=True)
 def _begin_request(shard, first, last):
     """Start a request of neurons first..last-1; reads ahead stay in flight."""
-    begin_request(shard.gates, last - first)
-    begin_request(shard.up_downs, last - first)
+    begin_epoch(shard.gates, last - first)
+    begin_epoch(shard.up_downs, last - first)
     if shard.queue.failure[0]:
-        drain(shard.queue, shard.gates.requested, shard.up_downs.requested)
-        shard.queue.failure[0] = 0
-    if shard.options[EVICTS_ALL]:
-        drain(shard.queue, shard.gates.requested, shard.up_downs.requested)
-        evict_all(shard.up_downs)
-        if not has_all(shard.gates):
-            evict_all(shard.gates)
+        drop_reads(shard.queue, shard.gates.requested, shard.up_downs.requested)
 
 
 @njit(nogil=True, cache=True)
@@ -97,8 +87,8 @@ def _await_gates(shard, spans):
     """Wait for all candidates' gates; False where a read failed."""
     for span in spans:
         for i in range(span[FIRST], span[LAST]):
-            row = np.int64(shard.gates.row_of[shard.gate_slots[i]])
-            if not await_row(shard, 0, shard.gates, row):
+            row = np.int64(shard.gates.unit_of[shard.gate_slots[i]])
+            if not await_unit(shard.gates, shard.queue, row, shard.waited_ns, 0):
                 return False
     return True
 
@@ -111,7 +101,7 @@ def begin(source, share, scratch):
     """
     first, last = layer_span(source.arrays, share.layer)
     gates_stay, thread = has_all(source.gates), share.thread
-    awaits_gates = share.x.shape[0] > 1 or source.options[WAITS_FIRST] != 0
+    awaits_gates = share.x.shape[0] > 1
     source.failed[thread] = 0
     if thread == 0:
         _begin_request(source, first, last)
@@ -176,7 +166,7 @@ def _submit_up_downs(shard, first, scratch, num_threads):
         begin, count = scratch.firsts[thread], scratch.counts[thread]
         ids, slots = scratch.fired_ids[begin:], shard.up_down_slots[begin:]
         locate_up_downs(shard, first, ids, count, slots)
-    submit_marked(shard, shard.options[MAX_BYTES], shard.options[MAX_GAP])
+    submit_marked(shard, MAX_GAP)
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -231,7 +221,7 @@ def _scale_pending(
                     factor += bias[ids[i]]
                 h[i] *= activate_up(function, factor)
         if left == num_pending:
-            await_some(shard, thread, seen)
+            await_timed(shard.queue, seen, shard.waited_ns, thread)
         num_pending = left
     return True
 
@@ -242,7 +232,7 @@ def scale(source, share, scratch):
     thread, num_fired, is_one = share.thread, scratch.counts[share.thread], share.x.shape[0] == 1
     first, _ = layer_span(source.arrays, share.layer)
     is_loaded = True
-    if not is_one or source.options[WAITS_FIRST]:
+    if not is_one:
         is_loaded = await_rows(source, thread, source.up_downs, first, share.fired_ids, num_fired)
     if is_loaded and is_one:
         pending = source.pending[scratch.firsts[thread] :]

@@ -8,40 +8,27 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN, copy_row
-from hotcold.numba_kernels.storage.neuron_slots import (
-    assign_slot,
-    claim,
-    evict,
-    has_all,
-    is_loaded,
-)
 from hotcold.numba_kernels.storage.offloaded_neurons import submit_marked
-from hotcold.numba_kernels.storage.read_queue import NOW, await_batch, drain
-
-
-@njit(nogil=True, cache=True)
-def drain_reads(shard):
-    """Cancel reads that have not started and wait for those in flight."""
-    drain(shard.queue, shard.gates.requested, shard.up_downs.requested)
-    shard.queue.failure[:] = 0
+from hotcold.numba_kernels.storage.read_queue import NOW, await_batch
+from hotcold.numba_kernels.storage.slots import assign_slot, claim, evict, has_all, load_state
 
 
 @njit(nogil=True, cache=True)
 def _assign_places(slots, first, last, base):
     """Assign slot base + i to the i-th neuron unless it is loaded in another slot."""
     for i in range(last - first):
-        if slots.row_of[base + i] != first + i:
+        if slots.unit_of[base + i] != first + i:
             evict(slots, base + i)
     for row in range(first, last):
         place, slot = base + row - first, np.int64(slots.slot_of[row])
-        if slot >= 0 and slot != place and not is_loaded(slots, row):
+        if slot >= 0 and slot != place and load_state(slots, row) <= 0:
             evict(slots, slot)
         if slots.slot_of[row] < 0:
             assign_slot(slots, row, place)
 
 
 @njit(nogil=True, cache=True)
-def request_layer(shard, first, last, gate_base, up_down_base, max_bytes, max_gap):
+def request_layer(shard, first, last, gate_base, up_down_base, max_gap):
     """Submit reads of a layer's neurons that are not in memory; no other read may be pending.
 
     The i-th neuron's parts go to slots gate_base + i and up_down_base + i.
@@ -61,14 +48,14 @@ def request_layer(shard, first, last, gate_base, up_down_base, max_bytes, max_ga
             shard.marks[in_file[row]], shard.mark_parts[in_file[row]] = row + 1, part
             num_missing += 1
     if num_missing:
-        submit_marked(shard, max_bytes, max_gap)
+        submit_marked(shard, max_gap)
 
 
 @njit(nogil=True, cache=True)
 def copy_layer(rows, gates, up_downs, first, gate_base, up_down_base, begin, end):
     """Copy neurons first + begin..end-1 from other slots to their places in the last ones.
 
-    `rows` RowBytes; `gates`, `up_downs` NeuronSlots.
+    `rows` RowBytes; `gates`, `up_downs` Slots.
     """
     for i in range(begin, end):
         slot = np.int64(gates.slot_of[first + i])

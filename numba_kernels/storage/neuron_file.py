@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.storage import READ_BYTES
 from hotcold.numba_kernels.storage.direct_file import read_bytes
 from hotcold.numba_kernels.storage.output_rows import OutputRows, copy_outputs
 
@@ -20,14 +21,14 @@ DAMAGED = -2  # beside an errno and SHORT
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 # words of `NeuronFile.facts`
-DESCRIPTOR, UNIT, KEEPS_PAGES, PIECE = range(4)
-NUM_FACTS = 4
+DESCRIPTOR, UNIT, KEEPS_PAGES = range(3)
+NUM_FACTS = 3
 
 
 class NeuronFile(NamedTuple):
     """An open bundle file, and where in it a service's N bundles of all layers are.
 
-    facts (4,) int64, the words above; PIECE: the most bytes of one read, or 0 for no limit
+    facts (3,) int64, the words above
     begins (L,) int64: each layer's first byte; sizes (L, 2) int64: bytes of both parts of its
     bundles, with their padding
     layers, places (N,) int32: a bundle's layer, and its index within that layer
@@ -112,18 +113,18 @@ def part_span(file, row, parts):
 
 
 @njit(nogil=True, cache=True)
-def cut_spans(file, reads, count, max_bytes, max_gap, firsts):
+def cut_spans(file, reads, count, max_gap, firsts):
     """Cut `count` reads into spans, each one read of the file; returns the number of spans.
 
     firsts[k] = the first neuron of span k; firsts (M + 1,) int32 ends with `count`. Neighbours with
-    at most `max_gap` bytes between them share a span of up to `max_bytes`; a single neuron may take
+    at most `max_gap` bytes between them share a span of up to READ_BYTES; a single neuron may take
     more. Neurons out of the file's order are spans of their own.
     """
     num_spans, begin, end = 0, np.int64(0), np.int64(0)
     for i in range(count):
         first, last = part_span(file, reads.rows[i], reads.parts[i])
         is_near = end <= first <= end + max_gap
-        if i == 0 or not is_near or last - begin > max_bytes:
+        if i == 0 or not is_near or last - begin > READ_BYTES:
             firsts[num_spans] = i
             num_spans, begin = num_spans + 1, first
         end = last
@@ -132,9 +133,9 @@ def cut_spans(file, reads, count, max_bytes, max_gap, firsts):
 
 
 @njit(nogil=True, cache=True)
-def staging_bytes(max_bytes, bundle_bytes, unit):
-    """Bytes of a buffer for spans cut with `max_bytes`."""
-    return (max(max_bytes, bundle_bytes) + unit - 1) // unit * unit + 2 * unit
+def staging_bytes(bundle_bytes, unit):
+    """Bytes of a buffer for spans of `cut_spans`."""
+    return (max(READ_BYTES, bundle_bytes) + unit - 1) // unit * unit + 2 * unit
 
 
 @njit(nogil=True, cache=True)
@@ -188,21 +189,6 @@ def copy_span(file, reads, first, last, begin, staging, target):
 
 
 @njit(nogil=True, cache=True)
-def _read_pieces(facts, begin, size, staging):
-    """`read_bytes` of staging[:size] in pieces of at most PIECE bytes."""
-    piece = facts[PIECE] if facts[PIECE] else size
-    done, status = np.int64(0), np.int64(0)
-    while done < size and status == 0:
-        count = min(piece, size - done)
-        status = read_bytes(
-            facts[DESCRIPTOR], begin + done, count, facts[UNIT], facts[KEEPS_PAGES],
-            staging[done : done + count],
-        )  # fmt: skip
-        done += count
-    return status
-
-
-@njit(nogil=True, cache=True)
 def span_bytes(file, reads, first, last):
     """First byte and size of the read for neurons first..last-1, in whole units."""
     unit = file.facts[UNIT]
@@ -221,7 +207,9 @@ def read_span(file, reads, first, last, staging, target, failure):
     """
     begin, size = span_bytes(file, reads, first, last)
     for attempt in range(2):
-        status = _read_pieces(file.facts, begin, size, staging)
+        status = read_bytes(
+            file.facts[DESCRIPTOR], begin, size, file.facts[UNIT], file.facts[KEEPS_PAGES], staging
+        )
         if status != 0:
             failure[1], failure[0] = reads.rows[first], status
             return np.int64(0)

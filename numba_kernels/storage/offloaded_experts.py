@@ -7,17 +7,7 @@ import numpy as np
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.candidates import BLOCK
 from hotcold.numba_kernels.decode.vectors import copy_numbers
-from hotcold.numba_kernels.serve.doorbell import now_ns
-from hotcold.numba_kernels.storage.expert_slots import (
-    ExpertSlots,
-    begin_epoch,
-    claim_unit,
-    evict_units,
-    keep,
-    list_missing,
-    unit_state,
-    use,
-)
+from hotcold.numba_kernels.storage import MAX_GAP
 from hotcold.numba_kernels.storage.neuron_file import NeuronFile
 from hotcold.numba_kernels.storage.output_rows import OutputRows, place_unit
 from hotcold.numba_kernels.storage.read_queue import (
@@ -25,21 +15,30 @@ from hotcold.numba_kernels.storage.read_queue import (
     NUM_BATCHES,
     ReadQueue,
     await_batch,
-    await_more,
     cancel_reads,
     drain,
-    num_completed,
+    drop_reads,
+    free_batch,
     num_pending,
     submit_reads,
 )
+from hotcold.numba_kernels.storage.slots import (
+    NO_SLOT,
+    STAYS,
+    Slots,
+    await_unit,
+    begin_epoch,
+    bundles_of,
+    give_slot,
+    keep,
+    list_missing,
+    load_state,
+    use,
+)
 
-# words of `OffloadedExperts.options`
-MAX_BYTES, MAX_GAP, EVICTS_ALL, WAITS_FIRST = range(4)
-NUM_OPTIONS = 4
 # words of `OffloadedExperts.ahead_counts`: chosen experts where there was a guess, those of them
 # that were guessed, experts read ahead, those of them that were chosen
 NUM_CHOSEN, NUM_GUESSED, NUM_AHEAD, NUM_USEFUL = range(4)
-_ANY_WEIGHT = np.float32(np.inf)
 
 
 class OffloadedExperts(NamedTuple):
@@ -49,12 +48,14 @@ class OffloadedExperts(NamedTuple):
     matrices, other biases and norms by rows in memory; own: the biases and norms of all neurons, in
     their order; outputs: down of `TransposedArrays`
     bundle_parts (N,) uint8: what is read of each bundle
+    row_of (E,) int64: a unit's first row in memory, or what was the last; bundle_rows (N,) int32:
+    the same of each bundle's unit, as `RowBytes` has it; slot_rows (S,) int64: a slot's first row
+    misses (E,) uint32: of each unit so far; may be in shared memory
     order (B,) int32: a request's chosen blocks, those in memory first, as indices of its spans;
     num_loaded (1,) int64: how many were in memory
     counters (B, 2, threads * 16) int32: blocks of work taken, of each pending expert's gates and
     ups; places (M,) int32: rows of what fired, those of a thread together as in `FfnScratch`;
     listed (M,) int32: rows of a request's listed neurons
-    options (4,) int64: the words above; the last two are for benchmarks
     lock: of `routed_ahead`, for slots and queue
     guessed (G, B) float32: of `SharedBuffers`, G is 0 where nothing is read ahead; was_guessed (B,)
     bool: those of the last guess
@@ -68,15 +69,18 @@ class OffloadedExperts(NamedTuple):
     own: Any
     outputs: OutputRows
     bundle_parts: np.ndarray
+    row_of: np.ndarray
+    bundle_rows: np.ndarray
+    slot_rows: np.ndarray
+    misses: np.ndarray
     file: NeuronFile
-    slots: ExpertSlots
+    slots: Slots
     queue: ReadQueue
     order: np.ndarray
     num_loaded: np.ndarray
     counters: np.ndarray
     places: np.ndarray
     listed: np.ndarray
-    options: np.ndarray
     lock: np.ndarray
     guessed: np.ndarray
     was_guessed: np.ndarray
@@ -95,57 +99,55 @@ def _copy_part(source, target, first, row, count):
 
 
 @njit(nogil=True, cache=True)
-def _fill_vectors(shard, layer, block):
-    """Copy a block's biases and norms to its rows in memory."""
+def place_block(shard, layer, block):
+    """Let a block have the rows of its slot, if it has one; copy its biases and norms to its rows.
+
+    Nothing is read.
+    """
     starts, own, arrays = shard.arrays.starts[layer], shard.own, shard.arrays
-    first, count = starts[block], starts[block + 1] - starts[block]
-    row = shard.slots.row_of[layer * (starts.shape[0] - 1) + block]
+    unit = layer * (starts.shape[0] - 1) + block
+    slot = shard.slots.slot_of[unit]
+    if slot >= 0:
+        shard.row_of[unit] = shard.slot_rows[slot]
+        for bundle in bundles_of(shard.slots, unit):
+            shard.bundle_rows[bundle] = shard.slot_rows[slot]
+        if shard.outputs.places.shape[0]:
+            place_unit(shard.outputs, unit, shard.outputs.begins[slot])
+    first, count, row = starts[block], starts[block + 1] - starts[block], shard.row_of[unit]
     _copy_part(own.gate_bias, arrays.gate_bias, first, row, count)
     _copy_part(own.up_bias, arrays.up_bias, first, row, count)
     _copy_part(own.down_norms, arrays.down_norms, first, row, count)
 
 
 @njit(nogil=True, cache=True)
-def _give_rows(shard, layer, block, most):
-    """`claim_unit` of a block, whose biases and norms are copied to new rows."""
+def _give_rows(shard, layer, block):
+    """Give a block rows in memory, which this request does not evict; False where none are free."""
     slots, unit = shard.slots, layer * (shard.arrays.starts.shape[1] - 1) + block
-    is_new = slots.row_of[unit] < 0
-    if not claim_unit(slots, unit, most):
+    had = slots.slot_of[unit]
+    if had != STAYS and give_slot(slots, unit) < 0:
         return False
-    if is_new:
-        _fill_vectors(shard, layer, block)
-        if shard.outputs.places.shape[0]:
-            place_unit(shard.outputs, unit, shard.outputs.begins[slots.slot_of[unit]])
+    if had == NO_SLOT:
+        place_block(shard, layer, block)
     return True
 
 
 @njit(nogil=True, cache=True)
 def _submit(shard, batch, count):
     """Submit reads of the batch's first `count` bundles."""
-    queue, options = shard.queue, shard.options
+    queue = shard.queue
     for i in range(count):
         queue.parts[batch, i] = shard.bundle_parts[queue.rows[batch, i]]
-    submit_reads(queue, shard.file, batch, count, options[MAX_BYTES], options[MAX_GAP])
-
-
-@njit(nogil=True, cache=True)
-def drop_pending(shard):
-    """Cancel reads that have not started, and wait for those in flight."""
-    drain(shard.queue, shard.slots.requested, shard.slots.requested)
-    shard.queue.failure[:] = 0
+    submit_reads(queue, shard.file, batch, count, MAX_GAP)
 
 
 @njit(nogil=True, cache=True)
 def begin_experts(shard):
     """Start a request of a layer; reads that no thread has begun are cancelled."""
     slots = shard.slots
-    begin_epoch(slots, shard.arrays.starts.shape[0])
+    begin_epoch(slots, shard.arrays.starts.shape[1] - 1)
     cancel_reads(shard.queue, slots.requested, slots.requested)
     if shard.queue.failure[0]:
-        drop_pending(shard)
-    if shard.options[EVICTS_ALL]:
-        drop_pending(shard)
-        evict_units(slots)
+        drop_reads(shard.queue, slots.requested, slots.requested)
 
 
 @njit(nogil=True, cache=True)
@@ -164,6 +166,7 @@ def request_experts(shard, layer, blocks):
             order[num_loaded] = i
             num_loaded += 1
         else:
+            shard.misses[first + blocks[i]] += np.uint32(1)
             num_pending += 1
             order[num_blocks - num_pending] = i
     shard.num_loaded[0] = num_loaded
@@ -174,7 +177,7 @@ def request_experts(shard, layer, blocks):
         return
     await_batch(queue, NOW)
     for i in pending:
-        while not _give_rows(shard, layer, np.int64(blocks[i]), _ANY_WEIGHT):
+        while not _give_rows(shard, layer, np.int64(blocks[i])):
             drain(queue, slots.requested, slots.requested)  # reads ahead held the other slots
     count = 0
     for i in pending:
@@ -192,14 +195,6 @@ def _guessed_weight(guessed, num_tokens, block):
 
 
 @njit(nogil=True, cache=True)
-def _is_missing(slots, unit):
-    """Whether some of the unit is not loaded; one without neurons never is."""
-    if slots.firsts[unit] == slots.firsts[unit + 1]:
-        return False
-    return slots.row_of[unit] < 0 or unit_state(slots, unit) <= 0
-
-
-@njit(nogil=True, cache=True)
 def note_guesses(shard, layer, blocks):
     """Compare what was guessed for the layer with `blocks`, and adapt how many are read ahead.
 
@@ -211,7 +206,7 @@ def note_guesses(shard, layer, blocks):
     state[0], num_read, num_useful = -1, state[1], 0
     first = layer * (shard.arrays.starts.shape[1] - 1)
     for block in blocks:
-        if shard.slots.slot_of[first + block] >= 0 or shard.slots.row_of[first + block] < 0:
+        if shard.slots.slot_of[first + block] != STAYS:
             counts[NUM_CHOSEN] += 1
             counts[NUM_GUESSED] += shard.was_guessed[block]
         for i in range(num_read):
@@ -239,7 +234,7 @@ def read_guessed(shard, layer, num_tokens):
         shard.was_guessed[block] = weight > 0
         if weight > 0:
             keep(shard.slots, first + block)
-        if weight > 0 and _is_missing(shard.slots, first + block):
+        if weight > 0 and load_state(shard.slots, first + block) <= 0:
             ahead[count], weights[count] = block, weight
             count += 1
     most = shard.most_ahead[layer]
@@ -258,7 +253,7 @@ def request_routed(shard, layer, block_weights):
 
     Nothing is done where the layer's request came first, or where the disk lags behind.
     """
-    if num_pending(shard.queue, NOW) or _free_batch(shard.queue) == NUM_BATCHES:
+    if num_pending(shard.queue, NOW) or free_batch(shard.queue) == NUM_BATCHES:
         return
     slots, blocks, count = shard.slots, np.empty(block_weights.shape[1], np.int64), 0
     first = layer * blocks.shape[0]
@@ -266,21 +261,12 @@ def request_routed(shard, layer, block_weights):
         weight = _guessed_weight(block_weights, block_weights.shape[0], block)
         if weight > 0:
             keep(slots, first + block)
-        if weight > 0 and _is_missing(slots, first + block):
+        if weight > 0 and load_state(slots, first + block) <= 0:
             blocks[count] = block
             count += 1
     if count:
         cancel_reads(shard.queue, slots.requested, slots.requested)
         request_ahead(shard, layer, blocks[:count])
-
-
-@njit(nogil=True, cache=True)
-def _free_batch(queue):
-    """A batch of reads ahead with no pending span; NUM_BATCHES where there is none."""
-    batch = NOW + 1
-    while batch < NUM_BATCHES and num_pending(queue, batch):
-        batch += 1
-    return batch
 
 
 @njit(nogil=True, cache=True)
@@ -290,41 +276,28 @@ def request_ahead(shard, layer, blocks):
     Those of `blocks` that are in memory stay there.
     """
     slots, queue = shard.slots, shard.queue
-    batch = _free_batch(queue)
-    if batch == NUM_BATCHES:  # the disk lags behind; what is pending is enough
+    batch = free_batch(queue)
+    if batch == NUM_BATCHES:
         return
     first = layer * (shard.arrays.starts.shape[1] - 1)
     count = 0
     for block in blocks:
         keep(slots, first + np.int64(block))
     for block in blocks:
-        if not _give_rows(shard, layer, np.int64(block), _ANY_WEIGHT):
+        if not _give_rows(shard, layer, np.int64(block)):
             break
         count = list_missing(slots, first + np.int64(block), queue.rows[batch], count)
     _submit(shard, batch, count)
 
 
 @njit(nogil=True, cache=True)
-def await_unit(shard, thread, unit):
-    """Wait until a unit is loaded; False where a read of it failed."""
-    while True:
-        seen = num_completed(shard.queue)
-        found = unit_state(shard.slots, unit)
-        if found:
-            return found > 0
-        started = now_ns()
-        await_more(shard.queue, seen)
-        shard.waited_ns[thread] += now_ns() - started
-
-
-@njit(nogil=True, cache=True)
 def await_blocks(shard, layer, blocks):
     """`await_unit` of all these blocks of a layer, by the first thread."""
     first = layer * (shard.arrays.starts.shape[1] - 1)
-    is_loaded = True
     for block in blocks:
-        is_loaded = is_loaded and await_unit(shard, 0, first + np.int64(block))
-    return is_loaded
+        if not await_unit(shard.slots, shard.queue, first + block, shard.waited_ns, 0):
+            return False
+    return True
 
 
 @njit(nogil=True, cache=True, _nrt=True)

@@ -8,15 +8,8 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate
 from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.ir.vector_ir import dot_lone_row
-from hotcold.numba_kernels.serve.doorbell import atomic_load, now_ns
+from hotcold.numba_kernels.serve.doorbell import atomic_load
 from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN, NeuronFile
-from hotcold.numba_kernels.storage.neuron_slots import (
-    EPOCH,
-    NeuronSlots,
-    claim,
-    load_state,
-    look_up,
-)
 from hotcold.numba_kernels.storage.read_ahead import ReadAhead, ahead_part, likeliest
 from hotcold.numba_kernels.storage.read_queue import (
     LOADED,
@@ -24,15 +17,11 @@ from hotcold.numba_kernels.storage.read_queue import (
     NUM_BATCHES,
     ReadQueue,
     await_batch,
-    await_more,
-    num_completed,
-    num_pending,
+    free_batch,
     submit_reads,
 )
+from hotcold.numba_kernels.storage.slots import EPOCH, Slots, await_unit, claim, look_up
 
-# words of `OffloadedNeurons.options`
-READS_WHOLE, MAX_BYTES, MAX_GAP, EVICTS_ALL, WAITS_FIRST = range(5)
-NUM_OPTIONS = 5
 # cells of `OffloadedNeurons.counters`
 LOADED_TAKEN, PENDING_TAKEN, NUM_LOADED, NUM_PENDING = range(4)
 NUM_COUNTERS = 4
@@ -50,7 +39,7 @@ class OffloadedNeurons(NamedTuple):
     pending gates, then the others; up_down_slots, pending (M,) int32: slots of what fired, those of
     a thread together as in `FfnScratch`, and which of that is not loaded
     missing (M,) int32: work space
-    options (5,) int64: the words above; the last two are for benchmarks
+    reads_whole (1,) bool: a bundle is read at once where a predictor wants its gate
     counters (4 cells of 16,) int32: gates taken by threads, and how many there are of each kind
     waited_ns, failed (threads,) int64: each thread's wait for reads so far, and whether a read that
     it needed in this request failed
@@ -58,8 +47,8 @@ class OffloadedNeurons(NamedTuple):
 
     arrays: FfnArrays
     file: NeuronFile
-    gates: NeuronSlots
-    up_downs: NeuronSlots
+    gates: Slots
+    up_downs: Slots
     queue: ReadQueue
     ahead: ReadAhead
     marks: np.ndarray
@@ -69,7 +58,7 @@ class OffloadedNeurons(NamedTuple):
     up_down_slots: np.ndarray
     pending: np.ndarray
     missing: np.ndarray
-    options: np.ndarray
+    reads_whole: np.ndarray
     counters: np.ndarray
     waited_ns: np.ndarray
     failed: np.ndarray
@@ -126,7 +115,7 @@ def claim_beside_gates(shard, first, ids, count):
 
 
 @njit(nogil=True, cache=True)
-def submit_marked(shard, max_bytes, max_gap):
+def submit_marked(shard, max_gap):
     """Submit reads of what was marked, in the file's order, cut by `cut_spans`."""
     queue, marks = shard.queue, shard.marks
     await_batch(queue, NOW)
@@ -137,7 +126,7 @@ def submit_marked(shard, max_bytes, max_gap):
             rows[count], parts[count] = marks[place] - 1, shard.mark_parts[place]
             marks[place], shard.mark_parts[place] = 0, 0
             count += 1
-    submit_reads(queue, shard.file, NOW, count, max_bytes, max_gap)
+    submit_reads(queue, shard.file, NOW, count, max_gap)
 
 
 @njit(nogil=True, cache=True)
@@ -172,13 +161,11 @@ def submit_ahead(shard, layer):
     Up and down rows of neurons whose loaded gates fire; then gates that the predictor chooses, with
     up and down rows where bundles are read whole.
     """
-    queue, options, ahead = shard.queue, shard.options, shard.ahead
-    batch = NOW + 1
-    while batch < NUM_BATCHES and num_pending(queue, batch):
-        batch += 1
-    if batch == NUM_BATCHES:  # the disk lags behind; what is pending is enough
+    queue, ahead = shard.queue, shard.ahead
+    batch = free_batch(queue)
+    if batch == NUM_BATCHES:
         return
-    first, reads_whole = shard.arrays.starts[layer, 0], options[READS_WHOLE]
+    first, reads_whole = shard.arrays.starts[layer, 0], shard.reads_whole[0]
     gates, up_downs = shard.gates, shard.up_downs
     rows, parts = queue.rows[batch], queue.parts[batch]
     count = 0
@@ -193,33 +180,14 @@ def submit_ahead(shard, layer):
             ahead.rows[count], ahead.parts[count] = row, part
             count += 1
     ahead.state[0], ahead.state[1] = layer, count
-    submit_reads(queue, shard.file, batch, count, options[MAX_BYTES], _ALONE)
-
-
-@njit(nogil=True, cache=True)
-def await_some(shard, thread, seen):
-    """`await_more`, timed."""
-    started = now_ns()
-    await_more(shard.queue, seen)
-    shard.waited_ns[thread] += now_ns() - started
-
-
-@njit(nogil=True, cache=True)
-def await_row(shard, thread, slots, row):
-    """Wait until a neuron's part is loaded; False where its read failed."""
-    while True:
-        seen = num_completed(shard.queue)
-        found = load_state(slots, row)
-        if found:
-            return found > 0
-        await_some(shard, thread, seen)
+    submit_reads(queue, shard.file, batch, count, _ALONE)
 
 
 @njit(nogil=True, cache=True)
 def await_rows(shard, thread, slots, first, ids, count):
-    """`await_row` of neurons first + ids[:count], or of `count` from `first` on without `ids`."""
+    """`await_unit` of neurons first + ids[:count], or of `count` from `first` on without `ids`."""
     for i in range(count):
         row = first + (np.int64(ids[i]) if ids.shape[0] else i)
-        if not await_row(shard, thread, slots, row):
+        if not await_unit(slots, shard.queue, row, shard.waited_ns, thread):
             return False
     return True

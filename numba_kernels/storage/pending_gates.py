@@ -13,20 +13,18 @@ from hotcold.numba_kernels.decode.rows import rows_ahead
 from hotcold.numba_kernels.ir.vector_ir import dot_ahead, prefetch_row
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, atomic_load
 from hotcold.numba_kernels.serve.work_stealing import block_rows, next_block
+from hotcold.numba_kernels.storage import MAX_GAP
 from hotcold.numba_kernels.storage.offloaded_neurons import (
     LOADED_TAKEN,
-    MAX_BYTES,
-    MAX_GAP,
     NUM_LOADED,
     NUM_PENDING,
     PENDING_TAKEN,
-    READS_WHOLE,
-    await_row,
     claim_beside_gates,
     locate_gates,
     submit_marked,
 )
 from hotcold.numba_kernels.storage.read_queue import LOADED
+from hotcold.numba_kernels.storage.slots import await_unit
 
 _PENDING_BLOCK = 8  # pending gates that a thread takes at once
 
@@ -50,9 +48,9 @@ def submit_gates(shard, first, selection, spans, keeps_all):
         else:
             base = first + span[ROW]
         locate_gates(shard, base, ids, end - begin, slots[begin:end])
-        if keeps_all or (is_listed and shard.options[READS_WHOLE]):
+        if keeps_all or (is_listed and shard.reads_whole[0]):
             claim_beside_gates(shard, base, ids, end - begin)
-    loaded, row_of = shard.gates.loaded, shard.gates.row_of
+    loaded, row_of = shard.gates.loaded, shard.gates.unit_of
     gate_order, num_pending, num_loaded = shard.gate_order, 0, 0
     for span in spans:
         for i in range(span[FIRST], span[LAST]):
@@ -62,7 +60,7 @@ def submit_gates(shard, first, selection, spans, keeps_all):
             else:
                 gate_order[num_pending] = i
                 num_pending += 1
-    submit_marked(shard, shard.options[MAX_BYTES], shard.options[MAX_GAP])
+    submit_marked(shard, MAX_GAP)
     shard.counters[:] = 0
     shard.counters[NUM_PENDING * INTS_A_CELL] = num_pending
     shard.counters[NUM_LOADED * INTS_A_CELL] = num_loaded
@@ -71,7 +69,7 @@ def submit_gates(shard, first, selection, spans, keeps_all):
 @njit(nogil=True, cache=True)
 def _values_of(shard, order, begin, end, last, x, function, values):
     """values[i] = fn(gate . x[0] + bias), i in order[begin:end]; prefetches up to `last`."""
-    gate, bias, row_of = shard.arrays.gate, shard.arrays.gate_bias, shard.gates.row_of
+    gate, bias, row_of = shard.arrays.gate, shard.arrays.gate_bias, shard.gates.unit_of
     slots, distance = shard.gate_slots, rows_ahead(gate)
     for k in range(begin, end):
         i = np.int64(order[k])
@@ -102,7 +100,7 @@ def loaded_values(shard, x, function, values):
 def pending_values(shard, thread, x, function, values):
     """One token's values of pending gates, once each is read; False where a read failed."""
     cells, gate_order = shard.counters, shard.gate_order
-    slots, row_of, loaded = shard.gate_slots, shard.gates.row_of, shard.gates.loaded
+    slots, row_of, loaded = shard.gate_slots, shard.gates.unit_of, shard.gates.loaded
     num_pending = np.int64(cells[NUM_PENDING * INTS_A_CELL])
     begin = _PENDING_BLOCK * next_block(cells, PENDING_TAKEN)
     while begin < num_pending:
@@ -110,7 +108,9 @@ def pending_values(shard, thread, x, function, values):
         for k in range(begin, end):
             row = np.int64(row_of[slots[gate_order[k]]])
             is_pending = atomic_load(loaded, row) != LOADED
-            if is_pending and not await_row(shard, thread, shard.gates, row):
+            if is_pending and not await_unit(
+                shard.gates, shard.queue, row, shard.waited_ns, thread
+            ):
                 return False
         _values_of(shard, gate_order, begin, end, end, x, function, values)
         begin = _PENDING_BLOCK * next_block(cells, PENDING_TAKEN)

@@ -15,7 +15,7 @@ from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.ir.bit_ir import INPUT_PLANES
 from hotcold.numba_kernels.serve.predict_team import SignPredictors, bit_rows
 from hotcold.numba_kernels.storage.neuron_file import GATE
-from hotcold.numba_kernels.storage.neuron_slots import was_used
+from hotcold.numba_kernels.storage.slots import was_used
 
 MIN_AHEAD = 16  # neurons; fewer are not worth the scores
 _FIRST_AHEAD = 64

@@ -91,10 +91,10 @@ def num_pending(queue, batch):
 
 
 @njit(nogil=True, cache=True)
-def submit_reads(queue, file, batch, count, max_bytes, max_gap):
+def submit_reads(queue, file, batch, count, max_gap):
     """Submit the first `count` neurons of a batch, which has no pending span."""
     cells, spans, firsts = queue.cells, queue.spans, queue.firsts
-    num_spans = cut_spans(file, batch_reads(queue, batch), count, max_bytes, max_gap, firsts)
+    num_spans = cut_spans(file, batch_reads(queue, batch), count, max_gap, firsts)
     submitted = atomic_load(cells, _SUBMITTED * INTS_A_CELL)
     for k in range(num_spans):
         span = spans[np.int64(submitted + k) & (spans.shape[0] - 1)]
@@ -109,7 +109,7 @@ def submit_reads(queue, file, batch, count, max_bytes, max_gap):
 def cancel_reads(queue, requested_gates, requested_up_downs):
     """Cancel all spans that no thread has taken.
 
-    requested_gates, requested_up_downs (N,) uint8: `NeuronSlots.requested` of both parts, cleared
+    requested_gates, requested_up_downs (N,) uint8: `Slots.requested` of both parts, cleared
     """
     cells, spans = queue.cells, queue.spans
     submitted = atomic_load(cells, _SUBMITTED * INTS_A_CELL)
@@ -155,13 +155,13 @@ def await_more(queue, seen):
 
 
 @njit(nogil=True, cache=True)
-def read_all(queue, file, count, max_bytes, max_gap):
+def read_all(queue, file, count, max_gap):
     """Read the first `count` neurons of the batch NOW into their slots; False where a read failed.
 
     For Python. No other read may be pending: see `drain`.
     """
     queue.failure[:] = 0
-    submit_reads(queue, file, NOW, count, max_bytes, max_gap)
+    submit_reads(queue, file, NOW, count, max_gap)
     await_batch(queue, NOW)
     return queue.failure[0] == 0
 
@@ -172,6 +172,25 @@ def drain(queue, requested_gates, requested_up_downs):
     cancel_reads(queue, requested_gates, requested_up_downs)
     for batch in range(NUM_BATCHES):
         await_batch(queue, batch)
+
+
+@njit(nogil=True, cache=True)
+def drop_reads(queue, requested_gates, requested_up_downs):
+    """`drain`, and forget what failed."""
+    drain(queue, requested_gates, requested_up_downs)
+    queue.failure[:] = 0
+
+
+@njit(nogil=True, cache=True)
+def free_batch(queue):
+    """A batch of reads ahead with no pending span; NUM_BATCHES where there is none.
+
+    Then the disk lags behind, and what is pending is enough.
+    """
+    batch = NOW + 1
+    while batch < NUM_BATCHES and num_pending(queue, batch):
+        batch += 1
+    return batch
 
 
 @njit(nogil=True, cache=True)
@@ -212,7 +231,7 @@ def _count_completed(queue, batch):
 
 @njit(nogil=True, cache=True)
 def complete_span(queue, span, num_bytes, loaded_gates, loaded_up_downs):
-    """Mark a span's neurons as LOADED, or FAILED if it has no bytes, in `NeuronSlots.loaded`."""
+    """Mark a span's neurons as LOADED, or FAILED if it has no bytes, in `Slots.loaded`."""
     batch, found = np.int64(span[BATCH]), LOADED if num_bytes else FAILED
     for i in range(span[FIRST], span[LAST]):
         row, parts = np.int64(queue.rows[batch, i]), queue.parts[batch, i]

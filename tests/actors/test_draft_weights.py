@@ -33,7 +33,7 @@ from tests.unit.test_gguf_model import tiny as tiny_gguf
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 IDS = np.random.default_rng(4).integers(0, 101, 20)
-MODELS = ["q-llama", "q-llama-tied", "q-opt", "q-opt-postnorm", "q-falcon-grouped"]
+MODELS = ["q-llama-tied", "q-opt-postnorm", "q-falcon-grouped"]
 
 
 @pytest.fixture(scope="module")
@@ -97,17 +97,14 @@ def test_a_draft_is_the_model_in_4_bits(name: str, model: Callable[[str], Path])
         assert service.draft._scratch.part_sums is service._scratch.part_sums
 
 
-@pytest.mark.parametrize("num_services", [1, 2])
-def test_a_draft_in_memory_of_neurons_on_storage(
-    model: Callable[[str], Path], num_services: int
-) -> None:
+def test_a_draft_in_memory_of_neurons_on_storage(model: Callable[[str], Path]) -> None:
     path = model("q-llama")
     packed(path)
-    with InProcessSystem(path, num_services, 2) as plain:
+    with InProcessSystem(path, 2, 2) as plain:
         own = target_logits(plain)
-    with InProcessSystem(path, num_services, 2, weight_dtype="q4") as quantized:
+    with InProcessSystem(path, 2, 2, weight_dtype="q4") as quantized:
         wanted = target_logits(quantized)
-    with StoredSystem(path, num_services, 2, draft="q4") as system:
+    with StoredSystem(path, 2, 2, draft="q4") as system:
         np.testing.assert_array_equal(target_logits(system), own)
         read = system.counted(BYTES_READ)
         np.testing.assert_array_equal(draft_logits(system), wanted)

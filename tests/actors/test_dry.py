@@ -95,8 +95,9 @@ def expected(
     return found
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("texts", BREAKERS, ids=str)
+@pytest.mark.parametrize(
+    ("options", "texts"), list(zip([*OPTIONS, OPTIONS[0]], BREAKERS, strict=True)), ids=str
+)
 def test_the_formula(options: dict[str, Any], texts: tuple[str, ...]) -> None:
     random, params = np.random.default_rng(1), SamplingParams(**options)
     logits = random.standard_normal(8).astype(np.float32)
@@ -164,8 +165,7 @@ def test_a_breaker_that_begins_within_a_token() -> None:
 
 
 def test_a_model_without_a_tokenizer() -> None:
-    defaults = SamplingParams().dry_sequence_breakers
-    assert not ends(Breakers(None, 5, defaults), [1, 2])
+    assert not ends(Breakers(None, 5, SamplingParams().dry_sequence_breakers), [1, 2])
     with pytest.raises(UsageError, match=r"has no tokenizer.*leave out dry_sequence_breakers"):
         Breakers(None, 5, ("a",))
 

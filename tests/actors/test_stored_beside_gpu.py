@@ -71,37 +71,35 @@ STORES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("hot", [a_third, a_layer_and_more])
-@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm"])
-def test_the_same_bits_as_in_memory(tiny: Tiny, variant: str, hot: Callable) -> None:
+@pytest.mark.parametrize(
+    ("variant", "hot", "modes", "has_norms"),
+    [
+        ("llama-gqa", a_third, ["exact", "dense"], False),
+        ("opt-postnorm", a_layer_and_more, ["exact"], False),
+        ("llama-silu", a_third, [THRESHOLD], True),
+    ],
+)
+def test_the_same_bits_as_in_memory(
+    tiny: Tiny, variant: str, hot: Callable, modes: list[str], has_norms: bool
+) -> None:
     path = tiny(variant).path
     packed(path)
-    stores = [StoredBesideGpu(path, 2, 2, hot=hot, **store) for store in STORES]
-    assert_same_bits(CudaInProcess(path, 2, 2, hot=hot), stores, ["exact", "dense"])
-
-
-def test_the_same_bits_with_thresholds(tiny: Tiny) -> None:
-    path = tiny("llama-silu").path
-    packed(path)
-    options: dict[str, Any] = {"hot": a_third, "has_down_norms": True}
+    options: dict[str, Any] = {"hot": hot, "has_down_norms": has_norms}
     stores = [StoredBesideGpu(path, 2, 2, **options, **store) for store in STORES]
-    assert_same_bits(CudaInProcess(path, 2, 2, **options), stores, [THRESHOLD])
+    assert_same_bits(CudaInProcess(path, 2, 2, **options), stores, modes)
 
 
-@pytest.mark.parametrize("hot", [a_third, a_layer_and_more])
-def test_the_same_bits_where_a_predictor_chooses(tiny: Tiny, hot: Callable, tmp_path: Path) -> None:
+def test_the_same_bits_where_a_predictor_chooses(tiny: Tiny, tmp_path: Path) -> None:
     """Which also says what is read ahead, of the cold neurons alone."""
     path = tiny("llama-relu").path
     packed(path)
     file = two_bits(path, tmp_path / "p.safetensors")
-    stores: list[dict[str, Any]] = [
-        {"more_slots": 13},
-        {"more_gates": 1000, "more_slots": 40, "predictors": file},
-    ]
-    found = [StoredBesideGpu(path, 2, 2, hot=hot, **store) for store in stores]
-    answers = [signed(system, file) for system in (CudaInProcess(path, 2, 2, hot=hot), *found)]
-    for answer in answers[1:]:
-        np.testing.assert_array_equal(answer, answers[0])
+    store: dict[str, Any] = {"more_gates": 1000, "more_slots": 40, "predictors": file}
+    plain, stored = (
+        CudaInProcess(path, 2, 2, hot=a_layer_and_more),
+        StoredBesideGpu(path, 2, 2, hot=a_layer_and_more, **store),
+    )
+    np.testing.assert_array_equal(signed(stored, file), signed(plain, file))
 
 
 def signed(system: CudaInProcess, file: Path) -> np.ndarray:

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,10 @@ from hotcold.actors.cpu.offloaded_service import OffloadedCpuService, load_offlo
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import AnswerFailed
 from hotcold.actors.protocol.messages import PREDICTED_MODES, THRESHOLD
-from hotcold.actors.protocol.offloaded_neurons import ALONE, NeuronStorage, OffloadedShare
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage, OffloadedShare
+from hotcold.actors.setup.shards import served_config
 from hotcold.model.bundles import direct_io
+from hotcold.model.bundles.bundle_file import bundle_path
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.bundles.pack import write_bundles
 from hotcold.model.config.build import read_config
@@ -57,7 +60,6 @@ from hotcold.predictors.sign import SignLayer
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_predicted_modes import for_services, layer_tensors, oracles
 from tests.conftest import TinyCheckpoint
-from tests.predictor_layers import constant_layer
 from tests.quantized_models import make_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -92,12 +94,10 @@ class StoredSystem(InProcessSystem):
     has_rates: bool = False
     predictors: Path | None = None
     shares_bits: bool = False  # of predictors, which `sign_predictor` lays into the arena
-    left_out: dict[str, Any] = field(default_factory=dict)  # of OffloadedShare
 
     def _cpus(self) -> list[Service]:
-        checkpoint = Checkpoint(self.path)
-        geometry = BundleGeometry.of(stored_config(checkpoint, self.config, self.weight_dtype))
-        file = self.path / "hotcold" / geometry.file_name
+        config = served_config(self.system(), Checkpoint(self.path), self.config)
+        file = bundle_path(self.path, BundleGeometry.of(config))
         sizes = self.topology.num_neurons.T[self.topology.cpu_services]
         if self.shares_bits:
             self.predictor_words = words_to_read_ahead(self._predictors())
@@ -123,10 +123,8 @@ class StoredSystem(InProcessSystem):
         draw = np.random.default_rng(index)
         rates = draw.random(total if self.has_rates else 0).astype(np.float32)
         num_up_downs = most + self.more_slots
-        share = OffloadedShare(
-            num_up_downs + self.more_gates, num_up_downs, rates, self.reads_whole
-        )
-        return replace(share, **self.left_out)
+        num_gates = num_up_downs + self.more_gates
+        return OffloadedShare(num_gates, num_up_downs, rates, self.reads_whole)
 
     def _predictors(self) -> Predictors:
         assert self.predictors is not None
@@ -173,48 +171,41 @@ def assert_same_bits(plain: InProcessSystem, stores: Sequence[StoredSystem], mod
             assert stored.counted(BYTES_READ) > 0
 
 
-@pytest.mark.sweep(variant=["llama-gqa"])
-@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias", "bamboo"])
-def test_the_same_bits_as_in_memory(tiny: Tiny, variant: str) -> None:
-    path = tiny(variant).path
-    packed(path)
-    stores = [StoredSystem(path, 2, 2, **store) for store in STORES]
-    assert_same_bits(InProcessSystem(path, 2, 2), stores, ["exact", "dense"])
-
-
-def test_the_same_bits_where_a_predictor_chooses(tiny: Tiny) -> None:
-    path = tiny("llama-relu").path
-    packed(path)
-    stores = [StoredSystem(path, 2, 2, **store) for store in STORES]
-    assert_same_bits(InProcessSystem(path, 2, 2), stores, ["sign", "lowrank"])
-
-
-@pytest.mark.sweep(keep=1)
-@pytest.mark.parametrize("variant", ["llama-silu", "phi3"])
-def test_the_same_bits_with_thresholds(tiny: Tiny, variant: str) -> None:
-    path = tiny(variant).path
-    packed(path)
-    stores = [StoredSystem(path, 2, 2, has_down_norms=True, **store) for store in STORES]
-    plain = InProcessSystem(path, 2, 2, has_down_norms=True)
-    assert_same_bits(plain, stores, [THRESHOLD])
-
-
-LEFT_OUT: list[dict[str, Any]] = [
-    {"forgets": True},
-    {"waits_first": True},
-    {"piece_bytes": 4096, "most_gap": ALONE},
+NORMS = {"has_down_norms": True}
+CASES: list[tuple[str, list[int], list[str], dict[str, Any]]] = [
+    ("llama-gqa", [0, 1, 2, 3, 4, 5], ["exact", "dense"], {}),
+    ("opt-postnorm", [0, 3], ["exact"], {}),
+    ("falcon-bias", [1, 2], ["exact"], {}),
+    ("bamboo", [4, 5], ["exact"], {}),
+    ("llama-relu", [0, 1, 3, 4], ["sign"], {}),
+    ("llama-silu", [0, 3], [THRESHOLD], NORMS),
 ]
 
 
-def test_the_same_bits_whatever_a_benchmark_leaves_out(predicted: tuple[Path, Path]) -> None:
-    path, file = predicted
-    stores = [
-        StoredSystem(path, 1, 2, predictors=file, more_slots=40, left_out=left_out)
-        for left_out in LEFT_OUT
-    ]
-    assert_same_bits(InProcessSystem(path, 1, 2), stores, ["exact", "sign"])
-    forgets, waits, apart = (stored.counted(PARTS_MISSED) for stored in stores)
-    assert forgets > 1.2 * waits and forgets > 1.2 * apart
+@pytest.mark.sweep(variant=["llama-gqa", "llama-relu", "llama-silu"])
+@pytest.mark.parametrize(("variant", "stores", "modes", "options"), CASES)
+def test_the_same_bits_as_in_memory(
+    tiny: Tiny, variant: str, stores: list[int], modes: list[str], options: dict[str, Any]
+) -> None:
+    path = tiny(variant).path
+    packed(path)
+    stored = [StoredSystem(path, 2, 2, **options, **STORES[number]) for number in stores]
+    assert_same_bits(InProcessSystem(path, 2, 2, **options), stored, modes)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("model", "weight_dtype", "modes"),
+    [("q-llama-tied", "q8", ["exact"]), ("q-llama", "q4", ["exact", "sign", THRESHOLD])],
+)
+def test_the_same_bits_in_few_bits(
+    tmp_path: Path, model: str, weight_dtype: str, modes: list[str]
+) -> None:
+    path = make_model(model, tmp_path / "m")
+    packed(path, weight_dtype)
+    common: dict[str, Any] = {"weight_dtype": weight_dtype} | NORMS
+    stores = [StoredSystem(path, 1, 2, **common, reads_whole=whole) for whole in (False, True)]
+    assert_same_bits(InProcessSystem(path, 1, 2, **common), stores, modes)
 
 
 @pytest.fixture
@@ -240,23 +231,6 @@ def two_bits(path: Path, file: Path) -> Path:
     return file
 
 
-def test_gates_of_listed_neurons_come_first_and_then_the_rest_of_those_that_fire(
-    tiny: Tiny,
-) -> None:
-    """Of all neurons about half fire: one read of each, or one and a half."""
-    path, num_reads = tiny("llama-relu").path, []
-    packed(path)
-    for reads_whole in (True, False):
-        store: dict[str, Any] = {"reads_whole": reads_whole, "left_out": {"forgets": True}}
-        with StoredSystem(path, 1, 2, more_slots=40, **store) as stored:
-            chosen = np.ones(stored.config.ffn_size, bool)
-            every = [constant_layer(chosen, stored.config.hidden_size)] * stored.config.num_layers
-            stored.logits("sign", IDS, [1], predictor=for_services(stored, every))
-            num_reads.append(stored.counted(PARTS_MISSED))
-    whole, parts = num_reads
-    assert 1.2 * whole < parts < 1.8 * whole
-
-
 AHEAD: list[dict[str, Any]] = [
     {"more_slots": 40},
     {"more_gates": 1000, "more_slots": 60},
@@ -265,13 +239,35 @@ AHEAD: list[dict[str, Any]] = [
 ]
 
 
-def test_the_same_bits_with_reads_ahead(predicted: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("way", ["ring", "threads", "page cache"])
+def test_the_same_bits_with_reads_ahead(
+    predicted: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Also where there is no io_uring, or a file system that refuses direct reads."""
     path, file = predicted
-    stores = [StoredSystem(path, 2, 2, predictors=file, **store) for store in AHEAD]
-    assert_same_bits(InProcessSystem(path, 2, 2), stores, ["exact", "sign"])
+    if way == "threads":
+        monkeypatch.setattr(bundle_reads, "new_ring", lambda num_entries: None)
+    if way == "page cache":
+        refuse_direct(monkeypatch)
+    stores = [
+        StoredSystem(path, 1, 2, predictors=file, **store)
+        for store in (AHEAD if way == "ring" else AHEAD[2:3])
+    ]
+    assert_same_bits(InProcessSystem(path, 1, 2), stores, ["exact", "sign"])
     for stored in stores:
         for ahead in stored.ahead():
             assert 0 < ahead.counts[NUM_USEFUL] <= ahead.counts[NUM_AHEAD]
+
+
+def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_open = os.open
+
+    def refuse(name: Any, flags: int, *rest: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real_open(name, flags, *rest)
+
+    monkeypatch.setattr(direct_io.os, "open", refuse)
 
 
 def test_services_read_ahead_by_the_bits_that_the_driver_laid(
@@ -321,27 +317,7 @@ def test_a_disk_that_does_not_answer_is_waited_for(
         np.testing.assert_array_equal(found.result(), wanted)
 
 
-@pytest.mark.thorough
-def test_the_same_bits_in_8_bits_with_biases(tmp_path: Path) -> None:
-    path = make_model("q-llama-tied", tmp_path / "m")
-    common: dict[str, Any] = {"weight_dtype": "q8"}
-    packed(path, "q8")
-    stores = [StoredSystem(path, 1, 2, **common, **store) for store in STORES[:3]]
-    assert_same_bits(InProcessSystem(path, 1, 2, **common), stores, ["exact"])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("weight_dtype", ["q4", "q4_1"])
-def test_4_bit_gates_are_read_alone(tmp_path: Path, weight_dtype: str) -> None:
-    path = make_model("q-llama", tmp_path / "m")
-    packed(path, weight_dtype)
-    common: dict[str, Any] = {"weight_dtype": weight_dtype, "has_down_norms": True}
-    stores = [StoredSystem(path, 1, 2, **common, reads_whole=whole) for whole in (False, True)]
-    modes = ["exact", "dense", "sign", THRESHOLD]
-    assert_same_bits(InProcessSystem(path, 1, 2, **common), stores, modes)
-
-
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("store", STORES[1:4])
 def test_a_step_between_the_layers_of_a_prompt(tiny: Tiny, store: dict[str, Any]) -> None:
     """The next layer of the prompt is being read when a step of another request comes."""
     path = tiny("llama-relu").path
@@ -384,16 +360,6 @@ def test_a_larger_cache_reads_less(tiny: Tiny) -> None:
             again = stored.counted(BYTES_READ) - before
     assert found[0] > found[1] > found[2]
     assert again == 0  # everything was in memory
-
-
-def test_the_same_bits_by_threads(
-    predicted: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where there is no io_uring."""
-    path, file = predicted
-    monkeypatch.setattr(bundle_reads, "new_ring", lambda num_entries: None)
-    stores = [StoredSystem(path, 1, 2, predictors=file, **store) for store in AHEAD]
-    assert_same_bits(InProcessSystem(path, 1, 2), stores, ["exact", "sign"])
 
 
 def test_a_ring_that_breaks_is_done_without(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,32 +410,15 @@ class _LateReads(threading.Thread):
             self.num_written += 1
 
 
-def test_without_direct_reads(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a file system refuses them: the same, through the page cache."""
-    path, real_open = tiny("llama-gqa").path, os.open
-    packed(path)
-
-    def refuse(name: Any, flags: int, *rest: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
-        return real_open(name, flags, *rest)
-
-    monkeypatch.setattr(direct_io.os, "open", refuse)
-    assert_same_bits(InProcessSystem(path), [StoredSystem(path)], ["exact"])
-
-
 @pytest.fixture
 def own_copy(tiny: Tiny, tmp_path: Path) -> Path:
     """A model and its bundle file that a test may spoil."""
-    from shutil import copytree
-
     copytree(tiny("llama-gqa").path, tmp_path / "m", ignore=lambda *_: {"hotcold"})
     packed(tmp_path / "m")
     return tmp_path / "m"
 
 
-@pytest.mark.parametrize("way", [[1], [40]], ids=["token", "prompt"])
-@pytest.mark.parametrize("fault", ["shorter", "changed"])
+@pytest.mark.parametrize(("fault", "way"), [("shorter", [1]), ("changed", [1]), ("changed", [40])])
 def test_a_file_that_is_spoilt_under_a_system(own_copy: Path, fault: str, way: list[int]) -> None:
     """One line, nothing wrong computed; once the file is mended, the same service goes on."""
     file = own_copy / "hotcold" / "bundles-float32.bin"
@@ -478,7 +427,7 @@ def test_a_file_that_is_spoilt_under_a_system(own_copy: Path, fault: str, way: l
         wanted = plain.logits("exact", IDS, way)
     with StoredSystem(own_copy, 1, 2) as stored:
         spoil(file, fault)
-        for _ in range(20):  # threads notice in any order
+        for _ in range(10):  # threads notice in any order
             with pytest.raises(AnswerFailed, match=str(file)) as caught:
                 stored.logits("exact", IDS, way)
             assert "\n" not in str(caught.value)
@@ -489,9 +438,8 @@ def test_a_file_that_is_spoilt_under_a_system(own_copy: Path, fault: str, way: l
 
 def spoil(file: Path, fault: str) -> None:
     """Cut the file after its tables, or turn a bit in each of its bundles' parts."""
-    start = BundleGeometry.of(
-        stored_config(Checkpoint(file.parents[1]), read_config(file.parents[1]))
-    ).first_byte
+    path = file.parents[1]
+    start = BundleGeometry.of(stored_config(Checkpoint(path), read_config(path))).first_byte
     if fault == "shorter":
         os.truncate(file, start + 4096)
         return

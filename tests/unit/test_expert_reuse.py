@@ -66,23 +66,6 @@ def test_as_many_are_missed_as_of_a_cache_of_any_size(kept: float, skew: float) 
     assert missed_share(distances.counts, LAYERS * EXPERTS) == 0
 
 
-def test_rare_and_frequent_experts_have_their_places() -> None:
-    """Two that all tokens use, six that take turns, two that none uses until the last token."""
-    routes = np.zeros((SETTLED + 7, 1, 10), bool)
-    routes[:, 0, :2] = True
-    for token in range(len(routes)):
-        routes[token, 0, 2 + token % 6] = True
-    routes[-1, 0] = np.arange(10) >= 7
-    distances = StackDistances(10)
-    distances.add(routes)
-    expected = np.zeros(10, int)
-    expected[1] = 2 * 6  # each of the first two finds the other one's mean half a token younger
-    expected[7] = 6  # whose turn it is was used longest ago of those that take turns
-    expected[6] = 1  # the last token takes the one before that
-    expected[8] = 2  # of two unused, each has half of the other before it
-    np.testing.assert_array_equal(distances.counts, expected)
-
-
 def test_tokens_may_come_in_any_number_of_steps() -> None:
     routes = drawn_routes(0.4, 1)
     at_once, in_steps = (StackDistances(LAYERS * EXPERTS) for _ in range(2))
@@ -104,9 +87,3 @@ def test_what_is_not_counted_is_used_all_the_same() -> None:
     every.add(routes)
     before.add(routes[:100])
     np.testing.assert_array_equal(found.counts, every.counts - before.counts)
-
-
-def test_a_short_text_says_nothing() -> None:
-    distances = StackDistances(LAYERS * EXPERTS)
-    distances.add(drawn_routes(0.4, 1)[:SETTLED])
-    assert not distances.counts.any()

@@ -139,36 +139,6 @@ def test_first_touch_takes_every_page_and_changes_nothing() -> None:
     assert not array.any()
 
 
-def test_each_threads_rows_are_touched_from_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    touched: list[tuple[int, int, int]] = []
-    pinned: list[int] = []
-    matrix = np.zeros((22, 8), np.uint16)
-
-    def touch(rows: np.ndarray) -> None:
-        first = (rows.ctypes.data - matrix.ctypes.data) // matrix.strides[0]
-        touched.append((pinned[-1], first, first + rows.shape[0]))
-
-    monkeypatch.setattr("hotcold.placement.machine.memory_pages.touch_pages", touch)
-    monkeypatch.setattr(
-        "hotcold.placement.machine.memory_pages.pin_thread", lambda cores: pinned.extend(cores)
-    )
-    monkeypatch.setattr("hotcold.placement.machine.memory_pages.ThreadPoolExecutor", OneByOne)
-    FirstTouch([[10], [11], [12]])([matrix])
-    assert touched == [(10, 0, 8), (11, 8, 16), (12, 16, 22)]  # as kernels cut: in fours
-
-
-class OneByOne:
-    """A pool whose threads run one after the other."""
-
-    def __init__(self, num_threads: int) -> None: ...
-    def __enter__(self) -> OneByOne:
-        return self
-
-    def __exit__(self, *exception: object) -> None: ...
-    def map(self, work: object, items: range) -> list[object]:
-        return [work(item) for item in items]  # type: ignore[operator]
-
-
 def test_rows_that_begin_within_a_page() -> None:
     array = aligned_empty((64 * 4096,), np.uint8, huge_pages=False)
     touch_pages(array[100 : 2 * 4096 + 1].reshape(1, -1))

@@ -47,8 +47,7 @@ def test_every_place_is_read_once(tmp_path: Path) -> None:
     assert read_places(*opened, np.array([8 * 4096]), 4096, 10**12, taken, page) == SHORT
 
 
-@pytest.mark.parametrize("is_kept", [False, True])
-@pytest.mark.parametrize("depth", [1, 3, 64])
+@pytest.mark.parametrize(("depth", "is_kept"), [(1, False), (3, True), (64, True)])
 def test_a_ring_reads_every_place_once(tmp_path: Path, depth: int, is_kept: bool) -> None:
     """More places than reads at once, and more than the ring has entries."""
     ring = new_ring(depth)
@@ -95,6 +94,8 @@ def test_rates_and_what_is_too_short(tmp_path: Path) -> None:
     assert all(rate > 0 for rate in measure_disk(file, (4096, 1 << 16), 3))
     with pytest.raises(OSError, match="of a file of 1048576"):
         measure_disk(file, (2 << 20,))
+    with pytest.raises(OSError, match="of a file of 1048576"):
+        measure_bursts(file, 1 << 16, 17)
 
 
 def test_bursts_are_faster_than_a_limit_over_time(
@@ -126,14 +127,6 @@ def test_bursts_are_faster_than_a_limit_over_time(
     burst, long = measure_bursts(file, 1 << 16, 8)
     assert long == pytest.approx(2 << 20, rel=0.05)
     assert burst == pytest.approx((1 << 16) / 1e-4, rel=0.01)
-
-
-def test_bursts_of_this_disk(tmp_path: Path) -> None:
-    file = tmp_path / "f"
-    file.write_bytes(bytes(1 << 20))
-    assert all(rate > 0 for rate in measure_bursts(file, 1 << 16, 3))
-    with pytest.raises(OSError, match="of a file of 1048576"):
-        measure_bursts(file, 1 << 16, 17)
 
 
 def test_doctor_says_how_fast_a_models_file_is_read(

@@ -32,7 +32,6 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
 from hotcold.model.weights.ffn import load_ffn, load_ffn_biases
 from hotcold.model.weights.tensor_reader import TensorReader
-from hotcold.numba_kernels.formats import WeightDtype
 from tests.actors import test_gguf_experts, test_gguf_mixtures
 from tests.mxfp4_models import make_mxfp4
 
@@ -51,7 +50,7 @@ def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_bundles")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["three", "mxfp4"])
 def test_rows_are_where_the_file_says(name: str, tmp_path: Path) -> None:
     """A bundle: K gate rows, K up rows; then some of its expert's down rows, whole ones."""
     path = MODELS[name](tmp_path)
@@ -161,33 +160,6 @@ def test_files_of_other_cuts_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     read_bundle_file(file, geometry, identity)
 
 
-def test_an_expert_takes_what_its_file_takes(tmp_path: Path) -> None:
-    """Of Qwen3-30B-A3B's shape in Q4_0: 4.5 bits a weight, an expert in reads of about 256 KiB."""
-    config = read_model(MODELS["Q4_0"](tmp_path))
-    assert config.experts is not None
-    plain: WeightDtype = "q4"
-    router = replace(config.experts.router, num_experts=128, num_chosen=8)
-    wide = replace(
-        config,
-        num_layers=48,
-        hidden_size=2048,
-        experts=replace(config.experts, size=768, router=router),
-        dtype=plain,
-        other_dtypes=(),
-        windows=(0,) * 48,
-        layer_ropes=config.layer_ropes[:1] * 48,
-    )
-    cases: list[tuple[WeightDtype, float]] = [("q4", 4.5), ("mxfp4", 4.25), ("q6", 6.5625)]
-    for name, bits in cases:
-        formats = (tuple([name] * 128),) * 24 + (tuple([plain] * 128),) * 24
-        geometry = BundleGeometry.of(replace(wide, down_formats=formats))
-        mean = (bits + 4.5) / 2
-        num_bytes = 48 * 128 * 768 * 2048 * (2 * 4.5 + mean) / 8
-        assert num_bytes < geometry.data_bytes < 1.02 * num_bytes
-        assert geometry.bundle_bytes < 300_000
-        assert geometry.down_row_bytes == pytest.approx(2048 * max(bits, 4.5) / 8, abs=1)
-
-
 def least_of(system: SystemConfig, config: ModelConfig) -> SystemConfig:
     """The system with the least on storage that the budget line names."""
     need = Account(0, 0, config.num_neurons * 10_000, 0, 0, 0)
@@ -200,7 +172,7 @@ def least_of(system: SystemConfig, config: ModelConfig) -> SystemConfig:
 @pytest.mark.usefixtures("small_bundles")
 @pytest.mark.parametrize(
     ("name", "services", "pieces"),
-    [("Q4_K_M", 1, 1), ("Q4_K_M", 2, 1), ("three", 1, 1), ("mxfp4", 2, 1), ("mxfp4", 2, 2)],
+    [("Q4_K_M", 2, 1), ("three", 1, 1), ("mxfp4", 2, 2)],
 )
 def test_slots_take_what_is_promised(name: str, services: int, pieces: int, tmp_path: Path) -> None:
     path = MODELS[name](tmp_path)

@@ -10,7 +10,6 @@ from hotcold.placement.storage import (
     Kept,
     Reads,
     expected_reads,
-    expert_reads,
     gates_first,
     listed_rates,
     missed_experts,
@@ -86,24 +85,6 @@ def test_a_token_takes_what_was_measured(disk_ms: float, number: float, token_ms
     assert 0.75 < token_ms / (1e3 * seconds) < 1.25
 
 
-def test_a_token_takes_no_less_than_products_and_reads_take_of_cores() -> None:
-    assert token_seconds(0.05, Disk(), Reads(0, 0), 2) == 0.05
-    quick, reads = Disk(1e-7), Reads(10_000, 0)
-    slow = token_seconds(0.05, quick, reads, 1)
-    assert slow > token_seconds(0.05, quick, reads, 4) > 0.0599
-    even = token_seconds(0.05, Disk(0.0, 1e9), Reads(0, 40_000_000), 1 << 20)
-    assert max(0.05, 0.04) < even < 0.05 + 0.04
-
-
-def test_reading_takes_cores_from_products_unless_these_wait() -> None:
-    """40 MB take 10 ms of one core: all of that beside reads that are hidden, else a part."""
-    reads = Reads(0, 40_000_000, 1.0)
-    assert token_seconds(0.1, Disk(0.0, 1e9), reads, 1) == pytest.approx(0.1 + 0.010)
-    assert token_seconds(0.1, Disk(0.0, 1e9), reads, 2) == pytest.approx(0.1 + 0.005)
-    waits = 0.4 - 0.1  # of 400 ms of reads, so a quarter of the 10 ms falls into products
-    assert token_seconds(0.1, Disk(0.0, 1e8), reads, 1) == pytest.approx(0.1 + waits + 0.0025)
-
-
 def test_in_the_long_run_a_disk_gives_what_it_gives() -> None:
     """Bursts are read as fast as without a limit, and all tokens together no faster than it."""
     reads, memory_s = Reads(0, 20_000_000), 0.03
@@ -112,25 +93,6 @@ def test_in_the_long_run_a_disk_gives_what_it_gives() -> None:
     assert token_seconds(memory_s, Disk(0.0, 2e9, 1e8), reads, 2) == pytest.approx(0.2)
     assert Disk(0.0, 2e9, 1e8).least_seconds(reads) == pytest.approx(0.2)
     assert Disk(0.0, 2e9, 1e9).least_seconds(reads) == pytest.approx(0.02)
-
-
-def test_the_head_hides_no_reads() -> None:
-    """Of 24 ms in memory 8 are the head's: 16 of 40 ms of reads are hidden."""
-    reads, disk = Reads(0, 40_000_000, 1.0), Disk(0.0, 1e9)
-    assert token_seconds(0.024, disk, reads, 1 << 20, 0.008) == pytest.approx(0.048)
-    assert token_seconds(0.024, disk, reads, 1 << 20) == pytest.approx(0.040)
-
-
-def test_reads_of_experts_are_waited_for_with_their_checks() -> None:
-    reads = expert_reads(0.1, 40, 4, Reads(3, 700_000))
-    num_read = 1.1 * 16  # some in vain
-    assert reads.number == pytest.approx(3 * num_read)
-    assert reads.num_bytes == pytest.approx(num_read * 700_000)
-    disk_s, checks_s = num_read * 700_000 / 1e9, num_read * (700_000 / 4e9 + 3 * 4e-6)
-    for num_threads in (1, 2):
-        found = token_seconds(0.1, Disk(0.0, 1e9), reads, num_threads, 0.03)
-        assert found == pytest.approx(0.1 + disk_s + checks_s / num_threads)
-    assert expert_reads(0.0, 40, 4, Reads(3, 7)).num_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ class Server:
         self.house = House(1, names="a")
         self.backend = self.house.of["a"]
         self.system: Any = self.house.start(self.backend)
-        storage = NeuronStorage("bundles é", 1 << 40, True, "signs", 7, ("cache", "pipeline"))
+        storage = NeuronStorage("bundles é", 1 << 40, True, "signs", 7, 1 << 41)
         self.backend.config = config = replace(
             self.backend.config, storage=storage, hosts=("10.0.0.1", "10.0.0.2")
         )
