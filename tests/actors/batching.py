@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hotcold.actors.attention.prefix_file import PrefixFile
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.modes import StepMode, step_mode
+from hotcold.actors.driver.prefix_cache import PageStore
+from hotcold.actors.protocol.failures import CacheLost
 from hotcold.actors.protocol.messages import (
     PREDICTED_MODES,
     THRESHOLD,
@@ -38,14 +42,17 @@ def batching(
 ) -> Iterator[tuple[InProcessSystem, Driver]]:
     """A driver of up to 8 requests at once on two services of two threads.
 
-    With `shares` prompts begin with what earlier ones have computed, also in a `store`; else each
-    is computed anew. `kind` is the system's class.
+    With `shares` prompts begin with what earlier ones have computed, also in files below `folder`;
+    else each is computed anew. `kind` is the system's class.
     """
     settings: dict[str, Any] = {"num_slots": 8, "kv_positions": 8 * context} | options
-    shares, store = settings.pop("shares", False), settings.pop("store", None)
+    shares, folder = settings.pop("shares", False), settings.pop("folder", None)
     kind = settings.pop("kind", InProcessSystem)
     settings["has_down_norms"] = mode == THRESHOLD
-    with kind(checkpoint.path, 2, 2, num_positions=context, **settings) as system:
+    with ExitStack() as stack:
+        made = kind(checkpoint.path, 2, 2, num_positions=context, **settings)
+        system = stack.enter_context(made)
+        store = stack.enter_context(pages_in(folder, system)) if folder else None
         config = SystemConfig(
             str(checkpoint.path),
             "exact" if mode in PREDICTED_MODES else "dense" if mode == THRESHOLD else mode,
@@ -61,6 +68,27 @@ def batching(
             yield system, driver
         finally:
             driver.close()
+
+
+@contextmanager
+def pages_in(folder: Path, system: InProcessSystem) -> Iterator[PageStore]:
+    """What keeps the pages of a system's KV cache in files."""
+    service: Any = system.services[0]
+    windowed = [bool(layer.attention.window) for layer in system.config.layers]
+    kept = PrefixFile(folder, service.cache_arrays, 10 << 20, "", windowed=windowed)
+
+    def call(method: str, *arguments: Any) -> list[Any]:
+        return [getattr(kept, method.removesuffix("_pages"))(*arguments)]
+
+    def renew(causes: Mapping[int, str]) -> None:
+        raise CacheLost(next(iter(causes.values())))
+
+    store = PageStore(call, renew)
+    try:
+        yield store
+    finally:
+        store.close()
+        kept.close()
 
 
 def mode_of(system: InProcessSystem, mode: str) -> StepMode:

@@ -1,20 +1,16 @@
-"""What tests of several files share on one Ray, and stand-ins in its place."""
+"""What tests of several files share on one Ray."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.actors.kept_system import KeptSystem
 from tests.e2e.word_model import add_tokenizer
 from tests.tiny_checkpoint import TinyCheckpoint
-
-if TYPE_CHECKING:
-    from tests.actors.stand_in_ray import StandInRay
 
 
 @pytest.fixture(scope="session")
@@ -34,15 +30,6 @@ def kept(local_ray: None, words: TinyCheckpoint) -> Iterator[KeptSystem]:
     found = KeptSystem(words)
     yield found
     found.end()
-
-
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInRay]:
-    """A stand-in in Ray's place."""
-    from tests.actors.stand_in_ray import stand_in_ray
-
-    with stand_in_ray(monkeypatch) as it:
-        yield it
 
 
 @pytest.fixture

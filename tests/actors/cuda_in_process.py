@@ -1,18 +1,27 @@
-"""A system in one process whose GPU service is on a device made of NumPy."""
+"""A system in one process whose GPU service is on a device made of NumPy.
+
+Its kernels are plain ones, or CUDA's, emulated on the CPU.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from hotcold.actors.attention.cuda.load import CudaLoading
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
+from hotcold.cuda_kernels.kernels import CudaKernels
+from hotcold.cuda_kernels.launch import Argument
 from tests.actors.in_process import InProcessSystem
 from tests.actors.numpy_device import NumpyDevice
+from tests.kernels.backends import emulated_library
+from tests.kernels.emulation.launcher import EmulatedLauncher
 
 
 @dataclass
@@ -53,6 +62,45 @@ def a_third(num_layers: int, ffn_size: int) -> list[np.ndarray]:
     return [ids[:0] if layer == 1 else ids for layer in range(num_layers)]
 
 
-def model_path(system: CudaInProcess) -> Path:
-    """The checkpoint's folder."""
-    return system.path
+class LaterLauncher:
+    """Puts launches of another launcher on a device's stream."""
+
+    def __init__(self, device: NumpyDevice, library: Path) -> None:
+        self._device = device
+        self._inner = EmulatedLauncher(library)
+        self._asked: list[np.ndarray] = []
+
+    def empty_bytes(self, count: int) -> np.ndarray:
+        """Room that a GPU has of its own."""
+        return self._inner.empty_bytes(count)
+
+    def pointer(self, array: np.ndarray) -> np.uint64:
+        """The address; the next launch may use the array."""
+        self._asked.append(array)
+        return np.uint64(array.ctypes.data)
+
+    def launch(
+        self, entry: Any, grid: Any, num_threads: int, arguments: Sequence[Argument]
+    ) -> None:
+        """Later, in order."""
+        asked, self._asked = self._asked, []
+
+        def run() -> None:
+            for array in asked:
+                self._inner.pointer(array)
+            self._inner.launch(entry, grid, num_threads, arguments)
+
+        self._device.run(run)
+
+
+def emulated_devices() -> Callable[[], NumpyDevice]:
+    """Makes devices whose kernels are CUDA's; skips the test without a compiler."""
+    try:
+        library = emulated_library()
+    except FileNotFoundError as problem:
+        pytest.skip(str(problem))
+
+    def kernels(device: NumpyDevice) -> CudaKernels:
+        return CudaKernels(LaterLauncher(device, library))
+
+    return lambda: NumpyDevice(make_kernels=kernels)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import psutil
+import ray
 
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.actors.system import System
@@ -59,6 +60,17 @@ class KeptSystem:
         if self._running is not None:
             self._running.stop()
             self._running = None
+
+
+def in_driver(system: System, function: Callable[[Any], Any]) -> Any:
+    """What a function of the driver's actor returns in its process."""
+    return ray.get(system._driver.__ray_call__.remote(function))
+
+
+def forget_failures(host: Any) -> None:
+    """As if a minute had passed for the driver."""
+    host.services.policy._failures.clear()
+    host.services.policy._blamed_s.clear()
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float = 60.0) -> bool:

@@ -17,7 +17,6 @@ from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import Fitted, SystemConfig
 from hotcold.actors.setup import gpu_share
 from hotcold.actors.setup.account import account
-from hotcold.actors.setup.assignment import require_partition
 from hotcold.actors.setup.gpu_share import choose_device
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
 from hotcold.actors.setup.shards import served_config, service_specs
@@ -225,42 +224,6 @@ def test_which_mixtures_use_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert prepare_system(turbosparse, SystemOptions())[0].device == "cpu"
     with pytest.raises(UsageError, match="--device cuda was given, but experts with predictors"):
         prepare_system(turbosparse, SystemOptions(device="cuda"))
-
-
-@pytest.mark.parametrize("variant", ["qwen3-moe", "glm4-moe"])
-def test_experts_without_silent_neurons_stay_whole(
-    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the GPU or on the CPU, but for the one in which the GPU's memory ends."""
-    for name in ("RESERVE_BYTES", "LATE_BYTES", "_MATMUL_BYTES"):
-        monkeypatch.setattr(cuda_fit, name, 0)
-    path = make_tiny(variant, tmp_path / "model")
-    system = SystemConfig(
-        str(path),
-        num_cpu_actors=2,
-        num_threads=2,
-        context_length=64,
-        max_batch=1,
-        prefill_chunk=4,
-        device="cuda",
-    )
-    config, whole = read_config(path), bytes_of_all(system)
-    of_neurons = ffn_bytes(config, config.num_neurons)
-    device, fitted, loading = fit(replace(system, gpu_memory_bytes=whole - of_neurons // 2))
-    assert device.used_bytes() <= whole - of_neurons // 2
-    assert 0 < fitted.system.num_hot_neurons < config.num_neurons
-    assert fitted.system.num_host_layers == fitted.system.head_on_host == 0
-    specs = service_specs(fitted.system, config)
-    require_partition(config, [spec.neuron_ids for spec in specs])
-    hot = loading.spec.neuron_ids
-    assert hot is not None
-    num_cut = 0
-    for layer, ids in zip(config.layers, hot, strict=True):
-        ends = np.cumsum(layer.ffn.block_sizes)
-        held = np.bincount(np.searchsorted(ends, ids, "right"), minlength=ends.size)
-        is_cut = (held > 0) & (held < layer.ffn.block_sizes)
-        num_cut += int(is_cut.sum()) if layer.ffn.router is not None else 0
-    assert num_cut <= 1 or config.is_sparse
 
 
 def test_the_host_needs_less_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from hotcold.numba_kernels.serve.mailbox import BYTES_READ
-from tests.actors.cuda_in_process import CudaInProcess
+from tests.actors.cuda_in_process import CudaInProcess, emulated_devices
 from tests.actors.in_process import InProcessSystem
 from tests.actors.numpy_device import NumpyDevice
-from tests.actors.test_cuda_emulated import emulated_devices
 from tests.actors.test_stored_experts import StoredExperts, answers, packed, small_bundles
 from tests.conftest import TinyCheckpoint
 from tests.mxfp4_models import make_mxfp4

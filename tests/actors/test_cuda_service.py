@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     threshold_words,
 )
 from tests.actors.batching import random_predictor
-from tests.actors.cuda_in_process import CudaInProcess, a_third
+from tests.actors.cuda_in_process import CudaInProcess, a_third, emulated_devices
 from tests.actors.in_process import InProcessSystem
 from tests.actors.numpy_device import NumpyDevice
 from tests.conftest import TinyCheckpoint
@@ -188,3 +189,56 @@ def test_a_failing_launch_is_one_line(tiny: Tiny) -> None:
                 system.logits("exact", checkpoint.ids, [1])
             assert "\n" not in str(caught.value)
             assert is_lost_device(str(caught.value))
+
+
+# --- over the CUDA kernels themselves, emulated on the CPU ---------------------------------------
+
+Devices = Callable[[], NumpyDevice]
+
+
+@pytest.fixture(scope="module")
+def device() -> Devices:
+    """Makes devices whose kernels are CUDA's."""
+    return emulated_devices()
+
+
+@pytest.mark.parametrize(
+    "variant", ["llama-gqa", "opt-postnorm", "falcon-grouped", "gemma2", "olmo2", "smollm3"]
+)
+def test_logits_of_cudas_kernels(tiny: Tiny, variant: str, device: Devices) -> None:
+    checkpoint = tiny(variant)
+    with CudaInProcess(checkpoint.path, hot=a_third, device=device()) as system:
+        for sizes in ([1, 1, 2], [34, 4, 2]):  # whole steps: copies would write to one place
+            found = system.logits("exact", checkpoint.ids, sizes)
+            assert relative_difference(found, checkpoint.logits) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "weight_dtype"),
+    [("q-llama", "q4"), pytest.param("q-falcon-grouped", "mxfp4", marks=pytest.mark.thorough)],
+)
+def test_quantized_weights_with_cudas_kernels(
+    name: str, weight_dtype: str, tmp_path: Path, device: Devices
+) -> None:
+    """As the CPU's service: vectors are quantized alike."""
+    path, ids = make_model(name, tmp_path / "model"), np.arange(3, 20)
+    found = []
+    for kind in (InProcessSystem, partial(CudaInProcess, device=device())):
+        with kind(path, weight_dtype=weight_dtype) as system:
+            found.append(system.logits("exact", ids, [1, 4]))
+    assert relative_difference(found[1], found[0]) < 0.02
+
+
+def test_a_request_does_not_depend_on_its_company(tiny: Tiny, device: Devices) -> None:
+    """To the last bit, whatever stands beside it in a step; and hot neurons too."""
+    checkpoint = tiny("llama-gqa", "float16")
+    one, other = checkpoint.ids[:6].tolist(), checkpoint.ids[20:26].tolist()
+    with CudaInProcess(
+        checkpoint.path, hot=a_third, device=device(), kv_dtype="float16", num_slots=2
+    ) as system:
+        engine = system.engine("exact")
+        alone = [engine.step([token], [at], [0]).copy() for at, token in enumerate(one)]
+        for at in range(6):
+            tokens, positions, slots = [other[at], one[at]], [at, at], [1, 0]
+            found = engine.step(tokens, positions, slots)
+            np.testing.assert_array_equal(found, alone[at])

@@ -24,9 +24,8 @@ from hotcold.numba_kernels.serve.mailbox import (
     SharedBuffers,
 )
 from tests.actors.batching import random_predictor
-from tests.actors.cuda_in_process import CudaInProcess
+from tests.actors.cuda_in_process import CudaInProcess, emulated_devices
 from tests.actors.numpy_device import NumpyDevice
-from tests.actors.test_cuda_emulated import emulated_devices
 from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model
 from tests.tiny_models import MIXTURES

@@ -24,7 +24,16 @@ from hotcold.model.sampling import SamplingParams
 from hotcold.model.synthetic.make import make_model
 from hotcold.model.synthetic.shape import resolve_shape
 from tests.actors.batching import Background
-from tests.actors.kept_system import CONTEXT, NAME, KeptSystem, all_gone, config_of, greedy
+from tests.actors.kept_system import (
+    CONTEXT,
+    NAME,
+    KeptSystem,
+    all_gone,
+    config_of,
+    forget_failures,
+    greedy,
+    in_driver,
+)
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
@@ -39,12 +48,6 @@ def call_where_loaded(host: Any, pid: int, function: Callable[[Any], None]) -> b
         return False
     function(host)
     return True
-
-
-def forget_failures(host: Any) -> None:
-    """As if a minute had passed for the driver."""
-    host.services.policy._failures.clear()
-    host.services.policy._blamed_s.clear()
 
 
 SIZES = (1, 10, 33, 64, 100, 200, 300, 300)
@@ -82,9 +85,7 @@ class Eight:
 
     def handle(self, service: int) -> Any:
         """The actor of a service, as its driver knows it."""
-        return ray.get(
-            self.system._driver.__ray_call__.remote(lambda host: host.services.connection.handles)
-        )[service]
+        return in_driver(self.system, lambda host: host.services.connection.handles)[service]
 
     def in_service(self, service: int, function: Callable[[Any], None]) -> None:
         """Run a function in the process that a service has now, and in no later one.
@@ -119,7 +120,7 @@ def batch(kept: KeptSystem) -> Eight:
 
 @pytest.fixture
 def eight(batch: Eight) -> Eight:
-    ray.get(batch.system._driver.__ray_call__.remote(forget_failures))
+    in_driver(batch.system, forget_failures)
     return batch
 
 
@@ -212,7 +213,7 @@ def test_after_ten_failures_it_gives_up(kept: KeptSystem, eight: Eight) -> None:
             host.services.policy.count({"gpu": "a test"})
             host.services.policy.recovered()
 
-    ray.get(eight.system._driver.__ray_call__.remote(fail_often))
+    in_driver(eight.system, fail_often)
     os.kill(before["cpu1"], signal.SIGKILL)
     assert eight.complete(lambda: None) == eight.expected
     second = eight.next_pid(2, before["cpu1"])
@@ -245,10 +246,8 @@ def test_a_service_of_many_neurons_comes_back(local_ray: None, tmp_path: Path) -
 
 def neuron_ids(system: System) -> list[np.ndarray]:
     """Those of the first CPU service, by layers."""
-    found: list[np.ndarray] = ray.get(
-        system._driver.__ray_call__.remote(
-            lambda host: host.services.connection.specs[1].neuron_ids
-        )
+    found: list[np.ndarray] = in_driver(
+        system, lambda host: host.services.connection.specs[1].neuron_ids
     )
     return found
 

@@ -160,20 +160,6 @@ def test_a_full_disk_is_said_once(
     assert store.keys() == {key(4)}
 
 
-def test_a_new_process_answers_no_call_of_an_earlier_session(model: Path, stores: Make) -> None:
-    services = Services(kept_pages(model, cache(9)))
-    store = stores(services)
-    store.reopen(ONE)
-    save_all(store, {1: 1})
-    services.kept[0].close()
-    services.kept[0] = kept_pages(model, cache())  # its KV cache is empty
-    save_all(store, {2: 2})
-    assert store.load([key(1)], at(1)) == 0
-    store.reopen(ONE)
-    assert store.keys() == {key(1)}  # nothing of the empty KV cache was saved as page 2
-    assert store.load([key(1)], at(1)) == 1
-
-
 def test_a_call_that_is_given_up_while_it_goes_on(
     model: Path, stores: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,22 +253,6 @@ def test_a_disk_that_hangs_turns_the_file_off(
     if later.load(b"later", [key(2)], at(2)):  # what was saved before the disk hung
         assert not all((array[:, 2] == 99).all() for array in later._flat)
     later.close()
-
-
-def test_what_may_be_wrong_is_dropped(model: Path, stores: Make) -> None:
-    services = Services(kept_pages(model, cache(19)))
-    store = stores(services)
-    store.reopen(ONE)
-    save_all(store, {1: 1, 2: 2})
-    services.fails = True
-    assert not store.reopen(ONE, anew=True)
-    services.fails = False
-    store.reopen(OTHER)
-    assert store.reopen(ONE)  # what could not be dropped then is dropped now
-    assert store.keys() == set() and store.load([key(1)], at(3)) == 0
-    save_all(store, {3: 3})
-    store.reopen(ONE)
-    assert store.keys() == {key(3)} and store.load([key(3)], at(4)) == 1
 
 
 def test_a_page_is_there_where_all_services_have_it(model: Path, stores: Make) -> None:

@@ -1,30 +1,35 @@
 """Prompts that begin alike are computed once, and answered as if each were the first."""
 
-from __future__ import annotations
-
+import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hotcold.actors.attention.prefix_file import FOLDER
 from hotcold.actors.driver.driver import Driver
+from hotcold.actors.driver.prefix_cache import PageStore
 from hotcold.actors.protocol.failures import (
     CacheLost,
     NotFiniteError,
 )
-from hotcold.actors.protocol.kv_pool import Page
-from hotcold.actors.protocol.messages import GenerateRequest, TokenLogprob
+from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig, TokenLogprob
+from hotcold.actors.protocol.options import OPTIONS, SystemOptions
+from hotcold.actors.setup.choose import choose_system
+from hotcold.actors.system import System
+from hotcold.model.config.build import read_config
+from hotcold.model.errors import UsageError
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS as PAGE
 from tests.actors.batching import CONTEXT, Background, batching
-from tests.actors.changing_services import config_of, driver_of
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.actors.kept_system import wait_until
-from tests.actors.stand_in_ray import StandInRay, lose_once, stand_in_system
 from tests.conftest import TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE
 
@@ -234,7 +239,7 @@ def lose_cache(system: InProcessSystem) -> None:
 
 
 def test_a_prompt_of_too_large_numbers_fails_alone(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others go on with what they have, and find it later; no service is replaced."""
     unused = next(token for token in range(VOCAB_SIZE) if token not in _IDS)
@@ -242,9 +247,7 @@ def test_a_prompt_of_too_large_numbers_fails_alone(
     bad = request_of([*_IDS[:260], unused])
     checkpoint = tiny("llama-gqa", "bfloat16")
     expected = cold(checkpoint, requests)
-    store = DictStore()
-    with batching(checkpoint, shares=True, store=store) as (system, driver):
-        store.system = system
+    with batching(checkpoint, shares=True, folder=tmp_path) as (_, driver):
         same([answer(driver, requests[0])], expected[:1])
         engine, replaced = driver.engine, list[int]()
         buffers, run_layers = engine.exchange.buffers, engine._run_layers
@@ -273,23 +276,20 @@ def test_a_prompt_of_too_large_numbers_fails_alone(
             again = answer(driver, requests[0])
             same([again], expected[:1])
             assert again[2] == 192
-        assert not replaced and not store.dropped
+        assert not replaced and pages_on_file(driver)
         assert all_are_free(driver)
 
 
 def test_after_a_service_made_a_nan_all_that_runs_is_computed_anew(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it had a part in before may be wrong, too, though finite."""
     requests = [request_of(_IDS[n : 200 + n]) for n in range(3)]
     checkpoint = tiny("llama-gqa", "bfloat16")
     expected = cold(checkpoint, requests)
-    store = DictStore()
-    with batching(checkpoint, shares=True, store=store) as (system, driver):
-        store.system = system
-        answer(driver, request_of(_EDITED[:100]))
-        assert wait_until(lambda: len(store.kept) == 1)
-        kept = set(store.kept)
+    with batching(checkpoint, shares=True, folder=tmp_path) as (system, driver):
+        answer(driver, request_of(_IDS[250:350]))
+        (kept,) = pages_on_file(driver)
         replaced, num_layers, run_layer = list[int](), 0, driver.engine.run_layer
 
         def spoiled(
@@ -311,7 +311,7 @@ def test_after_a_service_made_a_nan_all_that_runs_is_computed_anew(
         found = at_once(driver, requests)
         same(found, expected)
         assert replaced == [1]
-        assert kept <= store.dropped  # of the file, too
+        assert kept not in pages_on_file(driver)
 
 
 def test_a_job_takes_the_pages_that_it_needs(tiny: Tiny) -> None:
@@ -328,97 +328,154 @@ def test_a_job_takes_the_pages_that_it_needs(tiny: Tiny) -> None:
         assert answer(driver, request)[2] > 0  # nothing was given up for it
 
 
-# --- a store beside memory ---------------------------------------------------------------------
+# --- a file beside memory ----------------------------------------------------------------------
 
 
-class DictStore:
-    """A `PageStore` in a dict; it writes a page some calls after it was asked to."""
-
-    def __init__(self, kept: dict[bytes, np.ndarray] | None = None, delay: int = 3) -> None:
-        self.kept = {} if kept is None else kept
-        self.system: InProcessSystem | None = None
-        self.torn: set[bytes] = set()
-        self.dropped: set[bytes] = set()
-        self.loads: list[int] = []
-        self._delay = delay
-        self._writing: list[tuple[int, bytes, Page, bytes]] = []
-        self.identities: list[bytes] = []
-
-    def _page(self, page: Page) -> list[np.ndarray]:
-        assert self.system is not None
-        arrays = self.system.services[0].arrays  # type: ignore[attr-defined]
-        pages = [page[layer.attention.window > 0] for layer in self.system.config.layers]
-        rows = (arrays.keys, arrays.values)
-        return [of_layer[at] for array in rows for of_layer, at in zip(array, pages, strict=True)]
-
-    def reopen(self, identity: bytes, anew: bool = False) -> bool:
-        self.identities.append(identity)
-        self._writing.clear()
-        if anew:
-            self.dropped |= set(self.kept)
-            self.kept.clear()
-        return True
-
-    def keys(self) -> set[bytes]:
-        return set(self.kept)
-
-    def save(self, key: bytes, page: Page) -> None:
-        content = np.stack(self._page(page)).tobytes()
-        self._writing.append((self._delay, key, page, content))
-
-    def saved(self) -> list[bytes]:
-        done = [one for one in self._writing if one[0] == 0]
-        later = [one for one in self._writing if one[0] > 0]
-        self._writing = [(left - 1, key, page, content) for left, key, page, content in later]
-        for _, key, page, content in done:
-            now = np.stack(self._page(page))
-            assert now.tobytes() == content  # nobody has written there meanwhile
-            self.kept[key] = now
-        return [key for _, key, _, _ in done]
-
-    def load(self, keys: Sequence[bytes], pages: Sequence[Page]) -> int:
-        self.loads.append(len(keys))
-        for number, (key, page) in enumerate(zip(keys, pages, strict=True)):
-            for target, source in zip(self._page(page), self.kept[key], strict=True):
-                target[:] = source
-            if key in self.torn:
-                for key in keys[number:]:
-                    del self.kept[key]
-                self._page(page)[0][:] = 0  # half of what was to be there
-                return number
-        return len(keys)
+def pages_on_file(driver: Driver) -> set[bytes]:
+    """Their keys, once all is written."""
+    store = driver._prefixes.store
+    assert isinstance(store, PageStore)
+    assert wait_until(lambda: not driver._prefixes.is_saving)
+    return store.keys()
 
 
-# --- services that change or are lost ----------------------------------------------------------
+def note(driver: Driver) -> str:
+    """What is said of the file at the start."""
+    store = driver._prefixes.store
+    assert isinstance(store, PageStore) and "\n" not in store.note
+    return store.note
 
 
-def test_other_services_find_nothing_of_earlier_ones(
-    copied: TinyCheckpoint, host: StandInRay
-) -> None:
-    """A sum has another order then; a service that replaces a lost one computes the same."""
-    request = request_of(_IDS[:200])
-    fresh = {}
-    for count in (1, 2):
-        config = config_of(copied.path, num_cpu_actors=count, prefix_cache_bytes=0)
-        with stand_in_system(host, config) as system:
-            fresh[count] = answer(driver_of(system), request)
-    with stand_in_system(host, config_of(copied.path)) as system:
+def files(folder: Path) -> list[Path]:
+    return sorted((folder / "hotcold" / FOLDER).glob("*"))
 
-        def cached(count: int) -> int:
-            found = answer(driver_of(system), request)
-            same([found], [fresh[count]])
-            return found[2]
 
-        assert [cached(1), cached(1)] == [0, 192]
-        system.actor.scale(2)
-        assert [cached(2), cached(2)] == [0, 192]
-        lose_once(host, 1)
-        assert cached(2) == 192
-        lose_once(host, 0)  # with the KV cache, in the middle of the answer
-        assert cached(2) == 192  # as it began
-        assert cached(2) == 192
-        system.service("gpu").kill()
-        assert cached(2) in (0, 192)  # by when it was noticed
-        assert cached(2) == 192
-        system.actor.scale(1)
-        assert [cached(1), cached(1)] == [0, 192]
+def test_a_later_start_computes_only_what_is_new(tiny: Tiny, tmp_path: Path) -> None:
+    checkpoint, prompt = tiny("llama-gqa", "bfloat16"), _IDS[:200]
+    requests = [request_of(prompt), request_of([*prompt[:100], *prompt[50:]])]
+    expected = cold(checkpoint, requests)
+    for said, cached in (("0 pages", [0, 64, 192]), ("5 pages", [192, 192, 192])):
+        with batching(checkpoint, shares=True, folder=tmp_path) as (_, driver):
+            assert note(driver).startswith(f"prefix cache: {said}")
+            found = [answer(driver, one) for one in (*requests, requests[0])]
+            assert len(pages_on_file(driver)) == 5
+        same(found, [*expected, expected[0]])
+        assert [number for *_, number in found] == cached
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("flipped", "3 pages"), ("cut", "its end is missing"), ("of another model", "begun anew"),
+     ("empty", "0 pages")],
+)  # fmt: skip
+def test_a_damaged_file_changes_no_answer(tiny: Tiny, tmp_path: Path, what: str, said: str) -> None:
+    checkpoint, request = tiny("llama-gqa", "bfloat16"), request_of(_IDS[:200])
+    expected = cold(checkpoint, [request])
+    with batching(checkpoint, shares=True, folder=tmp_path) as (_, driver):
+        answer(driver, request)
+        pages_on_file(driver)
+    (path,) = files(tmp_path)
+    content = bytearray(path.read_bytes())
+    slot = (len(content) - 8192) // 3
+    if what == "flipped":
+        content[8192 + slot + 5] ^= 4  # of the second page
+    elif what == "cut":
+        del content[8192 + 2 * slot - 5 :]
+    else:
+        content[:] = b"" if what == "empty" else content[64:128] * (len(content) // 64)
+    path.write_bytes(content)
+    for wanted in ({0, 64, 128}, {192}):
+        with batching(checkpoint, shares=True, folder=tmp_path) as (_, driver):
+            assert (said if 0 in wanted else "3 pages") in note(driver)
+            found = answer(driver, request)
+            pages_on_file(driver)
+        same([found], expected)
+        # Which page is the damaged one depends on how many were written by one call.
+        assert found[2] in wanted
+
+
+def test_two_systems_at_once(tiny: Tiny, tmp_path: Path) -> None:
+    checkpoint, request = tiny("llama-gqa", "bfloat16"), request_of(_IDS[:200])
+    expected = cold(checkpoint, [request])
+    with batching(checkpoint, shares=True, folder=tmp_path) as (_, first):
+        answer(first, request)
+        pages_on_file(first)
+        with batching(checkpoint, shares=True, folder=tmp_path) as (_, second):
+            assert "another running system uses it" in note(second)
+            found = [answer(second, request) for _ in range(2)]
+    same(found, expected * 2)
+    assert [cached for *_, cached in found] == [0, 192]  # of its own memory
+
+
+def test_memory_for_one_prompt_alone(tiny: Tiny, tmp_path: Path) -> None:
+    """Pages given up in memory come back from the file, and in turns that is all there is."""
+    checkpoint = tiny("llama-gqa", "bfloat16")
+    requests = [request_of(_IDS[n : n + 200]) for n in range(0, 160, 40)]
+    expected = cold(checkpoint, requests)
+    options: dict[str, Any] = {"kv_positions": 256, "num_slots": 1, "context": 256}
+    with batching(checkpoint, shares=True, folder=tmp_path, **options) as (_, driver):
+        for cached in (0, 192, 192):
+            found = [answer(driver, request) for request in requests]
+            same(found, expected)
+            assert [number for *_, number in found] == [cached] * len(requests)
+            assert len(pages_on_file(driver)) == 3 * len(requests)
+
+
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.timeout(300)
+def test_processes_that_are_killed_and_replaced(copied: TinyCheckpoint) -> None:
+    """Who comes later finds what they had; the last pages are written at the end."""
+    config = SystemConfig(
+        str(copied.path), num_cpu_actors=1, num_threads=2, context_length=CONTEXT,
+        kv_dtype="float32", prefix_cache_bytes=10 << 20,
+    )  # fmt: skip
+    prompt = [token % 99 for token in _IDS[:200]]
+    request = request_of(prompt)
+    with System.start(replace(config, prefix_cache_bytes=0)) as system:
+        expected = system.complete(request).ids
+    with System.start(config) as system:
+
+        def cached() -> int:
+            found = system.complete(request)
+            assert found.ids == expected
+            return found.num_cached_tokens
+
+        assert [cached(), cached()] == [0, 192]
+        for name in ("cpu0", "gpu"):
+            system.complete(request_of(prompt[:30]))
+            os.kill(system.call("processes")[name], signal.SIGKILL)
+            assert cached() in (0, 192) and cached() == 192
+        system.call("scale", 2)
+        assert [cached(), cached()] == [192, 192]
+        os.kill(system.call("processes")["driver"], signal.SIGKILL)
+    with System.start(config) as system:
+        assert cached() == 192
+        system.complete(request_of(prompt[50:150], sampling=SamplingParams(max_tokens=1)))
+    with System.start(config) as system:
+        assert system.complete(request_of(prompt[50:150])).num_cached_tokens == 64
+
+
+def test_options(copied: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, known = read_config(copied.path), SystemOptions(device="cpu")
+    nothing: dict[str, Any] = dict.fromkeys(one.keyword for one in OPTIONS.values())
+
+    def chosen(given: Any) -> int | None:
+        options = SystemOptions.of_keywords(nothing | {"prefix_cache": given})
+        return choose_system(copied.path, config, replace(options, device="cpu")).prefix_cache_bytes
+
+    assert choose_system(copied.path, config, known).prefix_cache_bytes is None
+    assert [chosen(given) for given in ("off", "2GiB", 0, 4096)] == [0, 2 << 30, 0, 4096]
+    with pytest.raises(UsageError, match="give a size like 20GiB, or off"):
+        chosen(-1)
+    with pytest.raises(UsageError, match="prefix_cache: 'on' is no size"):
+        chosen("on")
+    monkeypatch.setattr("hotcold.actors.setup.choose.choose_device", lambda *_: "cuda")
+    with pytest.raises(UsageError, match="give --device cpu"):
+        chosen("1GiB")
+    assert chosen("off") == 0
+    monkeypatch.undo()
+    on_hosts = replace(known, hosts=("10.0.0.1", "10.0.0.2"), prefix_cache_bytes=4096)
+    with pytest.raises(UsageError, match="is for one computer"):
+        choose_system(copied.path, config, on_hosts)
+    on_hosts = replace(on_hosts, prefix_cache_bytes=None)
+    assert choose_system(copied.path, config, on_hosts).prefix_cache_bytes is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,10 +24,10 @@ from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_prefix_cache import (
     Answer,
-    DictStore,
     all_are_free,
     answer,
     at_once,
+    pages_on_file,
     request_of,
     same,
 )
@@ -209,20 +208,17 @@ def test_the_cache_is_lost_amid_windows(windowed: Windowed) -> None:
         assert calls > 60 and all_are_free(driver)
 
 
-def test_a_store_has_the_pages_of_both_kinds_of_layers(windowed: Windowed) -> None:
+def test_a_file_has_the_pages_of_both_kinds_of_layers(windowed: Windowed, tmp_path: Path) -> None:
     checkpoint = windowed("gemma3", 150)
     requests = [request_of(ids) for ids in (_IDS[:700], _EDITED[:600], _IDS[:400])]
     with system_of(checkpoint, shares=False) as (_, driver):
         expected = [answer(driver, request) for request in requests]
-    kept: dict[bytes, np.ndarray] = {}
 
     def answers() -> list[Answer]:
-        store = DictStore(kept)
-        with system_of(checkpoint, 3, store=store, max_tokens=128) as (system, driver):
-            store.system = system
+        options: dict[str, Any] = {"folder": tmp_path, "max_tokens": 128}
+        with system_of(checkpoint, 3, **options) as (_, driver):
             found = [answer(driver, request) for request in requests]
-            while driver._prefixes.is_saving:
-                threading.Event().wait(0.01)
+            pages_on_file(driver)
             assert all_are_free(driver)
         return found
 
