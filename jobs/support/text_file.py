@@ -107,14 +107,14 @@ def windows(num_ids: int, size: int) -> list[tuple[int, int]]:
     return [(first, min(first + size, num_ids)) for first in range(0, num_ids, size)]
 
 
-def split_text(text: str, size: int = _PIECE_CHARS) -> Iterator[str]:
-    """Cut a text into pieces of at most `size` characters, where it changes few tokens or none.
+def split_text(text: str) -> Iterator[str]:
+    """Cut a text into pieces of _PIECE_CHARS at most, where it changes few tokens or none.
 
     Between a word and a line's end, else after a line's end, else before a space, else anywhere.
     """
     first = 0
-    while len(text) - first > size:
-        last = first + size
+    while len(text) - first > _PIECE_CHARS:
+        last = first + _PIECE_CHARS
         from_here = max(first + 1, last - _LAST_CHARS)
         ends = [match.start() for match in _WORD_AND_LINE_END.finditer(text, from_here, last)]
         if ends:
