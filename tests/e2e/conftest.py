@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.e2e.browser import chromium, find_chromium
 from tests.e2e.page_visit import TIMEOUT_MS
 from tests.e2e.server import Server, serving
 from tests.e2e.stand_in import StandIn
+from tests.e2e.word_model import make_word_model
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +21,12 @@ def server() -> Iterator[Server]:
     """`hotcold serve` of the demo model, for tests that leave it as it was."""
     with serving("--kv-tokens", "2048", "--max-tokens-limit", "450", "--queue", "4") as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose tokens are words; its system is called so, too."""
+    return make_word_model(tmp_path_factory.mktemp("words") / "words")
 
 
 @pytest.fixture(scope="session")

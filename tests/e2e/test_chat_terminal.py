@@ -13,7 +13,6 @@ import pytest
 
 from tests.e2e.commands import command_line, processes_left, ray_folder, run_main
 from tests.e2e.terminal import Terminal, terminal
-from tests.e2e.word_model import make_word_model
 
 GREEDY = ["--temperature", "0", "--ignore-eos"]
 LINE = [sys.executable, "-m", "tests.stand_in_chat"]
@@ -120,9 +119,8 @@ def test_a_cut_answer_goes_on(talk: tuple[Terminal, subprocess.Popen[bytes]]) ->
     screen.wait_for("echo of cutecho of echo of cut")
 
 
-def test_run_talks_at_a_terminal_until_it_is_terminated(state: Path, tmp_path: Path) -> None:
+def test_run_talks_at_a_terminal_until_it_is_terminated(state: Path, words: Path) -> None:
     """With a system of its own. The terminal is afterwards as it was before."""
-    words = make_word_model(tmp_path / "words")
     line = command_line(["run", words, *GREEDY, "--max-tokens", "50000", "--context", "50100"])
     with (
         ray_folder() as folder,
@@ -174,9 +172,8 @@ def test_a_terminal_without_a_cursor_has_plain_text(state: Path) -> None:
 
 
 def test_conversation_over_a_pipe(
-    local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local_ray: None, words: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = make_word_model(tmp_path / "words")
     ten_words = " ".join(f"w{i}" for i in range(10))
     typed = ["w1 w2", "", "w3", "/reset", "w1 w2", "/unknown", ten_words, "/reset", "w1 w2",
              "\udcff", "/exit", "w4"]  # fmt: skip

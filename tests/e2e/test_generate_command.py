@@ -22,14 +22,8 @@ from tests.e2e.commands import (
     ray_folder,
     run_main,
 )
-from tests.e2e.word_model import make_word_model
 
 SEEDED = ["--seed", "7", "--temperature", "1", "--top-k", "0", "--top-p", "1", "--ignore-eos"]
-
-
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_word_model(tmp_path_factory.mktemp("words"))
 
 
 @pytest.fixture

@@ -11,10 +11,12 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.e2e.commands import (
@@ -25,7 +27,6 @@ from tests.e2e.commands import (
     run_here,
 )
 from tests.e2e.server import await_that, serving
-from tests.e2e.word_model import make_word_model
 
 WORDS = "w5 w9 w2"
 DEMO = ["--chat", "--temperature", "0", "--prompt", "What does textwrap.dedent do?"]
@@ -98,11 +99,6 @@ class Machine:
         if any(self.systems.glob("*")) or any(self.ray.iterdir()):
             return False
         return processes_left(self.ray, 0) == []
-
-
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_word_model(tmp_path_factory.mktemp("words") / "words")
 
 
 @pytest.fixture
@@ -212,6 +208,8 @@ def test_nothing_is_left_where_its_process_is_killed(machine: Machine) -> None:
     assert request_state.returncode == 1
     assert err.splitlines()[-1] == "hotcold: error: the system 'words' has ended"
     assert processes_left(machine.ray) == []
+    with suppress(psutil.NoSuchProcess):  # until then it holds its socket
+        await_that(lambda: psutil.Process(found["pid"]).status() == psutil.STATUS_ZOMBIE)
     assert [path.name for path in sorted(machine.systems.iterdir())] == ["words.json", "words.sock"]
     assert machine.listed() == []
     assert list(machine.systems.iterdir()) == []

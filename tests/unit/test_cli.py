@@ -332,3 +332,20 @@ def test_help_and_version_are_commands_too(words: str, options: str) -> None:
 
 def test_help_of_no_command_names_the_nearest() -> None:
     assert "Did you mean 'ps'?" in run_main("help", "pss").refusal
+
+
+# Where Linux is not, one line says so.
+ELSEWHERE = "import sys; sys.platform = 'darwin'; sys.modules['fcntl'] = None\n"
+COMMAND = "from hotcold.__main__ import run; sys.argv = ['hotcold', {!r}]; run()"
+TOLD = "hotcold runs on Linux only; use a container, or WSL 2 on Windows"
+
+
+@pytest.mark.parametrize("command", ["doctor", "list"])
+def test_other_systems_are_refused_in_one_line(command: str) -> None:
+    done = python(ELSEWHERE + COMMAND.format(command))
+    assert (done.returncode, done.stderr) == (1, f"hotcold: error: {TOLD}\n")
+
+
+def test_the_python_api_says_it_too() -> None:
+    assert TOLD in python(f"{ELSEWHERE}from hotcold import LLM").stderr.splitlines()[-1]
+    assert python(f"{ELSEWHERE}from hotcold import __version__, HotcoldError").returncode == 0
