@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from hotcold.model.errors import UsageError
 from hotcold.ui.api import sse
-from hotcold.ui.gate import Gate, is_loopback, origin_of
+from hotcold.ui.gate import Gate, origin_of
 
 
 async def _length(scope: Any, receive: Any, send: Any) -> None:
@@ -173,19 +173,6 @@ def test_bodies_are_limited_with_and_without_a_length() -> None:
     assert ask(gate(), "POST", headers={"Content-Length": "-1"}).status_code == 413
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [("127.0.0.1", True),
-("::1", True),
-("localhost", True),
-("0.0.0.0", False),
-("192.168.0.1", False),
-("example.org", False),],
-)  # fmt: skip
-def test_is_loopback(host: str, expected: bool) -> None:
-    assert is_loopback(host) == expected
-
-
 def test_an_event_is_one_line_whatever_it_holds() -> None:
     ends = "".join(char for char in map(chr, range(0x3000)) if len(f"a{char}b".splitlines()) > 1)
     assert len(ends) > 9
@@ -197,36 +184,6 @@ def test_an_event_is_one_line_whatever_it_holds() -> None:
     assert json.loads(line) == content
     assert "ü".encode() in line
     assert sse.line(content).decode().splitlines() == [sse.line(content).decode()[:-1]]
-
-
-def run_stream(
-    content: AsyncGenerator[bytes, None], receive: Callable[[], Awaitable[Any]]
-) -> list[bytes]:
-    sent: list[bytes] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message.get("body", b""))
-
-    asyncio.run(sse.EventStream(content)({"type": "http"}, receive, send))
-    return sent
-
-
-def test_a_client_that_goes_away_closes_the_generator() -> None:
-    closed = []
-
-    async def content() -> AsyncGenerator[bytes, None]:
-        try:
-            yield b"a"
-            await asyncio.Event().wait()
-        finally:
-            closed.append(True)
-
-    async def gone() -> Any:
-        return {"type": "http.disconnect"}
-
-    run_stream(content(), gone)
-    assert run_stream(content(), gone) in ([], [b""], [b"", b"a"])
-    assert closed
 
 
 PAGE = "app://obsidian.md"
@@ -279,18 +236,6 @@ def test_other_pages_may_not_even_ask_whether_they_may(keys: list[str], origin: 
         if not keys:
             assert ask(one, "POST", headers={"Origin": origin}).status_code == 403
     assert ask(gate(keys), "OPTIONS", headers=PREFLIGHT).status_code == 403
-
-
-def test_an_allowed_page_reads_streams() -> None:
-    async def events() -> AsyncGenerator[bytes, None]:
-        yield b"data: a\n\n"
-
-    async def stream(scope: Any, receive: Any, send: Any) -> None:
-        await Request(scope, receive).body()
-        await sse.EventStream(events())(scope, receive, send)
-
-    answer = ask(open_gate([], stream), "POST", headers={"Origin": PAGE})
-    assert answer.text == "data: a\n\n" and answer.headers["access-control-allow-origin"] == PAGE
 
 
 @pytest.mark.parametrize(

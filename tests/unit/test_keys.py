@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hmac
+
 import pytest
 
+from hotcold.jobs.commands.serve import _check_keys
+from hotcold.model.errors import UsageError
 from hotcold.ui import keys as keys_module
 from hotcold.ui.keys import Keys
 from tests.unit.test_gate import ask, gate
@@ -30,6 +34,27 @@ def clock() -> Clock:
 @pytest.fixture
 def keys(clock: Clock) -> Keys:
     return Keys([KEY.decode()], clock)
+
+
+def test_a_short_key_is_refused_with_what_to_do() -> None:
+    with pytest.raises(UsageError, match=r"at least 16 characters.*openssl rand"):
+        _check_keys("0.0.0.0", (KEY.decode(), KEY.decode()[1:]), False)
+    _check_keys("0.0.0.0", (KEY.decode(),), False)
+
+
+def test_what_is_compared_has_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[int, int]] = []
+    usual = hmac.compare_digest
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((len(a), len(b)))
+        return usual(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    keys = Keys(["a" * 16, "b" * 40])
+    for given in (b"a" * 16, b"b" * 40, b"a", b"\xff" * 5000):
+        keys.is_right(given, CLIENT)
+    assert compared == [(32, 32)] * 8  # with every key, also behind the one that is right
 
 
 def waits(keys: Keys, clock: Clock, count: int, address: str = ATTACKER) -> list[float]:

@@ -258,6 +258,16 @@ def test_an_error_of_the_prompt_names_its_field(
         assert said["error"]["code"] == "context_length_exceeded"
 
 
+def test_the_deadline_counts_what_comes_before_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stuck(self: Backend, requests: Any) -> Any:
+        assert self.num_active == 1, "no place was taken"
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Backend, "prompt_ids", stuck)
+    answer, backend = ask(Client(END), timeout_s=0.2, prompt=[1])
+    assert answer.status_code == 504 and backend.num_active == 0
+
+
 class Slow(Client):
     """Answers each request once it is let to, and tells how many wait for that."""
 

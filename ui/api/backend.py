@@ -23,7 +23,7 @@ from hotcold.actors.protocol.messages import (
 from hotcold.actors.system import System
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import PromptError, ServiceError
-from hotcold.model.sampling import SamplingParams, eos_ids
+from hotcold.model.sampling import SamplingParams
 from hotcold.model.text.tools import CallSyntax
 from hotcold.ui.api.cached import of_client
 from hotcold.ui.api.errors import LOADING_TOOK, ApiError, timed_out, unavailable
@@ -80,7 +80,6 @@ class Backend:
         self.settings = settings
         self.prompts = Prompts(path, model_config, config.context_length)
         self.defaults = SamplingParams.defaults(path)
-        self.eos_ids = frozenset(eos_ids(path, model_config))
         self.metrics = Metrics(settings.model_name)
         self.created_at = int(time.time())
         self.num_active = 0  # requests that wait or run

@@ -180,9 +180,15 @@ def _said(
     """The keys of a line that differ between the two routes."""
     is_chat = isinstance(body, OllamaChat)
     said: Line = {"role": "assistant", "content": text} if is_chat else {"response": text}
-    said |= {"thinking": thought} if thought else {}
-    said |= {"tool_calls": calls} if calls else {}
-    return ({"message": said} if is_chat else said) | ({"logprobs": logprobs} if logprobs else {})
+    if thought:
+        said["thinking"] = thought
+    if calls:
+        said["tool_calls"] = calls
+    if is_chat:
+        said = {"message": said}
+    if logprobs:
+        said["logprobs"] = logprobs
+    return said
 
 
 def _request(backend: Backend, body: Body) -> ChatRequest | CompletionRequest:
