@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.jobs.support.console import json_option, print_json, transient_progress
+from hotcold.jobs.support.console import json_option, print_json, steps_bar
 from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.jobs.support.shared_imports import share_imports
@@ -48,12 +48,12 @@ def compile_kernels(model: str | None, as_json: bool, **values: Any) -> None:
         raise ServiceError("compiled kernels cannot be kept, so there is no use in them") from None
     before, began = _kept(folder), time.monotonic()
     system, config = prepare_system(path, options)
-    with running_system(system) as running, transient_progress() as progress:
-        requests = list(_requests(system, config.vocab_size))
-        task = progress.add_task("compiling kernels of requests", total=len(requests))
-        for request in requests:
+    requests = list(_requests(system, config.vocab_size))
+    bar = steps_bar("compiling kernels of requests", len(requests))
+    with running_system(system) as running, bar as show:
+        for number, request in enumerate(requests, 1):
             running.complete(request)
-            progress.advance(task)
+            show(number)
     after = _kept(folder)
     num_new, num_bytes = len(after.keys() - before.keys()), sum(after.values())
     seconds = time.monotonic() - began

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 import hotcold
-from hotcold.jobs.support.console import json_option, print_json, status_line, transient_progress
+from hotcold.jobs.support.console import json_option, print_json, status_line, steps_bar
 from hotcold.jobs.support.options import system_option
 from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.model.byte_sizes import size_text
@@ -139,7 +139,6 @@ def _disk(path: Path) -> dict[str, list[float]]:
     Of each of `_READ_SIZES`. Those of a ring are fewer where they are large, as those of neurons.
     """
     from rich.markup import escape
-    from rich.progress import BarColumn, TextColumn
 
     from hotcold.numba_kernels.storage import NUM_THREADS, RING_DEPTH
     from hotcold.numba_kernels.storage.io_ring import has_rings
@@ -154,11 +153,12 @@ def _disk(path: Path) -> dict[str, list[float]]:
         rates[str(RING_DEPTH)] = []  # by one thread
     steps = [(depth, size) for depth in rates for size in _READ_SIZES]
     try:
-        with transient_progress(TextColumn("{task.description}"), BarColumn()) as bar:
-            for depth, size in bar.track(steps, description=f"reading {escape(largest.name)}"):
+        with steps_bar(f"reading {escape(largest.name)}", len(steps)) as show:
+            for number, (depth, size) in enumerate(steps, 1):
                 threads = None if depth == str(RING_DEPTH) else int(depth)
                 (rate,) = measure_disk(largest, (size,), threads)
                 rates[depth].append(rate / 1e9)
+                show(number)
     except OSError as problem:
         raise CheckpointError(
             f"{largest}: cannot be read ({problem.strerror}); --no-measure leaves that out"

@@ -17,7 +17,7 @@ import numpy as np
 
 from hotcold.actors.protocol.messages import THRESHOLD, SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.jobs.support.console import json_option, print_json, transient_progress
+from hotcold.jobs.support.console import json_option, print_json, steps_bar
 from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.jobs.support.shared_imports import share_imports
@@ -153,16 +153,12 @@ def _prepare(path: Path, options: SystemOptions, size: int) -> tuple[SystemConfi
 
 
 def _score(running: System, windows: list[list[int]], audit: bool) -> list[WindowScores]:
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     scores: list[WindowScores] = []
-    with transient_progress(*columns) as bar:
-        task = bar.add_task("scoring", total=len(windows))
+    with steps_bar("scoring", len(windows)) as show:
         for ids in windows:
             scores.append(running.call("score_window", ids, len(ids) // 2, audit))
             nll = np.concatenate([score.nll for score in scores])
-            bar.update(task, advance=1, description=f"ppl {_exp(nll.mean()):.4f}")
+            show(len(scores), description=f"ppl {_exp(nll.mean()):.4f}")
     return scores
 
 

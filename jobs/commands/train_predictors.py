@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotcold.actors.protocol.options import QUANTIZED
-from hotcold.jobs.support.console import json_option, print_json, transient_progress
+from hotcold.jobs.support.console import json_option, print_json, steps_bar
 
 if TYPE_CHECKING:
     from hotcold.model.config.model_config import ModelConfig
@@ -161,12 +161,11 @@ def _train(
     made: list[Fitted] = []
     num_threads = len(usable_cores())
     torch.set_num_threads(num_threads)  # torch knows of no quota
-    with transient_progress() as bar:
-        task = bar.add_task("layers", total=config.num_layers)
+    with steps_bar("layers", config.num_layers) as show:
         measure = partial(measure_prices, config, num_threads)
         for layer in train_predictors(path, config, inputs, kind, target_recall, measure):
             made.append(layer)
-            bar.advance(task)
+            show(len(made))
     share = sum(fitted.share_of_gates for fitted in made) / len(made)
     return gather(made, inputs, target_recall), share
 

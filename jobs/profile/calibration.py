@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from hotcold.actors.driver.prompts import Prompts
 from hotcold.actors.system import System
 from hotcold.jobs.profile.answers import Answers
-from hotcold.jobs.support.console import transient_progress
+from hotcold.jobs.support.console import steps_bar
 from hotcold.jobs.support.text_file import TextIds
 from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
@@ -215,10 +216,6 @@ def _layer_thresholds(thresholds: list[Thresholds]) -> LayerThresholds:
 @contextmanager
 def calibration_bar(config: ModelConfig, windows: Windows) -> Iterator[Callable[[], None]]:
     """A bar on standard error, and what moves it by a step of `Calibration`."""
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    total = len(windows.ids) + 3 * config.num_layers + _MAX_ROUNDS
-    with transient_progress(*columns) as bar:
-        task = bar.add_task("calibrating", total=total)
-        yield lambda: bar.advance(task)
+    total, taken = len(windows.ids) + 3 * config.num_layers + _MAX_ROUNDS, count(1)
+    with steps_bar("calibrating", total) as show:
+        yield lambda: show(next(taken))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -13,7 +13,7 @@ import click
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.system import System
 from hotcold.jobs.profile.state import Counts, ProfileState
-from hotcold.jobs.support.console import transient_progress
+from hotcold.jobs.support.console import steps_bar
 from hotcold.jobs.support.loading import running_system
 from hotcold.jobs.support.text_file import windows
 
@@ -38,13 +38,15 @@ def run_profile(
 def _count(
     running: System, ids: list[int], bos_id: int | None, state: ProfileState, every_s: float
 ) -> None:
-    task, saved_s, size = state.task, time.monotonic(), len(ids)
-    before, num_counted = state.found, task.num_counted
+    task, began_s, size = state.task, time.monotonic(), len(ids)
+    before, num_before, num_counted = state.found, state.num_done, task.num_counted
+    saved_s = began_s
     parts = windows(size, task.window_ids) + [
         (size + first, size + last)
         for first, last in windows(num_counted - size, max(1, task.answers.window_ids))
     ]
-    with _bar(num_counted, state.num_done) as show, _interrupts_noted() as interrupted:
+    bar = steps_bar("profiling", num_counted, num_before)
+    with bar as show, _interrupts_noted() as interrupted:
         for first, last in parts:
             if last <= state.num_done:
                 continue
@@ -54,7 +56,8 @@ def _count(
             else:
                 number = (first - size) // task.answers.window_ids
                 task.answers.profile(running, ids, number, bos_id)
-            show(last)
+            speed = (last - num_before) / (time.monotonic() - began_s)
+            show(last, description=f"profiling, {speed:.0f} tokens/s")
             is_end = last == num_counted or interrupted
             if is_end or time.monotonic() - saved_s >= every_s:
                 counted = ("fired_counts", "chosen_counts", "expert_distances")
@@ -68,34 +71,6 @@ def _count(
                     err=True,
                 )
                 raise KeyboardInterrupt
-
-
-@contextmanager
-def _bar(num_tokens: int, num_done: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error; gives the function to call with the tokens done."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("profiling"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
-    )
-    started = time.monotonic()
-    with transient_progress(*columns) as bar:
-        task = bar.add_task("", total=num_tokens, completed=num_done, speed="")
-
-        def show(done: int) -> None:
-            tokens_per_s = (done - num_done) / (time.monotonic() - started)
-            bar.update(task, completed=done, speed=f"{tokens_per_s:.0f} tokens/s")
-
-        yield show
 
 
 @contextmanager

@@ -135,7 +135,18 @@ def stderr_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def transient_progress(*columns: ProgressColumn | str) -> Progress:
+@contextmanager
+def steps_bar(description: str, total: float, done: int = 0) -> Iterator[Callable[..., None]]:
+    """Show a bar on standard error; gives the function to call with how much of `total` is done.
+
+    It takes another `description`, too, where that changes.
+    """
+    with _transient_progress() as bar:
+        task = bar.add_task(description, total=total, completed=done)
+        yield lambda done, **changes: bar.update(task, completed=done, **changes)
+
+
+def _transient_progress(*columns: ProgressColumn | str) -> Progress:
     """Return a rich progress on standard error that leaves no trace; rich's columns without any.
 
     It shows nothing in a file or a pipe, where it would leave an empty line.
@@ -170,7 +181,7 @@ def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with transient_progress(*columns, TimeRemainingColumn()) as progress:
+    with _transient_progress(*columns, TimeRemainingColumn()) as progress:
         task = progress.add_task(description, total=None)
         yield lambda written, total: progress.update(task, completed=written, total=total)
 
@@ -199,7 +210,7 @@ def loading_bar() -> Iterator[Callable[[LoadProgress], None]]:
     from hotcold.actors.protocol.messages import COMPILING, LOADING_WEIGHTS, WRITING_NEURONS
 
     columns = (TextColumn("{task.description}"), BarColumn(), bytes_column(), TimeElapsedColumn())
-    with transient_progress(*columns) as bar:
+    with _transient_progress(*columns) as bar:
         task = bar.add_task("starting Ray", total=None, counts_bytes=False)
         shown: set[str] = set()
 

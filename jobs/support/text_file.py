@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hotcold.actors.driver.prompts import Prompts
-from hotcold.jobs.support.console import transient_progress
+from hotcold.jobs.support.console import steps_bar
 from hotcold.model.errors import HotcoldError, UsageError, shown
 from hotcold.model.text.tokenizer import Tokenizer
 
@@ -82,9 +82,8 @@ def read_text(path: Path | None, prompts: Prompts) -> TextIds:
     """`read_text_ids`, or without a path `reference_ids`, with a progress bar."""
     if path is None:
         return reference_ids(prompts)
-    with transient_progress() as bar:
-        task = bar.add_task("tokenizing", total=1.0)
-        return read_text_ids(path, prompts, lambda share: bar.update(task, completed=share))
+    with steps_bar("tokenizing", 1.0) as show:
+        return read_text_ids(path, prompts, show)
 
 
 def reference_ids(prompts: Prompts) -> TextIds:
