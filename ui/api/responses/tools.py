@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Discriminator, Field, Tag
 
-from hotcold.ui.api.fields import MAX_TOOLS, AnyJson, StrictModel
+from hotcold.ui.api.fields import MAX_TOOLS, StrictModel
+from hotcold.ui.api.tools.schemas import Function
 
 
 class OtherTool(StrictModel):
@@ -19,14 +20,10 @@ class OtherTool(StrictModel):
     type: str = Field(max_length=100)
 
 
-class FunctionTool(StrictModel):
+class FunctionTool(Function):
     """A function that the answer may call."""
 
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: AnyJson = None
-    strict: bool | None = None
 
 
 class InputFormat(StrictModel):
