@@ -112,7 +112,6 @@ class InProcessSystem:
     draft: str = NO_MODEL
     bundle_bytes: int = 0
     predictor_words: int = 0
-    num_blocks: int = 0
     num_guessed: int = 0
     python_answers: list[str] = field(default_factory=list)  # by the services' names, in order
 
@@ -157,7 +156,7 @@ class InProcessSystem:
             self.num_slots,
             num_pages_of(self.num_positions),
             config.num_layers,
-            num_blocks=self.num_blocks or neurons.weighed_blocks(config),
+            num_blocks=neurons.weighed_blocks(config),
             bundle_bytes=self.bundle_bytes,
             **others,
         )

@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -231,9 +231,7 @@ class NumpyKernels:
         def run() -> None:
             h = activated(function, linear(neurons.gate, neurons.gate_bias))
             fires = ~(np.abs(h) <= thresholds.gate)
-            masks, weights = selection
-            if masks is not None:
-                fires &= (masks >> np.arange(x.shape[0])[:, None]) & 1 != 0
+            weights = selection.block_weights
             of_blocks = weights
             if weights is not None:
                 starts = neurons.starts if neurons.starts.size else [0, size]
@@ -319,8 +317,6 @@ class NumpyDevice:
     name: str = "a stand-in"
     make_kernels: Callable[[NumpyDevice], Any] = NumpyKernels
     num_launches: int = 0
-    num_captured: int = 0
-    log: list[str] = field(default_factory=list)  # copies and graphs, as they are put there
 
     def __post_init__(self) -> None:
         self.xp: Any = np
@@ -372,14 +368,12 @@ class NumpyDevice:
     def copy_in(self, target, source):
         assert source.flags.c_contiguous and target.flags.c_contiguous
         assert target.dtype == source.dtype and target.size == source.size
-        self.log.append(f"in {source.nbytes}")
         self._put(lambda: np.copyto(target, source.reshape(target.shape)))
 
     def copy_out(self, target, source):
         assert target.shape == source.shape and target.dtype == source.dtype, (
             target.shape, source.shape,
         )  # fmt: skip
-        self.log.append(f"out {target.nbytes}")
         self._put(lambda: np.copyto(target, source))
 
     @contextmanager
@@ -400,10 +394,8 @@ class NumpyDevice:
             return self._recording
         finally:
             self._recording = None
-            self.num_captured += 1
 
     def launch(self, graph):
-        self.log.append("graph")
         for part in graph:
             self._put(part)
 
@@ -444,7 +436,6 @@ class NumpyDevice:
 
     def copy_ahead(self, target, source):
         assert source.flags.c_contiguous and target.size == source.size
-        self.log.append(f"ahead {source.nbytes}")
         self._copies.put(lambda: np.copyto(target, source.reshape(target.shape)))
 
     def follow_copies(self):

@@ -1,8 +1,9 @@
-"""The GPU service's logic on a device made of NumPy, compared with transformers' own answers."""
+"""A GPU service on a device made of NumPy gives what transformers gives, or the reference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -16,6 +17,7 @@ from hotcold.actors.protocol.failures import RequestError, is_lost_device
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.numba_kernels.serve.mailbox import (
     ALL_NEURONS,
+    BYTES_READ,
     COUNT_FFN,
     FFN,
     GATE_THRESHOLD,
@@ -25,16 +27,22 @@ from hotcold.numba_kernels.serve.mailbox import (
     NUM_TOKENS,
     OPERATION,
     PRODUCT_THRESHOLD,
+    SEND,
     threshold_words,
 )
 from tests.actors.batching import random_predictor
 from tests.actors.cuda_in_process import CudaInProcess, a_third, emulated_devices
 from tests.actors.in_process import InProcessSystem
 from tests.actors.numpy_device import NumpyDevice
+from tests.actors.test_stored_experts import StoredExperts, answers, packed, small_bundles
 from tests.conftest import TinyCheckpoint
+from tests.mxfp4_models import make_mxfp4
 from tests.quantized_models import make_model
+from tests.reference import reference_logits
+from tests.tiny_models import VOCAB_SIZE
 from tests.unit.test_reference import relative_difference
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 Tiny = Callable[..., TinyCheckpoint]
 # Tokens of each step, in turn: graphs of several sizes, steps that are filled up, and prompts.
 WAYS = ([1], [2, 8, 3, 5], [40], [34, 5, 1])
@@ -242,3 +250,172 @@ def test_a_request_does_not_depend_on_its_company(tiny: Tiny, device: Devices) -
             tokens, positions, slots = [other[at], one[at]], [at, at], [1, 0]
             found = engine.step(tokens, positions, slots)
             np.testing.assert_array_equal(found, alone[at])
+
+
+PLACE_BYTES = 4096  # half a dozen neurons
+
+
+def streaming(system: CudaInProcess) -> tuple[Engine, list[tuple[int, ...]]]:
+    """An engine that brings neurons for all prompts, and a record of what it asks of services."""
+    system.request_by_python()
+    engine = system.engine("exact")
+    asked: list[tuple[int, ...]] = []
+    engine.neuron_upload_tokens = 1
+    ask = system.exchange.request
+
+    def recorded(services: Sequence[int]) -> int:
+        asked.append(tuple(system.exchange.buffers.requests[list(services), OPERATION].tolist()))
+        return ask(services)
+
+    system.exchange.request = recorded  # type: ignore[method-assign]
+    return engine, asked
+
+
+def prefill(engine: Engine, ids: np.ndarray) -> np.ndarray:
+    """Logits (T, V) of a prompt in one step."""
+    return engine.step(ids.tolist(), range(ids.size), [0] * ids.size, ids.size).copy()
+
+
+@pytest.mark.parametrize(
+    ("variant", "hot", "refuses"),
+    [
+        ("llama-mlp-bias", None, False),
+        ("opt-postnorm", a_third, True),
+        ("falcon-bias", a_third, False),
+    ],
+)
+def test_neurons_that_are_brought(
+    tiny: Tiny, variant: str, hot: Callable | None, refuses: bool
+) -> None:
+    checkpoint, device = tiny(variant), NumpyDevice(refuses_registration=refuses)
+    options: dict[str, Any] = {"hot": hot, "bundle_bytes": PLACE_BYTES, "device": device}
+    with CudaInProcess(checkpoint.path, 3, 2, **options) as system:
+        engine, asked = streaming(system)
+        found = prefill(engine, checkpoint.ids)
+        assert relative_difference(found, checkpoint.logits) < 1e-4
+        num_rounds = len([each for each in asked if SEND in each]) / system.config.num_layers
+        assert num_rounds > 2 and not any(FFN in each for each in asked)
+        engine.step(checkpoint.ids[:5].tolist(), range(5), [0] * 5)
+        assert any(FFN in each for each in asked)  # few tokens stay with the CPU
+
+
+def test_quantized_neurons_that_are_brought(tmp_path: Path) -> None:
+    path, ids = make_model("q-llama", tmp_path / "model"), np.arange(40)
+    options: dict[str, Any] = {"bundle_bytes": PLACE_BYTES, "weight_dtype": "q4_1"}
+    with CudaInProcess(path, 2, 1, hot=a_third, **options) as system:
+        plain = prefill(system.engine("exact"), ids)
+        found = prefill(streaming(system)[0], ids)
+        assert relative_difference(found, plain) < 0.1
+
+
+def test_a_round_asked_again_is_added_once(tiny: Tiny) -> None:
+    """As after a CPU service that was replaced: all services are asked the same once more."""
+    checkpoint = tiny("llama-relu")
+    with CudaInProcess(checkpoint.path, 2, hot=a_third, bundle_bytes=PLACE_BYTES) as system:
+        engine, _ = streaming(system)
+        ask = system.exchange.request
+
+        def twice(services: Sequence[int]) -> int:
+            ask(services)
+            return ask(services)
+
+        system.exchange.request = twice  # type: ignore[method-assign]
+        found = prefill(engine, checkpoint.ids)
+        system.exchange.request = ask  # type: ignore[method-assign]
+        assert relative_difference(found, checkpoint.logits) < 1e-4
+
+
+Hot = Callable[[int, int], list[np.ndarray]]
+
+__all__ = ["small_bundles"]  # a fixture
+IDS = np.random.default_rng(1).integers(0, VOCAB_SIZE, 42)
+
+
+def two_thirds(num_layers: int, num_neurons: int) -> list[np.ndarray]:
+    """Hot neurons: two of three, some of each block."""
+    ids = np.arange(num_neurons, dtype=np.int32)
+    return [ids[ids % 3 != layer % 3] for layer in range(num_layers)]
+
+
+def every_one(num_layers: int, num_neurons: int) -> list[np.ndarray]:
+    return [np.arange(num_neurons, dtype=np.int32)] * num_layers
+
+
+def whole_experts(num_layers: int, num_neurons: int) -> list[np.ndarray]:
+    """About half of the neurons, in runs that hold whole blocks; none in layer 1."""
+    ids = np.arange(num_neurons, dtype=np.int32)
+    return [ids[: num_neurons // 2 * (layer != 1)] for layer in range(num_layers)]
+
+
+@pytest.mark.parametrize("variant", ["qwen2-moe", "gpt-oss", "glm4-moe-groups", "smallthinker"])
+def test_logits_equal_the_reference(tiny: Tiny, variant: str, device: Devices) -> None:
+    """In float64, in prompts and steps of several tokens, wherever the neurons are."""
+    checkpoint = tiny(variant)
+    expected = reference_logits(checkpoint.path, IDS)
+    ways: list[tuple[str, Hot, list[int]]] = [
+        ("exact", two_thirds, [34, 4, 2, 1, 1]),
+        ("dense", every_one, [1, 8, 33]),
+    ]
+    for mode, hot, sizes in ways:
+        with CudaInProcess(checkpoint.path, hot=hot, device=device()) as system:
+            found = system.logits(mode, IDS, sizes)
+            assert relative_difference(found, expected) < 1e-4
+
+
+def test_part_of_the_model_on_the_host(tiny: Tiny) -> None:
+    """Whose attention service has its own routers; the GPU then reads weights from the arena."""
+    checkpoint = tiny("glm4-moe-groups")
+    ids = checkpoint.ids[:45]
+    expected = reference_logits(checkpoint.path, ids)
+    options: dict[str, Any] = {"hot": two_thirds, "first_layer": 2, "has_head": False}
+    with CudaInProcess(checkpoint.path, **options) as system:
+        found = system.logits("exact", ids, [34, 3, 1])
+        assert relative_difference(found, expected) < 1e-4
+
+
+def test_a_mixtures_request_does_not_depend_on_its_company(tiny: Tiny, device: Devices) -> None:
+    """To the last bit, whatever stands beside it in a step."""
+    checkpoint = tiny("gpt-oss", "float16")
+    one, other = checkpoint.ids[:5].tolist(), checkpoint.ids[20:25].tolist()
+    with CudaInProcess(
+        checkpoint.path, hot=two_thirds, device=device(), kv_dtype="float16", num_slots=4
+    ) as system:
+        engine = system.engine("exact")
+        alone = [engine.step([token], [at], [0]).copy() for at, token in enumerate(one)]
+        for at in range(5):
+            tokens, slots = [other[at], other[-at], other[2], one[at]], [1, 2, 3, 0]
+            found = engine.step(tokens, [at] * 4, slots)
+            np.testing.assert_array_equal(found, alone[at])
+
+
+def test_mxfp4_as_on_the_cpu(tmp_path: Path, device: Devices) -> None:
+    """gpt-oss as published: down rows are a neuron's then, and have a format whose sums are. Rows
+    of 256 weights are padded on the device.
+    """
+    path = make_mxfp4(tmp_path, hidden_size=256)
+    found = []
+    for kind in (InProcessSystem, partial(CudaInProcess, hot=whole_experts, device=device())):
+        with kind(path) as system:
+            found.append(system.logits("dense", IDS, [34, 4, 2, 1, 1]))
+    assert relative_difference(found[1], found[0]) < 0.02
+
+
+@dataclass
+class StoredBesideGpu(StoredExperts, CudaInProcess):
+    """Cold experts in a file."""
+
+
+@pytest.mark.usefixtures("small_bundles")
+@pytest.mark.parametrize(
+    ("variant", "hot"), [("qwen3-moe-dense", two_thirds), ("smallthinker", whole_experts)]
+)
+def test_cold_experts_on_storage(tiny: Tiny, variant: str, hot: Hot) -> None:
+    """Which nobody guesses then: the bits of the same experts in memory."""
+    path = tiny(variant).path
+    packed(path)
+    with CudaInProcess(path, 2, 2, hot=hot) as plain:
+        wanted = answers(plain, ["dense"])
+    with StoredBesideGpu(path, 2, 2, hot=hot, num_guessed=4) as stored:
+        for found, expected in zip(answers(stored, ["dense"]), wanted, strict=True):
+            np.testing.assert_array_equal(found, expected)
+        assert stored.counted(BYTES_READ) > 0

@@ -201,22 +201,6 @@ def test_what_a_predictor_chooses_is_cold(tiny: Tiny) -> None:
     assert num_gates == pytest.approx(counts.num_hot.sum() * len(sizes) + cold_gates)
 
 
-def test_whoever_watches_sees_counts_of_the_other_layers(tiny: Tiny) -> None:
-    with CudaInProcess(tiny("llama-relu").path, hot=all_but(1)) as system:
-        engine = system.engine("dense")
-        engine.step([5], [0], [0])
-        watch = NeuronWatch(*watched(system), driver_steps=lambda: engine.num_steps)
-        assert watch.read().num_steps == 0
-        watch.watch(600)
-        assert watch.read().num_steps == 0
-        for position in (1, 2, 3):
-            engine.step([5], [position], [0])
-        found = watch.read()
-        watch.watch(0)
-    assert found.num_steps == 3
-    assert (found.num_hot + found.last_computed == found.num_neurons).all()
-
-
 def test_a_request_can_be_sent_again(tiny: Tiny) -> None:
     checkpoint = tiny("llama-gqa")
     with CudaInProcess(checkpoint.path, hot=every_layer) as system:

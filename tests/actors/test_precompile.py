@@ -17,7 +17,7 @@ import pytest
 
 from hotcold.actors.processes import precompile
 from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
+from hotcold.actors.setup.preflight import read_model
 from hotcold.actors.setup.storage import pack_model
 from tests.conftest import TinyCheckpoint
 
@@ -81,38 +81,3 @@ def test_a_full_disk_ends_no_compiling(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(precompile, name, part)
     precompile._compile_parts(SystemConfig("m"), tmp_path / "marker")
     assert len(list(tmp_path.iterdir())) == 3
-
-
-_TOKEN = """
-import sys
-from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
-from hotcold.actors.system import System
-from hotcold.model.sampling import SamplingParams
-
-with System.start(SystemConfig.from_json(sys.stdin.buffer.read())) as running:
-    sampling = SamplingParams(max_tokens=2, temperature=0.8, ignore_eos=True)
-    running.complete(GenerateRequest(sampling, prompt_ids=[1, 2, 3]))
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(900)
-def test_compilers_beside_ray_leave_a_first_token_nothing(
-    tiny: Callable[..., TinyCheckpoint], tmp_path: Path
-) -> None:
-    path = tiny("llama-relu").path
-    system, _ = prepare_system(path, SystemOptions(num_threads=2, context_length=128))
-
-    def run(*program: str) -> set[str]:
-        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-        command = [sys.executable, *program]
-        subprocess.run(command, cwd=ROOT, env=environment, input=system.as_json(), check=True)
-        return {file.name for file in tmp_path.glob("hotcold/numba/*/*.nbc")}
-
-    ahead = run("-m", precompile.__name__)
-    assert len(list(tmp_path.glob("hotcold/numba/precompiled-*/*"))) == 1
-    loops = ("serve_attention.serve_attention-", "serve_ffn.serve_ffn-", "layer_loop.run_layers-")
-    assert all(any(name.startswith(loop) for name in ahead) for loop in loops)
-    later = {name.split("-")[0] for name in run("-c", _TOKEN) - ahead}
-    assert not {name for name in later if name.split(".")[0] in {"rows", "batch_ffn", "layer_ffn"}}
-    assert not {loop[:-1] for loop in loops} & later

@@ -206,20 +206,6 @@ def test_tools_and_shapes(llm: LLM) -> None:
         llm.chat(QUESTION, params, **wrong)
 
 
-@pytest.mark.parametrize("wrong", [{"max_tokens": 1}, 5, "a", ["a"]])
-def test_params_that_are_none(llm: LLM, wrong: Any) -> None:
-    """Dicts, as some pass them; of a list as many as prompts."""
-    told = r"sampling_params is .*; give SamplingParams\(\.\.\.\)"
-    with pytest.raises(UsageError, match=told):
-        llm.generate("a", wrong)
-    with pytest.raises(UsageError, match=told):
-        llm.generate(["a"], wrong)
-    with pytest.raises(UsageError, match=told):
-        next(llm.stream("a", wrong))
-    with pytest.raises(UsageError, match=told):
-        asyncio.run(llm.agenerate("a", wrong))
-
-
 def test_pieces_make_the_answer(llm: LLM) -> None:
     pieces = list(llm.stream(PROMPTS[0], LONG.changed(max_tokens=60)))
     whole = llm.generate(PROMPTS[0], LONG.changed(max_tokens=60))
