@@ -31,8 +31,7 @@ settings.load_profile("busy machine")
 # `pytest -m quick`: all of these files and folders but what takes long, and one real answer.
 QUICK = [
     "unit",
-    "actors/test_parts.py",
-    "actors/test_places.py",
+    "actors/test_lost_services.py",
     "cluster/test_job_files.py",
     "kernels/test_doorbell.py",
     "kernels/test_norms.py",

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.driver.outputs import AnswerLogprobs
+from hotcold.actors.driver.outputs import AnswerLogprobs, StopStrings
 from hotcold.actors.driver.sampler import TokenSampler
 from hotcold.actors.protocol.messages import (
     GenerateRequest,
@@ -247,3 +249,52 @@ def test_logprobs_come_with_the_text_that_they_begin_in() -> None:
     assert logprobs.take(len(" value")) == ()
     assert [one.token_id for one in logprobs.take(len(" value o"))] == ids[1:2]
     assert [one.token_id for one in logprobs.take(None)] == ids[2:]
+
+
+_TEXTS = st.text("ab\n", max_size=6)
+_STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
+
+
+def cut(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
+    """The text up to the first stop string, searched in all the text after every piece."""
+    text = ""
+    for piece in pieces:
+        text += piece
+        places = [text.find(stop) for stop in stops if stop in text]
+        if places:
+            return text[: min(places)], True
+    return text, False
+
+
+@given(st.lists(_TEXTS, max_size=12), _STOPS)
+def test_stop_strings(pieces: list[str], stops: list[str]) -> None:
+    expected, found = cut(pieces, stops)
+    machine, shown, received = StopStrings(stops), "", ""
+    for piece in pieces:
+        shown += machine.push(piece)
+        received += piece
+        if not machine.found:
+            held = received[len(shown) :]
+            assert received.startswith(shown)
+            assert not held or any(stop.startswith(held) for stop in stops)
+    shown += machine.flush()
+    assert (shown, machine.found) == (expected, found)
+    assert machine.text == shown
+    assert machine.push("more") == ("" if found else "more")
+
+
+@given(st.lists(_TEXTS, max_size=12), _STOPS, st.integers(0, 12))
+def test_stop_strings_that_are_shown_or_not_looked_for_yet(
+    pieces: list[str], stops: list[str], first: int
+) -> None:
+    machine, silent, received = StopStrings(stops, includes=True), "".join(pieces[:first]), ""
+    for number, piece in enumerate(pieces):
+        if not machine.found:
+            received += piece
+        machine.push(piece, may_stop=number >= first)
+    machine.flush()
+    expected, found = cut(pieces[first:], stops)
+    shown = silent + expected
+    ends = [stop for stop in stops if received.startswith(shown + stop)]
+    assert machine.found == found
+    assert machine.text == shown + (min(ends, key=len) if found else "")

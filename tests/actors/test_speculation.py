@@ -1,4 +1,4 @@
-"""Answers with drafts are those without, to the last bit, whatever is proposed."""
+"""Answers with drafts are those without, to the last bit, whatever is proposed; of mixtures too."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import CONTEXT, Background, batching, random_request, start
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
-from tests.actors.test_batching import all_pages_are_free, spoil
+from tests.actors.test_batching import all_pages_are_free, greedy, spoil
 from tests.conftest import TinyCheckpoint
+from tests.tiny_checkpoint import GREEDY_TOKENS
 from tests.tiny_models import VOCAB_SIZE
 
 Tiny = Callable[..., TinyCheckpoint]
@@ -325,11 +326,19 @@ def test_a_draft_that_is_not_finite_is_dropped(tiny: Tiny) -> None:
 
 
 def test_a_failure_of_drafts_is_no_request_s(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
-    """A service cannot answer a step that has drafts."""
+    """A drafter fails, or a service cannot answer a step that has drafts."""
     requests = [replace(repetitive(seed), num_prompt_logprobs=None) for seed in range(6)]
     with batching(tiny("llama-gqa"), context=192) as (_, driver):
         alone = [answer(driver, request)[0] for request in requests]
-        step, num_failed = driver.engine.step, 0
+        drafter, random = NastyDrafter(2, VOCAB_SIZE), np.random.default_rng(0)
+
+        def fail() -> None:
+            if random.integers(2):
+                raise KeyError("no such thing")
+
+        drafter.before_call = fail
+        engine = driver.engine
+        step, num_failed = engine.step, 0
 
         def failing(*args: Any, **options: Any) -> np.ndarray:
             nonlocal num_failed
@@ -339,10 +348,11 @@ def test_a_failure_of_drafts_is_no_request_s(tiny: Tiny, caplog: pytest.LogCaptu
                 raise AnswerFailed(1, "a neuron cannot be read")
             return step(*args, **options)
 
-        driver.engine.step = failing  # type: ignore[method-assign]
-        with drafting(driver, NastyDrafter(2, VOCAB_SIZE), FixedPolicy(4), ngrams=True):
+        engine.step = failing  # type: ignore[method-assign]
+        with drafting(driver, drafter, FixedPolicy(4), ngrams=True):
             assert answers(driver, beside(requests, "beside")) == alone
-        assert num_failed and caplog.text.count("drafts failed") == 1
+        assert num_failed and drafter.num_calls
+        assert caplog.text.count("drafts failed") == 1
 
 
 def test_a_result_counts_its_drafts(tiny: Tiny) -> None:
@@ -369,3 +379,73 @@ def test_a_result_counts_its_drafts(tiny: Tiny) -> None:
         assert result.as_json()["accepted_by_position"] == [10, 10]
         speed = driver.telemetry(0.0).speed
         assert speed.tokens_per_step > 1 and speed.num_drafted >= speed.num_accepted >= 20
+
+
+Running = tuple[TinyCheckpoint, Driver]
+
+
+@pytest.fixture(scope="module", params=["gpt-oss", "glm4-moe-groups", "smallthinker"])
+def checkpoint(request: pytest.FixtureRequest, tiny: Tiny) -> TinyCheckpoint:
+    return tiny(request.param)
+
+
+@pytest.fixture(scope="module")
+def driver(checkpoint: TinyCheckpoint) -> Iterator[Driver]:
+    """Of a system that computes each prompt anew."""
+    with batching(checkpoint) as (_, running):
+        yield running
+
+
+def test_greedy_tokens_of_mixtures(checkpoint: TinyCheckpoint, driver: Driver) -> None:
+    request = greedy(checkpoint.ids[:10].tolist(), GREEDY_TOKENS, "greedy")
+    assert answer(driver, request)[0][0] == checkpoint.greedy_ids
+
+
+def long_requests() -> list[GenerateRequest]:
+    """Of prompts that end in a page or fill it, of one text; with logprobs."""
+    ids = np.random.default_rng(5).integers(0, VOCAB_SIZE, 320).tolist()
+    sampling = SamplingParams(max_tokens=6, temperature=0.8, seed=1, ignore_eos=True)
+    return [
+        GenerateRequest(sampling, prompt_ids=ids[:size], num_logprobs=2, request_id=f"long {size}")
+        for size in (300, 64, 129, 33)
+    ]
+
+
+def test_bits_do_not_depend_on_company_or_drafts(driver: Driver) -> None:
+    """Prompts of matrix products beside steps, several at once; drafts that are right or wrong."""
+    requests = [*(repetitive(seed) for seed in range(8)), *long_requests()]
+    alone = [answer(driver, request)[0] for request in requests]
+    assert answers(driver, beside(requests, "together")) == alone
+    drafter = NastyDrafter(3, VOCAB_SIZE)
+    drafter.answers = {one.request_id: found[0] for one, found in zip(requests, alone, strict=True)}
+    with drafting(driver, drafter, FixedPolicy(5), ngrams=True):
+        assert answers(driver, beside(requests, "with drafts")) == alone
+    assert drafter.num_calls
+    assert all_pages_are_free(driver)
+
+
+def test_bits_do_not_depend_on_chunks_and_kept_beginnings(
+    checkpoint: TinyCheckpoint, driver: Driver
+) -> None:
+    requests = long_requests()
+    expected = [answer(driver, request)[0] for request in requests]
+    with batching(checkpoint, shares=True, max_tokens=200) as (_, sharing):
+        for turn in ("first", "again"):
+            found: list[Answer] = []
+            num_cached = 0
+            for request in beside(requests, turn):
+                one, result = answer(sharing, request)
+                found.append(one)
+                num_cached += result.num_cached_tokens
+            assert found == expected
+            assert num_cached
+
+
+def test_bits_do_not_depend_on_company_with_another_cache(tiny: Tiny) -> None:
+    """Sinks and windows, by gpt-oss."""
+    with batching(tiny("gpt-oss"), kv_dtype="q8") as (_, driver):
+        requests = [repetitive(3), *long_requests()]
+        alone = [answer(driver, request)[0] for request in requests]
+        assert answers(driver, beside(requests, "together")) == alone
+        again = replace(requests[1], request_id="again")
+        assert answer(driver, again)[0] == alone[1]
