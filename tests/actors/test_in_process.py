@@ -16,6 +16,7 @@ from hotcold.numba_kernels.ir.target import has_feature
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 from tests.patched_models import load_model
+from tests.reference import reference_logits
 from tests.tiny_models import MIXTURES, VARIANTS, VOCAB_SIZE, Variant, make_tiny
 from tests.unit.test_reference import relative_difference
 
@@ -246,3 +247,16 @@ def test_request_numbers_start_anew(tiny: Tiny) -> None:
         found = system.logits("exact", checkpoint.ids, [1])
         assert relative_difference(found, checkpoint.logits) < 1e-4
         assert system.exchange.next_number < last - 20
+
+
+@pytest.mark.parametrize(("mode", "num_services"), [("dense", 2), ("exact", 1)])
+def test_experts_with_predictors(tmp_path: Path, mode: str, num_services: int) -> None:
+    ids = np.random.default_rng(7).integers(0, VOCAB_SIZE, 40)
+    path = make_tiny("turbosparse-mixtral", tmp_path)
+    expected = reference_logits(path, ids)
+    with InProcessSystem(path, num_services, 2) as system:
+        alone = system.logits(mode, ids, [1])
+        assert relative_difference(alone, expected) < 1e-4
+        assert np.array_equal(system.logits(mode, ids[:24], [2, 8, 3, 7, 4]), alone[:24])
+        for way in ([40], [34, 6]):
+            assert relative_difference(system.logits(mode, ids, way), expected) < 1e-4

@@ -200,7 +200,7 @@ def test_a_call_that_is_given_up_while_it_goes_on(
     assert store.keys() == {key(2)}
 
 
-@pytest.mark.parametrize("call", ["preadv", "pwritev", "fdatasync", "posix_fallocate", "ftruncate"])
+@pytest.mark.parametrize("call", ["preadv", "pwritev", "ftruncate"])
 def test_a_disk_that_hangs_turns_the_file_off(
     model: Path,
     stores: Make,

@@ -267,10 +267,14 @@ def test_what_is_replaced_and_what_is_told() -> None:
         with pytest.raises(AnswerFailed):
             exchange.request([1])
     assert replacer.replaced == [2, 1, 1]
-    exchange = RecoveringExchange(Fails(ServiceLost(0, "died")), replacer.replace, TOPOLOGY)
-    exchange.start()
-    with pytest.raises(CacheLost):
-        exchange.request([0])
+    for error in (
+        ServiceLost(0, "died"),
+        AnswerFailed(0, "the gpu service failed: MemoryError: no"),
+    ):
+        exchange = RecoveringExchange(Fails(error), replacer.replace, TOPOLOGY)
+        exchange.start()
+        with pytest.raises(CacheLost):  # its KV cache is lost with it: requests begin again
+            exchange.request([0])
 
 
 def test_ten_failures_in_a_minute_are_enough_or_ten_that_nothing_mends() -> None:
@@ -342,30 +346,6 @@ def test_replacing_takes_no_time_of_the_policys() -> None:
         for _ in range(MAX_FAILURES + 1):
             replace()
             now[0] += 1
-
-
-def test_a_gpu_service_without_memory_for_a_request_is_replaced_once() -> None:
-    """Its KV cache is lost with it, so the request begins again."""
-
-    now, no_memory = [0.0], AnswerFailed(0, "the gpu service failed: MemoryError: no room")
-    policy = RecoveryPolicy(lambda: now[0])
-
-    class Slow(Counting):
-        def replace(self, causes: Mapping[int, str]) -> None:
-            policy.count({"gpu": causes[0]})
-            super().replace(causes)
-            now[0] += 5 * WINDOW_S
-            policy.recovered()
-
-    replacer = Slow()
-    exchange = RecoveringExchange(Fails(no_memory, no_memory), replacer.replace, TOPOLOGY, policy)
-    exchange.start()
-    with pytest.raises(CacheLost):
-        exchange.request([0])
-    now[0] += 1
-    with pytest.raises(AnswerFailed):
-        exchange.request([0])
-    assert replacer.replaced == [0]
 
 
 class NoPlace:

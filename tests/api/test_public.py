@@ -76,8 +76,6 @@ def test_params_are_as_they_were_given() -> None:
     ("option", "told"),
     [
         ("context_lenght", "did you mean context_length?"),
-        ("context", "did you mean context_length?"),
-        ("max_model_len", "did you mean context_length?"),
         ("n_gpu_layers", "did you mean gpu_memory?"),
         ("zzz", "known are model, mode, dtype, "),
         ("temperature", "give SamplingParams(temperature=...)"),
@@ -95,14 +93,9 @@ def test_an_unknown_option_is_told(option: str, told: str) -> None:
     ("method", "option", "told"),
     [
         ("generate", "max_tokens", "give SamplingParams(max_tokens=...)"),
-        ("generate", "max_new_tokens", "give SamplingParams(max_tokens=...)"),
         ("generate", "guided_decoding", "give one of json_schema, regex"),
         ("generate", "use_tqdm", "did you mean progress?"),
-        ("generate", "zzz", "known are sampling_params, progress"),
-        ("chat", "temperature", "give SamplingParams(temperature=...)"),
-        ("chat", "use_tqdm", "did you mean progress?"),
         ("chat", "chat_template_kwargs", "did you mean template_variables?"),
-        ("embed", "use_tqdm", "did you mean progress?"),
         ("score", "zzz", "known are progress"),
     ],
 )
