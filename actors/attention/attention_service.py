@@ -7,13 +7,13 @@ If a plan puts hot neurons here, a CPU service computes them in this service's t
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hotcold.actors.attention.arrays import attention_arrays
 from hotcold.actors.cpu.cpu_service import CpuService, load_cpu_service
-from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import ServiceSpec
@@ -25,12 +25,12 @@ from hotcold.model.weights.embedding import load_head
 from hotcold.model.weights.tensor_reader import OnBytes, Touch
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, SEGMENT_POSITIONS
 from hotcold.numba_kernels.decode.vectors import activation_space, aligned_zeros
-from hotcold.numba_kernels.formats import is_quantized
 from hotcold.numba_kernels.serve.doorbell import clock_ns
 from hotcold.numba_kernels.serve.mailbox import (
     ATTENTION,
     COUNT_FFN,
     FFN,
+    FIRST_LOGIT,
     HEAD,
     NO_COUNTERS,
     NO_NUMBER,
@@ -103,9 +103,6 @@ class AttentionService(Service):
 
     def prepare(self, layout: ArenaLayout) -> None:
         """Allocate the workspace of kernels, for up to KERNEL_TOKENS tokens."""
-        qkv, out, head = self.arrays.qkv, self.arrays.out, self.arrays.head
-        dtypes = [matrix.dtype for matrix in (qkv.first, qkv.second, out, head)]
-        self._matmul = LazyMatmul(self.num_threads, dtypes, self.thread_cores)
         if self._hot is not None:
             self._hot.work_within(self)
             self._hot.prepare(layout)
@@ -142,13 +139,12 @@ class AttentionService(Service):
             ),
             counters=new_block_counters(NUM_COUNTERS, self.num_threads),
         )
-        is_alike = np.ptp(numbers["head_dim"]) == 0
-        self._loops_prompts = all(map(is_quantized, dtypes[:3])) and bool(is_alike)
         self._prompt_scratch = None
         self._most_tokens = layout.max_tokens
 
     def _prompts(self) -> PromptScratch:
         """Work space of the compiled loop for prompts, made at the first call, in any thread."""
+        from hotcold.actors.cpu.matmul import new_tokens
         from hotcold.numba_kernels.prefill.serve_prefill import new_prompt_scratch
 
         with self._making:
@@ -158,25 +154,19 @@ class AttentionService(Service):
                     self.num_threads,
                     self._most_tokens,
                     (self._scratch.normed.shape[2], qkv, heads),
-                    self.arrays.numbers,
+                    self.arrays,
+                    partial(new_tokens, self.num_threads, self._most_tokens),
                 )
             return self._prompt_scratch
 
     def prepare_prompts(self) -> None:
-        """Compile the loop for prompts, or start the matmul threads; and those of hot neurons."""
-        if self._loops_prompts:
-            self._serve_prompts(0, NO_NUMBER, NO_PROMPTS)
-        else:
-            from hotcold.actors.attention.prefill_attention import compile_prompt_attention
-
-            self._matmul.get()
-            compile_prompt_attention(self.buffers, self.arrays)
+        """Compile the loop for prompts, and what hot neurons' prompts take."""
+        self._serve_prompts(0, NO_NUMBER, NO_PROMPTS)
         if self._hot is not None:
             self._hot.prepare_prompts()
 
     def release(self) -> None:
-        """End the threads of the matmul."""
-        self._matmul.close()
+        """End the threads of hot neurons' matmul."""
         if self._hot is not None:
             self._hot.release()
 
@@ -215,10 +205,12 @@ class AttentionService(Service):
 
     def _is_for_prompts(self) -> bool:
         request = self.buffers.requests[self.index]
-        if not self._loops_prompts or is_for_others(request, self.weights):
+        if is_for_others(request, self.weights):
             return False
-        few = request[NUM_TOKENS] <= self._scratch.normed.shape[1]
-        return bool(request[OPERATION] == ATTENTION and not few)
+        count, operation = request[NUM_TOKENS], request[OPERATION]
+        if operation == HEAD:
+            count -= request[FIRST_LOGIT]
+        return operation in (ATTENTION, HEAD) and bool(count > self._scratch.normed.shape[1])
 
     def _serve_prompts(self, thread: int, seen: int, most_tokens: int) -> int:
         from hotcold.numba_kernels.prefill.serve_prefill import serve_prompts
@@ -252,15 +244,11 @@ class AttentionService(Service):
         )
 
     def answer_in_python(self) -> None:
-        """Attention, head or hot neurons for many tokens."""
-        from hotcold.actors.attention.prefill_attention import prompt_attention, prompt_head
-
+        """Hot neurons for many tokens."""
         operation = self.buffers.requests[self.index, OPERATION]
         if operation == ATTENTION:
-            prompt_attention(self._matmul.get(), self.index, self.buffers, self.arrays)
-        elif operation == HEAD:
-            prompt_head(self._matmul.get(), self.index, self.buffers, self.arrays)
-        elif self._hot is not None and operation in (FFN, COUNT_FFN):
+            raise ValueError("prefill takes consecutive positions of one sequence")
+        if self._hot is not None and operation in (FFN, COUNT_FFN):
             self._hot.answer_in_python()
         else:
             raise ValueError(f"{self.name} knows no operation {operation}")

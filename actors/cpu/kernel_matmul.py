@@ -92,7 +92,7 @@ class FloatMatmul:
     Each token's sums have one order, whatever its batch-mates and however many threads there are.
     """
 
-    _items: type  # what numbers are multiplied as; see `numba_kernels.prefill.float_matmul`
+    items: type  # what numbers are multiplied as; see `numba_kernels.prefill.float_matmul`
     # Up to this share of a choice's neurons that fire, one by one is faster than `combine`, and
     # what makes its numbers, over all (docs/decisions.md).
     few = 0.18
@@ -100,12 +100,12 @@ class FloatMatmul:
     def __init__(self, num_threads: int, then: Then) -> None:
         """`then` has a function called with every thread's number, after those before."""
         self._num_threads, self._then = num_threads, then
-        self._buffers = _buffers(float_tiles.BUFFER_ITEMS, num_threads, self._items)
-        self._tokens, self._sums = _Space(self._items), _Space(np.float32)
+        self._buffers = _buffers(float_tiles.BUFFER_ITEMS, num_threads, self.items)
+        self._tokens, self._sums = _Space(self.items), _Space(np.float32)
 
     def operand(self, x: Rows, weights: WeightBlocks, tokens: BlockTokens) -> FloatOperand:
         """x in items, LANES choices side by side, in space that is kept from call to call."""
-        widths = num_items(row_widths(x, tokens), self._items)
+        widths = num_items(row_widths(x, tokens), self.items)
         starts = _packed_starts(tokens, widths)
         packed = self._tokens.shaped(int(starts[-1]))
 
@@ -131,8 +131,8 @@ class FloatMatmul:
         Shapes:  h: as many numbers for each choice as its block has rows
         Dtypes:  h float32; rows as in `linear`, or of ROW_FORMATS
         """
-        counts, items = np.diff(tokens.starts), num_items(row_widths(h, tokens), self._items)
-        strides, unit = row_stride(items, self._items), row_unit(self._items)
+        counts, items = np.diff(tokens.starts), num_items(row_widths(h, tokens), self.items)
+        strides, unit = row_stride(items, self.items), row_unit(self.items)
         starts = _starts(counts * strides)
         packed = self._tokens.shaped(int(starts[-1]) + unit * int(strides.max(initial=0)))
         most = -(-int(counts.max(initial=0)) // unit) * unit
@@ -165,20 +165,20 @@ class FloatMatmul:
 class Bfloat16Matmul(FloatMatmul):
     """In bfloat16, to which weights and activations are rounded."""
 
-    _items: type = np.int32
+    items: type = np.int32
 
 
 class AmxMatmul(Bfloat16Matmul):
     """In bfloat16 by tiles of AMX."""
 
-    _items = np.uint32
+    items = np.uint32
     few = 0.05
 
 
 class Float32Matmul(FloatMatmul):
     """In float32."""
 
-    _items = np.float32
+    items = np.float32
 
 
 class Int16Operand(NamedTuple):

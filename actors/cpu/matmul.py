@@ -10,7 +10,6 @@ share nothing but the input, which matters where they share no cache.
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -28,7 +27,6 @@ from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors
 from hotcold.numba_kernels.formats import CHUNK, is_quantized, row_items
 from hotcold.numba_kernels.ir.target import has_feature
-from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.prefill.block_tokens import (
     BlockTokens,
     CutRows,
@@ -38,6 +36,12 @@ from hotcold.numba_kernels.prefill.block_tokens import (
     every_token,
     one_block,
     weight_blocks,
+)
+from hotcold.numba_kernels.prefill.shared_rows import (
+    Tokens,
+    float_tokens,
+    int16_tokens,
+    quantized_tokens,
 )
 from hotcold.placement.machine.pinning import pin_thread
 
@@ -85,6 +89,19 @@ def matmul_kinds(dtype: np.dtype, features: Collection[str]) -> tuple[Kind, Kind
     return sums, sums
 
 
+def new_tokens(num_threads: int, num_tokens: int, dtype: np.dtype, width: int) -> Tokens:
+    """Work space of a compiled loop for tokens of up to `width` numbers: as `matmul_kinds` has it.
+
+    They are multiplied with rows of `dtype`, x @ weights.T.
+    """
+    kind = matmul_kinds(dtype, matmul_features())[0]
+    if kind is QuantizedMatmul:
+        return quantized_tokens(num_threads, num_tokens, width)
+    if kind is Int16Matmul:
+        return int16_tokens(num_threads, num_tokens, width)
+    return float_tokens(num_threads, num_tokens, width, kind.items)
+
+
 @dataclass(frozen=True)
 class _RowShares:
     """A phase of parts that a thread goes through for its own rows."""
@@ -107,8 +124,8 @@ class Matmul:
     ) -> None:
         """`num_threads` cores, each with its own rows; thread t kept on thread_cores[t] if any.
 
-        Kernels of `linear` for weights of `dtypes` are compiled at once; `combine` is for down rows
-        alone, whose service compiles it (`actors.cpu.prefill_ffn`).
+        Kernels of `block_linears` for weights of `dtypes` are compiled at once; `combine` is for
+        down rows alone, whose service compiles it (`actors.cpu.prefill_ffn`).
         """
 
         def begin(thread: int) -> None:
@@ -128,8 +145,9 @@ class Matmul:
     def _compile(self, dtype: np.dtype) -> None:
         """So that no prompt waits for it."""
         row = np.zeros((1, row_items(dtype, CHUNK)), dtype)
+        x, out = np.zeros((1, CHUNK), np.float32), one_block(np.empty((1, 1), np.float32))
         with self.at_once():
-            self.linear(np.zeros((1, CHUNK), np.float32), row, np.empty(0, np.float32))
+            self.block_linears(x, every_token(1), [(weight_blocks(row), out)])
 
     def begin_layer(self) -> None:
         """What `scratch` gave before may be used for something else from now on."""
@@ -181,40 +199,6 @@ class Matmul:
         if phases:
             self._team.run(phases)
 
-    def linear(
-        self,
-        x: np.ndarray,
-        weights: np.ndarray,
-        bias: np.ndarray,
-        out: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """x @ weights.T + bias, once it has been run.
-
-        Shapes:  x (T, d) contiguous, weights (N, d) or (N, row bytes), bias (N,) or (0,), result
-                 (T, N), `out` where it is given
-        Dtypes:  x, bias, result float32; weights bits
-        """
-        if out is None:
-            out = np.empty((x.shape[0], weights.shape[0]), np.float32)
-        return self.linears(x, [(weights, bias, out)])[0]
-
-    def linears(
-        self, x: np.ndarray, matrices: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]
-    ) -> list[np.ndarray]:
-        """`linear` of one x, which is packed once, with each (weights, bias, out).
-
-        The weights are of one dtype.
-        """
-        self.block_linears(
-            x,
-            every_token(len(x)),
-            [(weight_blocks(weights), one_block(out)) for weights, _, out in matrices],
-        )
-        for _, bias, out in matrices:
-            if bias.size:
-                self.then_rows(len(out), partial(_add_bias, out, bias))
-        return [out for _, _, out in matrices]
-
     def block_linears(
         self, x: Rows, tokens: BlockTokens, matrices: Sequence[tuple[WeightBlocks, Rows]]
     ) -> None:
@@ -231,28 +215,6 @@ class Matmul:
         operand = kind.operand(x, first, tokens)
         for weights, out in matrices:
             kind.linear(operand, weights, out)
-
-    def layer_linear(
-        self,
-        x: np.ndarray,
-        rows: LayerRows,
-        layer: int,
-        bias: np.ndarray,
-        out: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """`linear` with a layer's rows, which may be in two formats."""
-        parts = rows.parts(layer)
-        if len(parts) == 1:
-            return self.linear(x, parts[0], bias, out)
-        if out is None:
-            out = np.empty((x.shape[0], sum(map(len, parts))), np.float32)
-        first = 0
-        for part in parts:
-            place = out[:, first : first + len(part)]
-            product = self.linear(x, part, bias[first : first + len(part)])
-            self.then_rows(len(x), partial(_copy_rows, product, place))
-            first += len(part)
-        return out
 
     def combine(self, h: CutRows, tokens: BlockTokens, rows: WeightBlocks, out: LaneSums) -> None:
         """out = h @ rows of each block's choices, added up as `out` says, once it has been run.
@@ -285,13 +247,3 @@ class Matmul:
         if kind not in self._kinds:
             self._kinds[kind] = kind(self.num_threads, self.then)
         return self._kinds[kind]
-
-
-def _add_bias(rows: np.ndarray, bias: np.ndarray, first: int, last: int) -> None:
-    """rows[first:last] += bias."""
-    rows[first:last] += bias
-
-
-def _copy_rows(source: np.ndarray, target: np.ndarray, first: int, last: int) -> None:
-    """target[first:last] = source[first:last]."""
-    target[first:last] = source[first:last]

@@ -65,13 +65,6 @@ def norm_kernel(kind, x, weight, bias, epsilon, out):
 
 
 @njit(nogil=True, cache=True)
-def norm_rows_kernel(kind, x, weight, bias, epsilon, out, first, last):
-    """out[t] = `norm_kernel` of x[t], for a prompt's tokens first..last-1; x, out (T, d)."""
-    for t in range(first, last):
-        norm_kernel(kind, x[t], weight, bias, epsilon, out[t])
-
-
-@njit(nogil=True, cache=True)
 def add_normed_kernel(kind, x, weight, bias, epsilon, normed, total):
     """normed = the norm of x, total += normed; total is float64. No checks."""
     norm_kernel(kind, x, weight, bias, epsilon, normed)

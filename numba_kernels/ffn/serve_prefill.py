@@ -24,7 +24,7 @@ from hotcold.numba_kernels.prefill.quantized_matmul import (
     TOKENS_AT_ONCE,
     vectors_part,
 )
-from hotcold.numba_kernels.prefill.shared_rows import quantize_tokens, share_rows
+from hotcold.numba_kernels.prefill.shared_rows import prepare_tokens, share_rows
 from hotcold.numba_kernels.serve.doorbell import now_ns
 from hotcold.numba_kernels.serve.mailbox import (
     FFN,
@@ -173,7 +173,7 @@ def prompt_ffn_request(thread, num_threads, service, buffers, source, scratch, f
     factors = scratch.ups[: count * size].reshape(count, size)
     inputs = vectors_part(scratch.inputs, 0, count)
     first, last = split_range(count, thread, num_threads, 1)
-    quantize_tokens(gate, x, first, last, inputs)
+    prepare_tokens(gate, x, first, last, inputs, thread)
     barrier_wait(cells, service, num_threads)
     no_bias = source.gate_bias[:0]
     share_rows(counters[_GATES], thread, num_threads, gate, no_bias, inputs, h[:0], h, 0)

@@ -31,27 +31,38 @@ _NO_WINDOW = 1 << 30
 _PAD = LANES  # floats behind a page's row: a power of two between rows would fill one set
 
 
-def prompt_scratch_shapes(head_dim: int) -> list[tuple[int, ...]]:
-    """The shapes of a thread's work space: the kernel's queries, page_keys .. weighted.
-
-    float32, each array aligned to 64 bytes; what they are: `numba_kernels.ir.prefill_attention_ir`.
-    """
+def prompt_space_items(head_dim: int) -> int:
+    """float32 numbers of a thread's work space, for heads of up to `head_dim` numbers."""
     width = -(-head_dim // TILE_ROWS) * TILE_ROWS
-    page = PAGE_POSITIONS, -(-width // LANES) * LANES + _PAD
-    return [
-        (_MAX_GROUPS, head_dim, LANES),
-        page,
-        page,
-        (PAGE_POSITIONS, GROUPS, LANES),
-        (_MAX_GROUPS, 3, LANES),
-        (_MAX_GROUPS, width, LANES),
-    ]
+    page = PAGE_POSITIONS * (-(-width // LANES) * LANES + _PAD)
+    of_groups = _MAX_GROUPS * (head_dim + 3 + width) + PAGE_POSITIONS * GROUPS
+    return 2 * page + of_groups * LANES
+
+
+@njit(nogil=True, cache=True)
+def _spaces(space, head_dim):
+    """The kernel's queries, page_keys, page_values, scores, sums, weighted in a thread's space.
+
+    What they are: `numba_kernels.ir.prefill_attention_ir`.
+    """
+    width = (head_dim + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    row = (width + LANES - 1) // LANES * LANES + _PAD
+    page, at = PAGE_POSITIONS * row, _MAX_GROUPS * head_dim * LANES
+    queries = space[:at].reshape(_MAX_GROUPS, head_dim, LANES)
+    page_keys = space[at : at + page].reshape(PAGE_POSITIONS, row)
+    page_values = space[at + page : at + 2 * page].reshape(PAGE_POSITIONS, row)
+    at += 2 * page
+    end = at + PAGE_POSITIONS * GROUPS * LANES
+    scores = space[at:end].reshape(PAGE_POSITIONS, GROUPS, LANES)
+    at = end + _MAX_GROUPS * 3 * LANES
+    sums = space[end:at].reshape(_MAX_GROUPS, 3, LANES)
+    weighted = space[at : at + _MAX_GROUPS * width * LANES].reshape(_MAX_GROUPS, width, LANES)
+    return queries, page_keys, page_values, scores, sums, weighted
 
 
 @njit(nogil=True, cache=True)
 def prompt_attention_kernel(
-    numbers, sinks, qkv, first, keys, values, pages, queries, page_keys, page_values, scores, sums,
-    weighted, counters, out,
+    numbers, sinks, qkv, first, keys, values, pages, space, counters, out
 ):  # fmt: skip
     """out[t] = softmax(scale * keys . queries[t]) . values of all heads, for blocks it takes.
 
@@ -64,10 +75,11 @@ def prompt_attention_kernel(
     blocks that see most positions are taken first. Checks nothing.
     Shapes:  numbers: a layer's LAYER_NUMBERS; qkv (T, rows), queries first, rotated; keys, values
              (M, KV heads, PAGE_POSITIONS, row); pages (>= of the last position + 1,);
-             queries .. weighted: a thread's `prompt_scratch_shapes`; counters: a kind of
-             `new_block_counters`, zero; out (T, H * head_dim)
+             space (>= prompt_space_items(head_dim),): a thread's, aligned to 64 bytes; counters: a
+             kind of `new_block_counters`, zero; out (T, H * head_dim)
     Dtypes:  qkv, out float32; keys, values as `decode.attention` has them; pages int32
     """
+    queries, page_keys, page_values, scores, sums, weighted = _spaces(space, numbers.head_dim)
     num_kv_heads, num_tokens = numbers.num_kv_heads, qkv.shape[0]
     heads = numbers.num_heads // num_kv_heads
     num_parts = -(-heads // _MAX_GROUPS)

@@ -206,7 +206,8 @@ def _starts(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
-def _is_a(rows: Any, kind: type) -> bool:
+def is_of(rows: Any, kind: type) -> bool:
+    """Whether a type of compiled code is that named tuple's."""
     return getattr(rows, "instance_class", None) is kind
 
 
@@ -239,9 +240,9 @@ def block_rows(rows, tokens, block):  # type: ignore[no-untyped-def]
 
     if isinstance(rows, types.Array):
         return of_tokens
-    if _is_a(rows, CutRows):
+    if is_of(rows, CutRows):
         return cut
-    return of_lanes if _is_a(rows, LaneSums) else of_choices
+    return of_lanes if is_of(rows, LaneSums) else of_choices
 
 
 @njit(nogil=True, cache=True)
@@ -260,13 +261,13 @@ def cut_row(rows, block, row):
 
 def is_summed(out: Any) -> bool:
     """Whether a type of compiled code is `LaneSums`."""
-    return _is_a(out, LaneSums)
+    return is_of(out, LaneSums)
 
 
 @by_types
 def adds_rows(out, block):  # type: ignore[no-untyped-def]
     """Whether a block's products are added to `out`, instead of written; for compiled code."""
-    if _is_a(out, LaneSums):
+    if is_of(out, LaneSums):
         return lambda out, block: out.steps[block, IS_WHOLE] == 0
     return lambda out, block: False
 
@@ -274,7 +275,7 @@ def adds_rows(out, block):  # type: ignore[no-untyped-def]
 @by_types
 def num_outputs(out, height):  # type: ignore[no-untyped-def]
     """How many numbers of a row of `out` threads share: of `LaneSums` all; for compiled code."""
-    if _is_a(out, LaneSums):
+    if is_of(out, LaneSums):
         return lambda out, height: out.out.shape[1]
     return lambda out, height: height
 
@@ -282,7 +283,7 @@ def num_outputs(out, height):  # type: ignore[no-untyped-def]
 @by_types
 def begin_sums(out, block, first, last):  # type: ignore[no-untyped-def]
     """Clear columns first..last-1 where `LaneSums` say so; for compiled code."""
-    if _is_a(out, LaneSums):
+    if is_of(out, LaneSums):
         return lambda out, block, first, last: clear_level(out, block, first, last)
     return lambda out, block, first, last: None
 
@@ -297,7 +298,7 @@ def clear_level(out, block, first, last):
 @by_types
 def end_sums(out, block, row, end_row, first, last):  # type: ignore[no-untyped-def]
     """Add up levels of `LaneSums` after a block's products, of some rows; for compiled code."""
-    if _is_a(out, LaneSums):
+    if is_of(out, LaneSums):
         return _merge_some
     return lambda out, block, row, end_row, first, last: None
 

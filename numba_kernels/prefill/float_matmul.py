@@ -71,7 +71,7 @@ def pack_tokens_kernel(x, tokens, packed, starts, buffer, thread, num_threads):
         first, last = split_range(groups, (thread + b) % num_threads, num_threads, 1)
         if first < last:
             of_block = _packed_block(packed, starts, groups, b)
-            _pack_groups(own, ids, of_block, buffer, first, last)
+            pack_groups(own, ids, of_block, buffer, first, last)
 
 
 @njit(nogil=True, cache=True)
@@ -87,7 +87,7 @@ def _packed_block(packed, starts, groups, block):
 
 
 @njit(nogil=True, cache=True)
-def _pack_groups(x, ids, tokens, buffer, first, last):
+def pack_groups(x, ids, tokens, buffer, first, last):
     """Groups first..last-1 of `tokens` = items of x[ids], zeros where they end."""
     for group in range(first, last):
         if (group + 1) * LANES > ids.shape[0]:
@@ -127,7 +127,7 @@ def linear_kernel(weights, places, tokens, packed, starts, buffer, sums, out, th
         groups = num_groups_of(ids.shape[0])
         begin_sums(out, b, first, last)
         if first < last and groups and matrix.shape[0]:
-            _multiply_rows(
+            multiply_rows(
                 matrix, _packed_block(packed, starts, groups, b),
                 buffer, _block_sums(sums, groups), own, ids, adds_rows(out, b), first, last,
             )  # fmt: skip
@@ -141,7 +141,7 @@ def _block_sums(sums, groups):
 
 
 @njit(nogil=True, cache=True)
-def _multiply_rows(weights, tokens, buffer, sums, out, ids, adds, first, last):
+def multiply_rows(weights, tokens, buffer, sums, out, ids, adds, first, last):
     """out[ids[t], n] = weights[n] . x[t], or adds it, for rows first..last-1."""
     (tile_rows, tile_groups), (most_rows, items), _ = shapes_of(buffer)
     count, stride = tokens.shape[1], items + PAD

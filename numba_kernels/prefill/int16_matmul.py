@@ -60,7 +60,7 @@ def pack_int16_kernel(x, tokens, packed, scales, starts, buffer, thread, num_thr
         first, last = split_range(groups, (thread + b) % num_threads, num_threads, 1)
         if first < last:
             pairs, steps = _packed_block(packed, scales, starts, groups, b)
-            _pack_groups(own, ids, pairs, steps, buffer, first, last)
+            pack_groups(own, ids, pairs, steps, buffer, first, last)
 
 
 @njit(nogil=True, cache=True)
@@ -74,7 +74,7 @@ def _packed_block(packed, scales, starts, groups, block):
 
 
 @njit(nogil=True, cache=True, _nrt=True)
-def _pack_groups(x, ids, tokens, scales, buffer, first, last):
+def pack_groups(x, ids, tokens, scales, buffer, first, last):
     """Groups first..last-1 of `tokens`, `scales` = rounded pairs of x[ids], zeros at the end."""
     row = buffer[: _GROUPS * GROUP_PAIRS]
     bits, wide = row.view(np.int16).reshape(1, -1), np.empty((1, COLUMN_GROUP), np.float32)
@@ -111,7 +111,7 @@ def linear_int16_kernel(
         begin_sums(out, b, first, last)
         if first < last and groups and matrix.shape[0]:
             pairs, steps = _packed_block(packed, scales, starts, groups, b)
-            _multiply_rows(
+            multiply_rows(
                 matrix, pairs, steps, buffer,
                 sums[: MAX_SUMS * groups * LANES].reshape(MAX_SUMS, groups, LANES),
                 own, ids, adds_rows(out, b), first, last,
@@ -120,7 +120,7 @@ def linear_int16_kernel(
 
 
 @njit(nogil=True, cache=True, _nrt=True)
-def _multiply_rows(weights, tokens, token_scales, buffer, sums, out, ids, adds, first, last):
+def multiply_rows(weights, tokens, token_scales, buffer, sums, out, ids, adds, first, last):
     """out[ids[t], n] = weights[n] . x[t], or adds it, for rows first..last-1."""
     num_parts = token_scales.shape[1]
     block = buffer.reshape(_ROWS, _STRIDE)

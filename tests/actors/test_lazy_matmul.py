@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import ray
 
-from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.cpu.cpu_service import CpuService
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.protocol.failures import CacheLost, RequestError
@@ -171,6 +170,10 @@ def test_long_prompts_are_prepared_for_when_idle(tiny: Tiny) -> None:
     long = GenerateRequest(sampling, prompt_ids=[1] * 64)
     with System.start(config) as system:
 
+        def is_prepared(service: Any) -> bool:
+            matmul = getattr(service, "_matmul", None)
+            return bool(matmul._made if matmul else service._prompt_scratch)
+
         def of_services(function: Callable[[Any], Any]) -> list[Any]:
             handles = system._driver.__ray_call__.remote(
                 lambda host: host.services.connection.handles
@@ -178,7 +181,7 @@ def test_long_prompts_are_prepared_for_when_idle(tiny: Tiny) -> None:
             return [ray.get(each.__ray_call__.remote(function)) for each in ray.get(handles)]
 
         for _ in range(600):
-            if all(of_services(lambda host: host._service._matmul._made is not None)):
+            if all(of_services(lambda host: is_prepared(host._service))):
                 break
             threading.Event().wait(0.1)
         else:
@@ -195,7 +198,8 @@ def test_to_prepare_leaves_a_running_prompt_alone(tiny: Tiny, variant: str) -> N
     """Services prepare in a thread of their own, while a prompt may be computed."""
     with InProcessSystem(tiny(variant).path, num_threads=2) as system:
         for service in system.services:
-            assert isinstance(service, AttentionService | CpuService)
+            if not isinstance(service, CpuService):
+                continue
             called: list[int] = []
             of_service = service._matmul.get()
             with of_service.at_once():

@@ -50,8 +50,8 @@ def are_equal(found: list[np.ndarray], wanted: list[np.ndarray]) -> bool:
 def by_python(system: InProcessSystem) -> None:
     """Let no loop take prompts from now on."""
     for service in system.services:
-        assert isinstance(service, AttentionService | CpuService)
-        service._loops_prompts = False
+        if isinstance(service, CpuService):
+            service._loops_prompts = False
 
 
 @pytest.mark.parametrize(
@@ -68,26 +68,13 @@ def test_a_file_of_quantized_weights(
     specs = service_specs(replace(made, num_threads=num_threads), config)
     with InProcessSystem(path, num_threads=num_threads, specs=specs, max_tokens=128) as system:
         in_loops = [state(system, "dense", sizes) for sizes in CUTS]
-        assert set(system.python_answers) <= {"gpu"}  # logits of many tokens
-        num_heads = system.python_answers.count("gpu")
+        assert not system.python_answers
         by_python(system)
         for sizes, found in zip(CUTS, in_loops, strict=True):
             wanted = state(system, "dense", sizes)
             assert np.isfinite(wanted[0]).all() and wanted[1].any()
             assert are_equal(found, wanted), sizes
-        assert system.python_answers.count("gpu") > 2 * num_heads
         assert "cpu0" in system.python_answers
-
-
-@pytest.mark.parametrize("variant", ["q-opt", "q-falcon-grouped"])
-def test_attention_beside_rows_of_neurons(variant: str, tmp_path: Path) -> None:
-    """Biases, both kinds of norms, parallel layers; down rows of neurons are Python's."""
-    path = make_model(variant, tmp_path)
-    with InProcessSystem(path, 1, 2, max_tokens=128, weight_dtype="q8") as system:
-        found = state(system, "exact", [128])
-        assert system.python_answers.count("gpu") == 1  # the logits
-        by_python(system)
-        assert are_equal(found, state(system, "exact", [128]))
 
 
 def test_tokens_of_two_sequences_are_refused(tmp_path: Path) -> None:
@@ -167,5 +154,4 @@ def test_prompts_are_prepared_before_any_request(tmp_path: Path) -> None:
     system, _ = prepare_system(path, SystemOptions(weight_dtype="q4", context_length=128))
     service = _unattached(system, lambda topology: topology.cache_services[0])
     assert isinstance(service, AttentionService)
-    assert service._loops_prompts
     service.prepare_prompts()

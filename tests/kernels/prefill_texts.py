@@ -12,7 +12,7 @@ from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.numba_kernels.ir.attention_ir import CACHE_BLOCK
 from hotcold.numba_kernels.prefill.attention import (
     prompt_attention_kernel,
-    prompt_scratch_shapes,
+    prompt_space_items,
 )
 from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from tests.kernels.arrays import random_floats
@@ -118,11 +118,10 @@ def attend(
     own_sinks = np.empty(0, np.float32) if sinks is None else sinks
 
     def run(thread: int) -> None:
-        scratch = [aligned_empty(shape, np.float32) for shape in prompt_scratch_shapes(head_dim)]
-        for array in scratch:
-            array[:] = np.nan
+        space = aligned_empty((prompt_space_items(head_dim),), np.float32)
+        space[:] = np.nan
         prompt_attention_kernel(
-            numbers, own_sinks, qkv, first, keys, values, pages, *scratch, counters, out
+            numbers, own_sinks, qkv, first, keys, values, pages, space, counters, out
         )
 
     with ThreadPoolExecutor(num_threads) as pool:
