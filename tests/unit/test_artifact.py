@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -257,22 +256,6 @@ def test_the_weights_are_read_once(
     os.utime(path / "model.safetensors")
     assert ModelIdentity.of(path).content == ModelIdentity.of(path).content == first
     assert len(hashed) == 4
-
-
-def test_a_bar_is_shown_while_a_large_model_is_read(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown: list[tuple[int, int]] = []
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        weights_digest, "progress", lambda text: nullcontext(lambda *at: shown.append(at))
-    )
-    path = shutil.copytree(model, tmp_path / "copy")
-    assert ModelIdentity.of(path).content and shown == []
-    monkeypatch.setattr(weights_digest, "_SHOWN_BYTES", 1)
-    os.utime(path / "model.safetensors")
-    assert ModelIdentity.of(path).content
-    assert shown == sorted(shown) and shown[-1][0] == shown[-1][1] > 0
 
 
 def test_a_file_that_names_no_weights_is_taken_while_it_is_younger(

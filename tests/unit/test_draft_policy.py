@@ -161,20 +161,6 @@ def test_it_comes_back() -> None:
     assert simulation.run(2000, 0.0, ngram_chance=0.02, ngram_length=4) > 0.985 * off
 
 
-@pytest.mark.parametrize(("num", "jump", "chance"), [(5, 1.3, 0.3)])
-def test_many_requests_are_measured_without_drafts(num: int, jump: float, chance: float) -> None:
-    """Where the first drafted token makes a step dearer, as with kernels for so many tokens."""
-
-    def step_ns(size: int) -> float:
-        return 20e6 * (1 + 0.01 * (size - num)) * (1.0 if size <= num else jump)
-
-    simulation = Simulation(AutoPolicy(), step_ns, num, noise=0.01, slow_share=0.0)
-    simulation.run(1500, 0.0, ngram_chance=chance, ngram_length=4)
-    rate = simulation.run(1500, 0.0, ngram_chance=chance, ngram_length=4)
-    plain = Simulation(FixedPolicy(0), step_ns, num, noise=0.01, slow_share=0.0)
-    assert rate > 0.98 * plain.run(1500, 0.0)
-
-
 @pytest.mark.parametrize("pause_ns", [400e6])
 @pytest.mark.parametrize("has_model", [False, True])
 def test_one_pause_is_forgiven(pause_ns: float, has_model: bool) -> None:

@@ -10,43 +10,6 @@ from hypothesis import strategies as st
 from hotcold.actors.protocol.kv_pool import KvPool, Window, namespace_key, page_keys
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 
-_ACTIONS = st.lists(st.one_of(st.integers(1, 5 * PAGE_POSITIONS), st.integers(-9, 0)), max_size=60)
-
-
-@given(st.integers(1, 12), st.integers(1, 4), _ACTIONS)
-def test_no_page_has_two_owners(num_pages: int, num_slots: int, actions: list[int]) -> None:
-    """A positive action takes or extends by so many positions, another frees a slot."""
-    both = np.full((2, num_slots, 5), -1, np.int32)
-    pool, tables = KvPool(num_pages, both), both[0]
-    allocated: dict[int, list[int]] = {}
-    for action in actions:
-        free = num_pages - sum(map(len, allocated.values()))
-        assert pool.num_free_pages == free
-        if action > 0:
-            wanted = -(-action // PAGE_POSITIONS)
-            slot = pool.allocate(action)
-            assert (slot is None) == (len(allocated) == num_slots or wanted > free)
-            if slot is not None:
-                assert slot == min(set(range(num_slots)) - set(allocated))
-                allocated[slot] = tables[slot, :wanted].tolist()
-            for slot, pages in allocated.items():
-                lacking = max(0, wanted - len(pages))
-                free = num_pages - sum(map(len, allocated.values()))
-                assert pool.num_lacking(slot, action) == lacking
-                assert pool.extend(slot, action) == (lacking <= free)
-                if lacking <= free:
-                    assert tables[slot, : len(pages)].tolist() == pages
-                    pages += tables[slot, len(pages) : len(pages) + lacking].tolist()
-        elif allocated:
-            slot = sorted(allocated)[-action % len(allocated)]
-            pool.free(slot)
-            del allocated[slot]
-        owned = [page for pages in allocated.values() for page in pages]
-        assert len(set(owned)) == len(owned) and set(owned) <= set(range(num_pages))
-        for slot, pages in allocated.items():  # nothing that runs loses a page
-            assert tables[slot, : len(pages)].tolist() == pages
-
-
 _PROMPTS = [[a, b, c, d] for a in (1, 2) for b in (1, 2) for c in (1, 2) for d in (1, 2)]
 _STEPS = st.lists(
     st.tuples(

@@ -71,22 +71,6 @@ def test_a_machine_of_eight_nodes(measured: list[tuple[int, ...]], big_root: Pat
     assert Machine.from_json(machine.as_json(), "m") == machine
 
 
-@pytest.mark.parametrize("cores", [{56, 57}, {0, 1}])
-def test_a_machine_without_nodes_is_one(
-    cores: set[int],
-    measured: list[tuple[int, ...]],
-    big_root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: cores)
-    root = big_root if 56 in cores else tmp_path / "empty"
-    machine = this_machine(root=root)
-    assert measured == [tuple(sorted(cores))]
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert [node.total_bytes for node in machine.nodes] == [memory]
-
-
 def test_a_measurement_is_kept(measured: list[tuple[int, ...]], big_root: Path) -> None:
     assert measured_before(big_root) is None
     first = this_machine(root=big_root)

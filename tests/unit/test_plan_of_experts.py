@@ -10,13 +10,11 @@ import pytest
 
 from hotcold.actors.protocol.lanes import output_lanes, output_shard
 from hotcold.actors.setup.assignment import (
-    cold_shards,
     require_partition,
-    service_lanes,
 )
 from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.errors import ArtifactError, ServiceError
+from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.numba_kernels.formats import WeightDtype
@@ -142,19 +140,6 @@ def test_the_gpu_has_what_is_read_most(config: ModelConfig) -> None:
             for ids in blocks_of(config, layer):
                 assert len(set(on_gpu[layer, ids])) == 1
         assert on_gpu[0, 768:968].all() and not on_gpu[0, 5 * 128 : 768].any()
-
-
-def test_shards_of_threads_have_a_part_of_every_expert() -> None:
-    plan = plan_of(SPARSE, 0.3)
-    planned = [plan.neurons_of(name) for name in ("cpu0", "cpu1")]
-    none = [np.zeros(0, np.int32)] * SPARSE.num_layers
-    shards = cold_shards(SPARSE, planned, none, service_lanes(SPARSE, [2, 3], planned))
-    require_partition(SPARSE, [plan.neurons_of("gpu0"), *shards])
-    for shard in shards:
-        for layer, ids in enumerate(shard):
-            assert (np.diff(neurons.blocks(SPARSE)[layer, ids]) >= 0).all()
-    with pytest.raises(ServiceError, match="of the 968 neurons of layer 0"):
-        require_partition(SPARSE, shards)
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("q4", {384}), ("q4_k", {256, 512})])
