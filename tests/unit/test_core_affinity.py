@@ -6,13 +6,10 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from hotcold.placement.machine.core_affinity import CoreAffinity, Delays
-from hotcold.placement.machine.pinning import HostShare, find_cores
-from tests.numa_trees import write_tree
 
 CORES = sorted(os.sched_getaffinity(0))
 GOOD, BAD = 0.1, 0.6  # shares of a request's time that are lost
@@ -113,20 +110,6 @@ def test_the_operating_system_pins_threads() -> None:
             machine.work(3, GOOD)
             assert os.sched_getaffinity(first) == {CORES[0]}
             assert os.sched_getaffinity(third) == {CORES[1]}
-
-
-def test_which_threads_are_pinned(tmp_path: Path) -> None:
-    one = str(write_tree(tmp_path / "one", {0: f"{CORES[0]}-{CORES[-1]}"}))
-    count = len(CORES)
-    if count > 1:
-        assert find_cores(HostShare((count,), 0, "auto", one), count) == tuple(CORES)
-        assert find_cores(HostShare((count,), None, "auto", one), count) == tuple(CORES)
-    assert find_cores(HostShare((count,), 0, "off", one), count) == ()
-    assert find_cores(HostShare((count,), 0, "on", one), count) == ()  # pinned for good
-    assert find_cores(HostShare((1,), 0, "auto", one), 1) == ()  # in step with nobody
-    assert find_cores(HostShare((count + 1,), 0, "auto", one), count + 1) == ()
-    two = str(write_tree(tmp_path / "two", {0: str(CORES[0]), 1: str(CORES[-1])}))
-    assert find_cores(HostShare((1, 1), None, "auto", two), 2) == ()
 
 
 def test_counters_that_begin_anew_are_no_trouble() -> None:

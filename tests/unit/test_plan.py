@@ -12,7 +12,7 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity, read_artifact, write_artifact
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
-from hotcold.placement.plan import PlacementPlan, PlanRequest, plan_path, read_plan, write_plan
+from hotcold.placement.plan import PlacementPlan, PlanRequest, read_plan, write_plan
 from hotcold.placement.planner import make_plan
 from hotcold.placement.profile import ActivationProfile, read_profile, write_profile
 from hotcold.placement.solver.cost import make_groups
@@ -147,25 +147,6 @@ def test_a_plan_must_say_what_it_is_for(tmp_path: Path, change: dict[str, object
     facts = artifact.facts | {"request": artifact.facts["request"] | change}
     write_artifact(path, "plan", IDENTITY, artifact.tensors, facts)
     assert "does not say what it was made for" in refusal(path, IDENTITY)
-
-
-def test_every_request_has_its_own_file(tmp_path: Path) -> None:
-    changes = [
-        {},
-        {"mode": "dense"},
-        {"gpu_memory_bytes": 1},
-        {"gpu_memory_bytes": None},
-        {"cpu_memory_bytes": 1},
-        {"context_length": 64},
-        {"kv_dtype": "float32"},
-        {"num_cpu_actors": 1},
-        {"machine": "x"},
-        {"profile_digest": "x"},
-        {"predictor_digest": "x"},
-    ]
-    paths = {plan_path(tmp_path, replace(REQUEST, **change)) for change in changes}  # type: ignore[arg-type]
-    assert len(paths) == len(changes)
-    assert all(path.parent == tmp_path / "hotcold" for path in paths)
 
 
 def test_a_profile_comes_back_as_written(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from hotcold.placement.machine.core_kinds import core_kinds
 from hotcold.placement.machine.survey import (
     MachineSurvey,
     free_bytes_of,
-    last_level_cache_bytes,
     survey,
     usable_cores,
 )
@@ -179,18 +178,6 @@ def test_shares_of_free_memory() -> None:
     assert free_bytes_of([node(100, 40)], 10**6) == [100]  # other nodes' memory
     assert free_bytes_of([node(100, 100)], 100) == [100]
     assert free_bytes_of([node(100, 0)], 0) == [0]
-
-
-def test_last_level_caches_count_once(tmp_path: Path) -> None:
-    for core in range(4):
-        folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/cache"
-        write(folder / "index0/size", "32K\n")
-        write(folder / "index0/shared_cpu_list", f"{core}\n")
-        write(folder / "index3/size", "32768K\n")
-        write(folder / "index3/shared_cpu_list", "0-1\n" if core < 2 else "2-3\n")
-    assert last_level_cache_bytes((0, 1), tmp_path) == 32 << 20
-    assert last_level_cache_bytes((0, 1, 2), tmp_path) == 64 << 20
-    assert last_level_cache_bytes((9,), tmp_path) == 0
 
 
 def finding(machine: MachineSurvey, subject: str) -> Finding:
