@@ -4,7 +4,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 ASSETS = Path(__file__).parent / "assets"
-_STYLES = ("colours", "frame", "chat", "side", "panel", "narrow")  # the later ones win
+_STYLES = ("colours", "chat", "panel", "frame")  # the later ones win
 
 
 def asset(name: str) -> str:
@@ -12,18 +12,14 @@ def asset(name: str) -> str:
     return (ASSETS / name).read_text()
 
 
-def script(name: str) -> str:
-    """A script in assets/, after what all of them begin with."""
-    return asset("dom.js") + asset(name)
-
-
 def styles() -> str:
     """The page's styles for its <head>, before any of Gradio's arrives.
 
-    An element of the class `glyph-NAME` shows the picture of that name.
+    An element of the class `glyph-NAME` shows the picture of that name, which `--NAME` is, too.
     """
     icons = "".join(
-        f'.glyph-{file.stem}{{--icon:url("data:image/svg+xml,{quote(file.read_text())}")}}'
+        f':root{{--{file.stem}:url("data:image/svg+xml,{quote(file.read_text())}")}}'
+        f".glyph-{file.stem}{{--icon:var(--{file.stem})}}"
         for file in sorted(ASSETS.glob("icons/*.svg"))
     )
     sheets = [icons, *(asset(f"styles/{name}.css") for name in _STYLES)]

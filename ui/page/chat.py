@@ -5,29 +5,62 @@ conversation several times a second, whichever answers are under way.
 """
 
 import asyncio
+import json
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import gradio as gr
 
-from hotcold.model.errors import HotcoldError
+from hotcold.model.errors import HotcoldError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.cached import client
 from hotcold.ui.fair_share import first_to_leave
 from hotcold.ui.gate import given_key
 from hotcold.ui.keys import client_of, network_of
-from hotcold.ui.page import asset, script
+from hotcold.ui.page import asset
 from hotcold.ui.page.chat_settings import ChatSettings
-from hotcold.ui.page.conversation_list import act, listed
 from hotcold.ui.page.conversations import ChatHistory, Conversation
-from hotcold.ui.page.maths import DELIMITERS
+from hotcold.ui.page.maths import DELIMITERS, without_marks
 from hotcold.ui.page.thread import shown_messages, suggestions, thread_state
 
 _PAINT_S = 0.1
+_LONGEST_QUERY = 200
 MAX_VISITORS = 200  # whose conversations the server holds; browsers keep them too
 _SECRET = "hotcold"  # of localStorage; it protects nothing from readers of the page
+_EXPORT = """(saved) => {
+  const file = new Blob([JSON.stringify(saved, null, 1)], { type: "application/json" });
+  const link = document.createElement("a");
+  Object.assign(link, { href: URL.createObjectURL(file), download: "hotcold-conversations.json" });
+  link.click();
+}"""
+
+
+Updates = dict[Any, Any]  # of components, by themselves
+Act = Callable[..., Updates | None]
+
+
+@dataclass
+class Visit:
+    """What a visitor does: the event, and whose it is."""
+
+    history: ChatHistory
+    shown: Conversation | None  # on the page; another may be open once the server hears of it
+    event: gr.EventData
+    asked: Conversation | None = None  # whose answer is to be painted
+    unsent: str | None = None  # what goes back into the field where it is refused
+    notice: str = ""  # the line below the field
+
+    @property
+    def index(self) -> int | None:
+        """The message that the event is of, if there is one and nothing answers."""
+        found = self.event.index
+        index = int(found[0] if isinstance(found, list | tuple) else found)
+        shown = self.shown
+        is_there = shown and not shown.is_answering and 0 <= index < len(shown.messages)
+        return index if is_there else None
 
 
 class Chat:
@@ -43,19 +76,34 @@ class Chat:
         self._clients: OrderedDict[str, tuple[str, str]] = OrderedDict()  # whose each of them is
 
     def list_column(self) -> None:
-        """The list of conversations."""
-        self._list = gr.HTML(
-            listed(ChatHistory()), html_template=asset("list.html"),
-            js_on_load=script("list.js"), elem_id="conversations",
-            apply_default_css=False,
+        """The list of conversations; what is done with one is done with the open one."""
+        self._new = _button("New conversation", "plus", "new")
+        self._search = gr.Textbox(
+            placeholder="Search", label="Search conversations", show_label=False, container=False,
+            elem_id="search", max_lines=1,
         )  # fmt: skip
+        self._rows = gr.Radio(
+            [], label="Conversations", show_label=False, container=False, interactive=True,
+            elem_id="rows",
+        )  # fmt: skip
+        self._name = gr.Textbox(
+            label="Name of the conversation", visible=False, autofocus=True, max_lines=1,
+            elem_id="name",
+        )  # fmt: skip
+        with gr.Row(elem_id="acts"):
+            self._rename = gr.Button("Rename", min_width=0)
+            self._delete = gr.Button("Delete", min_width=0)
+            self._undo = gr.Button("Undo", interactive=False, min_width=0)
+            self._export = gr.Button("Export", min_width=0)
+            gr.Button("Import", elem_id="import", min_width=0)
         self._saved = gr.BrowserState([], storage_key="hotcold-conversations", secret=_SECRET)
 
     def chat_column(self) -> None:
         """The open conversation, and the field below it."""
         self._chatbot = gr.Chatbot(
             label="Conversation", show_label=False, container=False, height="100%",
-            elem_id="chat", buttons=[], feedback_options=None, latex_delimiters=DELIMITERS,
+            elem_id="chat", buttons=["copy"], editable="all", feedback_options=None,
+            latex_delimiters=DELIMITERS, group_consecutive_messages=False,
         )  # fmt: skip
         heading, *questions = self._suggestions
         with gr.Column(elem_id="welcome"):
@@ -63,52 +111,76 @@ class Chat:
             with gr.Row():
                 self._suggested = [gr.Button(question, min_width=180) for question in questions]
         with gr.Row(elem_id="ask"):
-            _round_button("Add files of text", "attach")
+            _button("Add files of text", "attach", "attach")
             self._question = gr.Textbox(
-                show_label=False, label="Question", container=False, max_lines=10, scale=8,
+                show_label=False, label="Question", container=False, max_lines=10,
                 placeholder="Ask something" if self._is_chat else "A text to go on with",
-                autofocus=True, min_width=100, elem_id="question",
+                autofocus=True, min_width=100, elem_id="question", submit_btn="Send",
+                stop_btn="Stop",
             )  # fmt: skip
-            self._send = _round_button("Send", "send")
-            self._stop = _round_button("Stop", "stop")
         self._state = gr.HTML(
-            thread_state(Conversation()), html_template="<p></p>",
-            js_on_load=script("thread.js"), elem_id="status",
-            apply_default_css=False,
+            thread_state(Conversation()), html_template='<p role="status"></p>',
+            js_on_load=asset("page.js"), elem_id="status", apply_default_css=False,
         )  # fmt: skip
 
     def connect(self, page: gr.Blocks, settings: ChatSettings) -> None:
         """Say what happens at each event."""
         self._settings = settings
-        outputs = [self._chatbot, self._list, self._state]
-        kept = [self._saved, self._state]  # of a page that has outlived its server
-        own = [*kept, *settings.inputs]
         private: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
         # All that is shown comes through the queue's one stream: an older view, such as that of a
         # page that has just been made, would else follow the one of a question, and take its place.
-        quick = private | {
-            "outputs": outputs,
-            "concurrency_limit": None,
-            "trigger_mode": "multiple",
-        }
-        answers = quick | {"outputs": [*outputs, self._question]}
-        asked = [
-            gr.on(
-                [self._question.submit, self._send.click],
-                self._ask, [self._question, *own], **answers,
-            ),
-            *(each.click(self._ask, [each, *own], **answers) for each in self._suggested),
-            self._state.again(self._again, own, **answers),
-        ]  # fmt: skip
-        changed = [
-            self._state.step(self._step, kept, **quick),
-            self._list.act(self._act, kept, **quick),
-        ]
-        for event in [*asked, *changed]:
-            event.then(self._save, self._saved, self._saved, **private)
-        self._stop.click(self._end_answer, None, None, **private | {"queue": False})
-        page.load(self._restore, self._saved, **quick)
+        shown = [self._chatbot, self._rows, self._state, self._undo, self._question, self._name]
+        quick = private | {"outputs": shown, "concurrency_limit": None}
+        kept = [self._saved, self._state]  # of a page that has outlived its server
+        sampling = settings.inputs
+
+        def on(event: Any, act: Act, given: Sequence[Any] = (), trigger: str = "multiple") -> None:
+            done = event(self._handler(act), [*kept, *given], trigger_mode=trigger, **quick)
+            done.then(self._save, self._saved, self._saved, **private)
+
+        on(self._question.submit, self._ask, [self._question, *sampling])
+        for each in self._suggested:
+            on(each.click, self._ask, [each, *sampling])
+        on(self._chatbot.retry, self._retry, sampling)
+        on(self._chatbot.edit, self._edit, sampling)
+        on(self._state.step, _step)
+        on(self._state.take, _import)
+        on(self._rows.select, lambda visit: visit.history.show(str(visit.event.value)))
+        on(self._new.click, lambda visit: visit.history.start_new())
+        on(self._delete.click, _delete)
+        on(self._undo.click, lambda visit: visit.history.undo_remove())
+        on(self._search.change, _search, [self._search], "always_last")
+        on(self._rename.click, self._begin_naming)
+        on(self._name.submit, self._end_naming, [self._name])
+        on(self._name.blur, self._end_naming, [self._name])
+        self._export.click(None, self._saved, None, js=_EXPORT, **private)
+        self._question.stop(self._stop, None, None, queue=False, **private)
+        page.load(self._handler(lambda visit: None), kept, **quick)
         page.unload(self._leave)
+
+    def _handler(self, act: Act) -> Callable[..., Any]:
+        """Has `act` done, then paints, until what it asked is answered."""
+
+        async def handle(
+            event: gr.EventData, request: gr.Request, saved: Any, state: Any, *given: Any
+        ) -> AsyncIterator[dict[Any, Any]]:
+            history = self._history(request)
+            known = str(state.get("id", "")) if isinstance(state, dict) else ""
+            history.take_over(saved, known)
+            visit = Visit(history, history.find(known), event)
+            try:
+                updates, state = act(visit, *given) or {}, {}
+            except HotcoldError as error:
+                updates = {} if visit.unsent is None else {self._question: visit.unsent}
+                visit.notice, state = f"Not done: {error}.", {"state": "error"}
+            view = self._view(history) | updates
+            if visit.notice:
+                view[self._state] |= state | {"text": visit.notice}
+            yield view
+            async for view in self._follow(history, visit.asked):
+                yield view
+
+        return handle
 
     def _history(self, request: gr.Request) -> ChatHistory:
         client.set(client_of(given_key(request.headers)))  # Gradio's tasks are not the request's
@@ -123,122 +195,88 @@ class Chat:
             self._histories.pop(left).stop_all()
         return history
 
-    def _resumed(self, request: gr.Request, saved: Any, state: Any) -> ChatHistory:
-        """The visitor's, which a server that was started meanwhile has from the open page."""
-        history = self._history(request)
-        history.take_over(saved, str(state.get("id", "")) if isinstance(state, dict) else "")
-        return history
+    def _view(self, history: ChatHistory) -> dict[Any, Any]:
+        """The thread, its state, the list of conversations, whether one can be brought back."""
+        listed, open_id = history.listed(), history.open_id
+        rows = [(f"● {one.title}" if one.is_answering else one.title, one.id) for one in listed]
+        chosen = open_id if any(one.id == open_id for one in listed) else None
+        return self._thread(history) | {
+            self._rows: gr.Radio(rows, value=chosen),
+            self._undo: gr.Button(interactive=history.removed is not None),
+        }
 
-    def _view(self, history: ChatHistory) -> tuple[Any, ...]:
-        """The thread, the list of conversations, the state."""
+    def _thread(self, history: ChatHistory) -> dict[Any, Any]:
         shown = history.open
-        return shown_messages(shown), listed(history), thread_state(shown)
+        return {self._chatbot: shown_messages(shown), self._state: thread_state(shown)}
 
     async def _follow(
-        self, history: ChatHistory, followed: Conversation
-    ) -> AsyncIterator[tuple[Any, ...]]:
-        """Paint the open conversation until `followed` has its answer, when something changes."""
+        self, history: ChatHistory, asked: Conversation | None
+    ) -> AsyncIterator[dict[Any, Any]]:
+        """Paint the open conversation until `asked` has its answer, when something changes."""
         painted = None
-        while followed.is_answering:
+        while asked is not None and asked.is_answering:
             shown = history.open
             content = shown.messages[-1].content if shown.messages else ""
             now = (shown.id, len(shown.messages), len(content), shown.is_answering)
             if now != painted:
                 painted = now
-                yield self._view(history)
+                yield self._thread(history)
             await asyncio.sleep(_PAINT_S)
-        yield self._view(history)
+        if asked is not None:
+            yield self._view(history)
 
-    async def _answer(
-        self,
-        history: ChatHistory,
-        conversation: Conversation,
-        question: str | None,
-        settings: tuple[Any, ...],
+    def _begin(
+        self, visit: Visit, conversation: Conversation, question: str | None, settings: Any,
         at: int | None = None,
-    ) -> AsyncIterator[tuple[Any, ...]]:
-        """Ask, and paint; `question` and `at` as `Conversation.ask` has them."""  # fmt: skip
-        try:
-            system_prompt, sampling = self._settings.read(settings)
-            history.require_space(question or "")
-        except HotcoldError as error:
-            is_below = question is not None and conversation is history.open
-            conversation.refuse(error, is_below=is_below)
-            yield *self._view(history), question if is_below else gr.skip()
-            return
+    ) -> None:  # fmt: skip
+        """Ask; `question` and `at` as `Conversation.ask` has them."""
+        visit.unsent = question
+        system_prompt, sampling = self._settings.read(settings)
+        visit.history.require_space(question or "")
         conversation.ask(self._backend, question, sampling, system_prompt, self._is_chat, at)
-        history.forget_oldest()
-        yield *self._view(history), "" if at is None else gr.skip()
-        async for view in self._follow(history, conversation):
-            yield *view, gr.skip()
+        visit.history.forget_oldest()
+        visit.asked = conversation
 
-    async def _ask(
-        self, request: gr.Request, question: str, saved: Any, state: Any, *settings: Any
-    ) -> AsyncIterator[tuple[Any, ...]]:
-        history = self._resumed(request, saved, state)
-        if not question.strip() or history.open.is_answering:
-            yield *self._view(history), gr.skip()
+    def _ask(self, visit: Visit, question: str, *settings: Any) -> Updates:
+        shown = visit.history.open
+        if not question.strip() or shown.is_answering:
+            return {}
+        self._begin(visit, shown, question.strip(), settings)
+        return {self._question: ""}
+
+    def _retry(self, visit: Visit, *settings: Any) -> None:
+        """Answer the last question again."""
+        if (index := visit.index) is not None and visit.shown:
+            self._begin(visit, visit.shown, None, settings, index + 1)
+
+    def _edit(self, visit: Visit, *settings: Any) -> None:
+        """Ask what is written in a question's place; an answer is only rewritten."""
+        shown, index, text = visit.shown, visit.index, without_marks(str(visit.event.value)).strip()
+        if shown is None or index is None or not text:
             return
-        async for view in self._answer(history, history.open, question.strip(), settings):
-            yield view
+        message = shown.messages[index]
+        is_same = text == message.content
+        if message.role == "user":
+            # What is sent as it was is answered again: a question is no branch of itself.
+            question, at = (None, index + 1) if is_same else (text, index)
+            self._begin(visit, shown, question, settings, at)
+        elif not is_same:
+            visit.unsent = text
+            visit.history.require_space(text)
+            shown.write(index, text)
 
-    async def _again(
-        self, event: gr.EventData, request: gr.Request, saved: Any, state: Any, *settings: Any
-    ) -> AsyncIterator[tuple[Any, ...]]:
-        """Answer a message again, or another text in its place; an answer is only rewritten.
+    def _begin_naming(self, visit: Visit) -> Updates:
+        named = visit.shown or visit.history.open
+        visit.history.named_id = named.id
+        return {self._name: gr.Textbox(named.name or named.title, visible=True)}
 
-        event: "id" of the conversation, "index" of the message, "text" of what is in its place, or
-        None
-        """
-        history, index, text = self._resumed(request, saved, state), int(event.index), event.text
-        shown = history.find(str(event.id))
-        if shown is None or shown.is_answering or not 0 <= index < len(shown.messages):
-            yield *self._view(history), gr.skip()
-            return
-        is_answer = shown.messages[index].role == "assistant"
-        if text is not None and is_answer:
-            unwritten: Any = gr.skip()
-            try:
-                history.require_space(str(text))
-                shown.write(index, str(text))
-            except HotcoldError as error:
-                shown.refuse(error)
-                unwritten = str(text)
-            yield *self._view(history), unwritten
-            return
-        question = None if text is None else str(text)
-        at = index + 1 if text is None and not is_answer else index
-        async for view in self._answer(history, shown, question, settings, at):
-            yield view
+    def _end_naming(self, visit: Visit, name: str) -> Updates:
+        """Whether by Enter or by leaving the field, which Enter makes one do, too."""
+        visit.history.rename(name)
+        return {self._name: gr.Textbox(visible=False)}
 
-    async def _step(
-        self, event: gr.EventData, request: gr.Request, saved: Any, state: Any
-    ) -> tuple[Any, ...]:
-        """Show another branch of conversation "id": that of number "place" at message "index"."""
-        history = self._resumed(request, saved, state)
-        found, index = history.find(str(event.id)), int(event.index)
-        if found is not None and not found.is_answering and 0 <= index < len(found.messages):
-            found.step(index, int(event.place))
-        return self._view(history)
-
-    async def _end_answer(self, request: gr.Request) -> None:
+    async def _stop(self, request: gr.Request) -> None:
         self._history(request).open.stop()
-
-    async def _restore(self, saved: Any, request: gr.Request) -> tuple[Any, ...]:
-        history = self._history(request)
-        history.take_over(saved)
-        return self._view(history)
-
-    async def _act(
-        self, event: gr.EventData, request: gr.Request, saved: Any, state: Any
-    ) -> tuple[Any, ...]:
-        """What a visitor did in the list of conversations."""
-        history = self._resumed(request, saved, state)
-        reply = act(history, event._data)
-        if note := reply.pop("note", ""):
-            gr.Info(note)
-        messages, rows, state = self._view(history)
-        return messages, rows | reply, state
 
     async def _save(self, saved: Any, request: gr.Request) -> list[dict[str, Any]]:
         """What the browser stores; an open page may have outlived the server's conversations."""
@@ -253,6 +291,34 @@ class Chat:
             history.stop_all()
 
 
-def _round_button(label: str, name: str) -> gr.Button:
-    """A button that shows the icon of that name."""
-    return gr.Button(label, scale=0, min_width=36, elem_id=name, elem_classes=f"glyph-{name}")
+def _step(visit: Visit) -> None:
+    """Show another branch: that of number "place" at message "index"."""
+    if (index := visit.index) is not None and visit.shown:
+        visit.shown.step(index, int(visit.event.place))
+
+
+def _delete(visit: Visit) -> None:
+    gone = visit.shown or visit.history.open
+    visit.history.remove(gone.id)
+    if visit.history.removed is not None:
+        visit.notice = f"“{gone.title}” is deleted. Undo brings it back."
+
+
+def _search(visit: Visit, query: str) -> None:
+    visit.history.query = query[:_LONGEST_QUERY]
+
+
+def _import(visit: Visit) -> None:
+    """Take over the conversations of a file, whose "text" `page.js` has read."""
+    try:
+        count = visit.history.restore(json.loads(str(visit.event.text)))
+    except (ValueError, RecursionError):
+        raise UsageError("this is no file of conversations: it is not JSON") from None
+    if not count:
+        raise UsageError("nothing imported: no conversation is new, or there is no room")
+    visit.notice = f"{count} conversation{'s' if count > 1 else ''} imported."
+
+
+def _button(label: str, icon: str, name: str) -> gr.Button:
+    """A button with the icon of that name."""
+    return gr.Button(label, scale=0, min_width=0, elem_id=name, elem_classes=f"glyph-{icon}")

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation
-from hotcold.model.errors import HotcoldError, UsageError
+from hotcold.model.errors import UsageError
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.errors import ApiError, as_api_error
@@ -30,8 +30,6 @@ class Conversation:
     name: str = ""  # given by the visitor, else the first question stands for it
     result: Generation | None = None
     problem: ApiError | None = None  # why the last question has no answer, or no whole one
-    is_refused: bool = False  # the problem is of a question that was not taken
-    is_below: bool = False  # and that is in its field again
     _reading: asyncio.Task[None] | None = None  # while the last answer grows
     _answers: Answers | None = None
     _is_stopped: bool = False
@@ -56,16 +54,6 @@ class Conversation:
     def is_answering(self) -> bool:
         """Whether an answer is under way."""
         return self._reading is not None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether an answer is under way of which nothing has come yet."""
-        return self.is_answering and not self.messages[-1].content
-
-    @property
-    def error(self) -> str:
-        """The line that says what went wrong, or nothing."""
-        return "" if self.problem is None else self.problem.message
 
     @property
     def num_chars(self) -> int:
@@ -101,7 +89,7 @@ class Conversation:
             messages=[*system, *told] if is_chat else None,
             prompt=None if is_chat else told[-1]["content"],
         )
-        self._forget_end()
+        self.result = self.problem = None
         self._is_stopped = False
         self._reading = asyncio.create_task(self._read(backend, request, asked, answer))
 
@@ -113,11 +101,6 @@ class Conversation:
                 break
             before.drop()
         self.before(-1 if at is None else at).add(Message("user", question))
-
-    def _forget_end(self) -> None:
-        """Forget how the last answer ended."""
-        self.result = self.problem = None
-        self.is_refused = self.is_below = False
 
     async def _read(
         self, backend: Backend, request: GenerateRequest, asked: Message, answer: Message
@@ -145,16 +128,12 @@ class Conversation:
     def write(self, index: int, text: str) -> None:
         """Put a text in the place of the answer `index`, which stays as a branch."""
         self.before(index).add(Message(content=text))
-        self._forget_end()
+        self.result = self.problem = None
 
     def step(self, index: int, place: int) -> None:
         """Show the branch of that number at message `index`."""
         self.before(index).show(place)
-        self._forget_end()
-
-    def refuse(self, error: HotcoldError, is_below: bool = True) -> None:
-        """Say why a question was not taken; `is_below`: it is put back into its field."""
-        self.problem, self.is_refused, self.is_below = as_api_error(error), True, is_below
+        self.result = self.problem = None
 
     def has(self, words: list[str]) -> bool:
         """Whether its title and messages have all these words, in small letters."""
@@ -176,6 +155,7 @@ class ChatHistory:
         self.conversations = [Conversation()]
         self.open_id = self.conversations[0].id
         self.query = ""  # the words that listed conversations have
+        self.named_id = ""  # the conversation whose name is being written
         self.removed: tuple[int, Conversation] | None = None  # its place, for `undo_remove`
         self._has_taken_over = False
 
@@ -232,33 +212,32 @@ class ChatHistory:
         if gone.id == self.open_id:
             self.open_id = self.conversations[min(place, len(self.conversations) - 1)].id
 
-    def undo_remove(self) -> bool:
-        """Restore the conversation removed last, and open it; whether there is room for it."""
+    def undo_remove(self) -> None:
+        """Restore the conversation removed last, and open it. Errors: UsageError without room."""
         if self.removed is None:
-            return True
+            return
         place, gone = self.removed
         if self.find(gone.id) is None:  # no import has brought it back
             if not self._has_room(gone):
-                return False
+                raise UsageError("there is no room for it beside the others")
             self.conversations.insert(place, gone)
         self.removed = None
         self.open_id = gone.id
-        return True
 
     def _has_room(self, added: Conversation) -> bool:
         chars = sum(item.num_chars for item in [*self.conversations, added])
         return len(self._kept) < _MAX_KEPT and chars <= _MAX_CHARS
 
-    def rename(self, conversation_id: str, name: str) -> None:
-        """Give a conversation a name; an empty one: its first question again."""
-        found = self.find(conversation_id)
-        if found is not None:
+    def rename(self, name: str) -> None:
+        """Give the conversation `named_id` a name, once; an empty one: its first question again."""
+        found, self.named_id = self.find(self.named_id), ""
+        if found is not None and (found.name or name != found.title):
             found.name = " ".join(name.split())[:_LONGEST_NAME]
 
-    def matching(self) -> list[Conversation]:
-        """Those that have all words of `query`."""
+    def listed(self) -> list[Conversation]:
+        """Those that hold something, and all words of `query`."""
         words = self.query.lower().split()
-        return [item for item in self.conversations if item.has(words)]
+        return [item for item in self._kept if item.has(words)]
 
     def stop_all(self) -> None:
         """End all answers: the visitor has left."""

@@ -1,6 +1,7 @@
 """The chat page: a Gradio app over a running system, which needs nothing from other hosts."""
 
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hotcold.model.errors import HotcoldError
 from hotcold.model.weights.sizes import attention_bytes, head_bytes
 from hotcold.placement.solver.cost import RowBytes
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.page import asset, script, styles
+from hotcold.ui.page import asset, styles
 from hotcold.ui.page.chat import MAX_VISITORS, Chat
 from hotcold.ui.page.chat_settings import settings_form
 from hotcold.ui.page.placement_tab import placement_tab
@@ -64,11 +65,17 @@ def _bar(model_name: str, described: SystemConfig, paths: Mapping[str, str]) -> 
     device = f"CPU, {cores} thread{'s' if cores > 1 else ''}"
     if described.device != "cpu":
         device = f"GPU and {device}"
-    shown = {"model": model_name, "paths": dict(paths), "facts": [described.mode, device]}
-    return gr.HTML(
-        shown, html_template=asset("bar.html"), js_on_load=script("bar.js"), elem_id="bar",
-        apply_default_css=False,
-    )  # fmt: skip
+    is_alone = len(paths) < 2
+    facts = [model_name] * is_alone + [described.mode, device]
+    models = (
+        f'<option value="{escape(path)}" {"selected" * (name == model_name)}>'
+        f"{escape(name)}</option>"
+        for name, path in paths.items()
+    )
+    bar = asset("bar.html").format(
+        facts=escape(" · ".join(facts)), models="".join(models), hidden="hidden" * is_alone
+    )
+    return gr.HTML(bar, elem_id="bar", apply_default_css=False)
 
 
 def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
@@ -115,7 +122,7 @@ def live_panel(backend: Backend, config: ModelConfig) -> gr.HTML:
         return _with_sizes(telemetry_json(found) | more)
 
     return gr.HTML(
-        "", html_template=asset("live.html"), js_on_load=script("live.js"), elem_id="live",
+        "", html_template=asset("live.html"), js_on_load=asset("live.js"), elem_id="live",
         server_functions=[telemetry], apply_default_css=False,
     )  # fmt: skip
 

@@ -37,35 +37,23 @@ def suggestions(is_demo: bool, is_chat: bool) -> tuple[str, ...]:
 
 
 def shown_messages(conversation: Conversation) -> list[dict[str, str]]:
-    """Its messages, and below them what went wrong, as HTML."""
+    """Its messages, and below them what went wrong and what to do about it, as HTML."""
     messages = [
         {"role": message.role, "content": with_formulas(message.content)}
         for message in conversation.messages
     ]
-    if conversation.problem is not None:
-        told = _problem_html(conversation, conversation.problem)
-        messages.append({"role": "assistant", "content": told})
+    problem, last = conversation.problem, conversation.before(-1)
+    if problem is not None:
+        has_begun = last.role == "assistant" and last.content
+        what = "The answer broke off" if has_begun else "No answer"
+        text = escape(" ".join(problem.message.split()).rstrip("."))
+        told = f"<strong>{what}: {text}.</strong> <span>{escape(remedy(problem))}</span>"
+        messages.append({"role": "assistant", "content": f'<div class="problem">{told}</div>'})
     return messages
 
 
-def _problem_html(conversation: Conversation, problem: ApiError) -> str:
-    """What went wrong, and what to do about it."""
-    last = conversation.before(-1)
-    has_begun = last.role == "assistant" and last.content
-    what = "The answer broke off" if has_begun else "No answer"
-    if conversation.is_refused:
-        what = "Not sent"
-    text = escape(" ".join(problem.message.split()).rstrip("."))
-    return (
-        f'<div class="problem"><strong>{what}: {text}.</strong> '
-        f"<span>{escape(remedy(problem, conversation.is_below))}</span></div>"
-    )
-
-
-def remedy(problem: ApiError, is_below: bool = False) -> str:
-    """What a visitor can do about an error; `is_below`: the question is still in its field."""
-    if is_below:
-        return "Change that, then send the question again: it is still below."
+def remedy(problem: ApiError) -> str:
+    """What a visitor can do about an error."""
     if problem.code == "context_length_exceeded":
         return "Start a new conversation, or shorten the question."
     if problem.status == 504:
@@ -78,34 +66,27 @@ def remedy(problem: ApiError, is_below: bool = False) -> str:
 
 
 def thread_state(conversation: Conversation) -> dict[str, Any]:
-    """The state that bar, input field and thread show.
+    """The state that the whole page goes by (`page.js`).
 
     state: "ready", "waiting" for an answer's first word, "answering" or "error"
-    messages: their texts and branches, for the buttons below them; [] while one is answered
+    branches: of each message its number among those in its place, and how many these are; [] while
+    one is answered
     """
-    state, text = "ready", ""
+    messages, text = conversation.messages, ""
     if conversation.is_answering:
-        state = "waiting" if conversation.is_waiting else "answering"
-    elif conversation.problem is not None:
-        state = "error"
-    elif conversation.result is not None:
+        state = "answering" if messages[-1].content else "waiting"
+        messages = []
+    else:
+        state = "error" if conversation.problem is not None else "ready"
+    if state == "ready" and conversation.result is not None:
         text = _figures(conversation.result)
-    said = [] if conversation.is_answering else conversation.messages
+    before = [conversation.start, *messages]
     return {
         "state": state,
         "id": conversation.id,
         "text": text,
         "empty": not conversation.messages and conversation.problem is None,
-        "refused": conversation.is_below,
-        "messages": [
-            {
-                "role": message.role,
-                "text": message.content,
-                "place": before.place,
-                "branches": len(before.replies),
-            }
-            for before, message in zip([conversation.start, *said], said, strict=False)
-        ],
+        "branches": [[one.place, len(one.replies)] for one in before[: len(messages)]],
     }
 
 

@@ -4,6 +4,12 @@ const POLL_MS = 500;
 const QUIET_POLLS = 4; // without a running request, then it stops asking
 const GLANCE_MS = 5000; // a visitor who moves sees what others do meanwhile; after an error
 
+function make(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+
 const KINDS = ["hot", "computed", "gate", "skipped"];
 const WORDS = ["hot, on the GPU", "cold, computed", "cold, only its gate", "cold, skipped"];
 // Without a GPU there is no hot neuron, so none has to be called cold.
