@@ -62,14 +62,12 @@ def set_numbers(page: Any, values: dict[str, str]) -> None:
 def wait_for_answer(page: Any) -> str:
     """The last answer, once its figures stand below it and all of it is shown.
 
-    A question may be shown before the figures of the answer above it go, but its answer has buttons
-    only with its own. The browser may show these first: the answer is shown when it is the same for
-    half a second.
+    The browser may show these first: the answer is shown when it is the same for half a second.
     """
     page.wait_for_function(
         "() => { const rows = document.querySelectorAll('#chat .message-row:not(.message-row *)');"
         " return document.body.dataset.chat == 'ready' &&"
-        " [...rows].at(-1)?.querySelector(':scope > .tools') &&"
+        " [...rows].at(-1)?.matches('.bot-row') &&"
         " document.querySelector('#status').innerText.includes('tokens at') }"
     )
     answer = page.locator("#chat .message.bot").last
@@ -111,7 +109,9 @@ def kept(page: Any) -> str:
 
 def click_in_row(page: Any, title: str, what: str) -> None:
     """Rename or delete a conversation."""
-    page.get_by_role("button", name=f"{what} {title}").click()
+    page.locator("#rows label", has_text=title).click()
+    page.locator("#rows label.selected", has_text=title).wait_for()
+    page.get_by_role("button", name=what, exact=True).click()
 
 
 def plain(text: str) -> str:

@@ -78,7 +78,7 @@ def test_stop_ends_an_answer(open_page, system, long_winded) -> None:
         ask(page, QUESTION)
         page.wait_for_function("document.querySelector('#chat .message.bot')?.innerText.trim()")
         with suppress(TooLate):
-            page.click("button#stop", timeout=2000)
+            page.click("#ask .stop-button", timeout=2000)
         wait_for_answer(page)
         status = page.inner_text("#status")
         if "stopped" in status and not status.startswith("0 "):
@@ -86,7 +86,7 @@ def test_stop_ends_an_answer(open_page, system, long_winded) -> None:
     assert "stopped" in status
     assert 0 < int(status.split()[0]) < 1000
     until(lambda: system.call("telemetry").num_running == 0)
-    assert page.is_visible("button#send") and not page.is_visible("button#stop")
+    assert page.is_visible("#ask .submit-button") and not page.is_visible("#ask .stop-button")
 
 
 def test_two_conversations_stay_apart(open_page, system, long_winded) -> None:
@@ -96,7 +96,7 @@ def test_two_conversations_stay_apart(open_page, system, long_winded) -> None:
     page.wait_for_selector("#chat .message.bot")
     begin_anew(page)
     ask(page, OTHER)
-    both = [page.locator("#conversations .open").filter(has_text=q) for q in (QUESTION, OTHER)]
+    both = [page.locator("#rows label").filter(has_text=q) for q in (QUESTION, OTHER)]
     for row, question in zip(both, (QUESTION, OTHER), strict=True):
         row.click()
         for _ in range(2):  # the second time with its whole answer
@@ -109,13 +109,13 @@ def test_two_conversations_stay_apart(open_page, system, long_winded) -> None:
     asked = [request.prompt_ids for request in system.requests[-2:]]
     assert asked == [ids_of({"role": "user", "content": q}) for q in (QUESTION, OTHER)]
     click_in_row(page, OTHER, "Delete")
-    page.wait_for_function("document.querySelectorAll('#conversations .open').length == 1")
+    page.wait_for_function("document.querySelectorAll('#rows label').length == 1")
     until(lambda: QUESTION in kept(page) and OTHER not in kept(page))
     page.reload()
     page.wait_for_function(
-        "q => document.querySelector('#conversations')?.innerText.includes(q)", arg=QUESTION
+        "q => document.querySelector('#rows')?.innerText.includes(q)", arg=QUESTION
     )
-    assert OTHER not in page.inner_text("#conversations")
+    assert OTHER not in page.inner_text("#rows")
 
 
 def fired_neurons(monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> int:

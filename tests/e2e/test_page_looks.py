@@ -54,7 +54,7 @@ def test_axe_finds_no_violation(open_page, book, scheme, rules) -> None:
     ask(page, QUESTION)
     page.wait_for_selector("#chat pre")
     assert violations(page, rules) == []
-    page.click("#stop")
+    page.click("#ask .stop-button")
     wait_for_answer(page)
     page.locator("#chat .message.bot").hover()
     settled(page)
@@ -67,7 +67,7 @@ def test_axe_finds_no_violation(open_page, book, scheme, rules) -> None:
     ask(page, QUESTION)
     page.wait_for_selector("#chat .problem")
     click_in_row(page, QUESTION, "Delete")
-    page.wait_for_selector("#conversations [data-do=undo]:enabled")
+    page.locator("#acts button:enabled", has_text="Undo").wait_for()
     page.get_by_role("tab", name="Placement").click()
     page.wait_for_selector("#placement table")
     settled(page)
@@ -110,7 +110,7 @@ def test_on_a_phone_the_list_is_a_drawer_and_the_panel_takes_the_chats_place(
     assert page.is_visible("#side")
     assert page.evaluate("document.activeElement.closest('#side') != null")
     assert violations(page) == []
-    page.locator("#conversations .open").click()
+    page.locator("#rows label").click()
     page.wait_for_selector("#side", state="hidden")
     page.get_by_role("button", name="Conversations").click()
     page.mouse.click(380, 500)  # on what lies behind it
@@ -180,7 +180,7 @@ def test_all_controls_are_reached_by_tab(open_page, book) -> None:
     wait_for_answer(page)
     describe = """() => {
         const found = document.activeElement;
-        const named = found.closest('#new, #conversations, #chat, #question, #send, #live,' +
+        const named = found.closest('#new, #rows, #chat, #question, #live,' +
             ' #system-prompt, #temperature, #top-k, #top-p, #min-p, #seed, #max-tokens');
         return [named?.id || '', found.tagName, found.getAttribute('aria-label') || '',
                 found.innerText?.trim() || ''];
@@ -194,7 +194,7 @@ def test_all_controls_are_reached_by_tab(open_page, book) -> None:
             page.keyboard.press("Tab")
             name, tag, label, text = page.evaluate(describe)
             reached |= {name, f"{name} {tag}", label, text}
-    wanted = "new conversations question send temperature top-k top-p min-p seed max-tokens"
+    wanted = "new rows question temperature top-k top-p min-p seed max-tokens"
     missing = {
         *wanted.split(),
         "system-prompt",
@@ -202,9 +202,18 @@ def test_all_controls_are_reached_by_tab(open_page, book) -> None:
         "live SELECT",
         "Retry",
         "Edit",
-        "Copy",
+        "Copy message",
     }
-    missing |= {f"Rename {QUESTION}", f"Delete {QUESTION}", "Search conversations", "Export"}
-    missing |= {"Import", "Conversations", "Light or dark", "Neurons", "Settings"}
+    missing |= {
+        "Rename",
+        "Delete",
+        "Export",
+        "Import",
+        "Send",
+        "Conversations",
+        "Light or dark",
+        "Neurons",
+        "Settings",
+    }
     assert not missing - reached
     assert "Live" in reached  # the tabs; arrow keys go on to the next

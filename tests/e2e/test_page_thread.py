@@ -45,9 +45,13 @@ def answered(page: Any, book: Any, text: str) -> None:
 
 
 def row(page: Any, number: int) -> Any:
-    found = page.locator("#chat .message-row").nth(number)
-    found.hover()
-    return found
+    return page.locator("#chat .message-row").nth(number)
+
+
+def press(page: Any, number: int, what: str) -> None:
+    """A button of Gradio's below a message."""
+    buttons = page.locator("#chat .message-buttons").nth(number)
+    buttons.get_by_role("button", name=what).click()
 
 
 def wait_for_texts(page: Any, *texts: str) -> None:
@@ -112,19 +116,20 @@ def test_any_message_is_answered_again_and_both_answers_stay(open_page, book) ->
         wait_for_answer(page)
     wait_for_texts(page, QUESTION, "answer0", OTHER, "answer1")
     book.text = "another "
-    row(page, 1).get_by_role("button", name="Retry").click()
+    press(page, 0, "Edit")
+    page.keyboard.press("Enter")  # sent as it was, a question is answered again
     wait_for_texts(page, QUESTION, "another")
     assert book.requests[-1].prompt_ids == ids_of({"role": "user", "content": QUESTION})
-    assert row(page, 1).locator(".tools span").inner_text() == "2/2"
+    assert row(page, 1).locator(".branches span").inner_text() == "2/2"
     assert row(page, 1).get_by_role("button", name="Later branch").is_disabled()
     until(lambda: "another" in kept(page))
     page.reload()
     page.wait_for_selector("body[data-chat=ready][data-state=ready] #question textarea")
-    page.locator("#conversations .open").click()
+    page.locator("#rows label").click()
     wait_for_texts(page, QUESTION, "another")
     row(page, 1).get_by_role("button", name="Earlier branch").click()
     wait_for_texts(page, QUESTION, "answer0", OTHER, "answer1")
-    row(page, 1).locator(".tools span", has_text="1/2").wait_for()
+    row(page, 1).locator(".branches span", has_text="1/2").wait_for()
 
 
 def test_an_edit_is_sent_by_enter_and_ended_by_escape(open_page, book) -> None:
@@ -133,14 +138,13 @@ def test_an_edit_is_sent_by_enter_and_ended_by_escape(open_page, book) -> None:
     ask(page, QUESTION)
     wait_for_answer(page)
     asked = len(book.requests)
-    row(page, 0).get_by_role("button", name="Edit").click()
+    press(page, 0, "Edit")
     field = page.get_by_label("Edit the message")
     assert field.input_value() == QUESTION
-    assert page.get_by_role("button", name="Cancel").is_visible()
     assert violations(page) == []
     page.keyboard.press("Escape")
     assert field.count() == 0 and len(book.requests) == asked
-    row(page, 0).get_by_role("button", name="Edit").click()
+    press(page, 0, "Edit")
     field.fill("one")
     page.keyboard.press("Shift+Enter")
     page.keyboard.type("two")
@@ -148,9 +152,9 @@ def test_an_edit_is_sent_by_enter_and_ended_by_escape(open_page, book) -> None:
     page.keyboard.press("Enter")
     wait_for_texts(page, "one", "second")
     assert book.requests[-1].prompt_ids == ids_of({"role": "user", "content": "one\ntwo"})
-    row(page, 1).get_by_role("button", name="Edit").click()
+    press(page, 1, "Edit")
     field.fill("third")
-    page.get_by_role("button", name="Save").click()
+    press(page, 1, "Submit")
     wait_for_texts(page, "one", "third")
     assert len(book.requests) == asked + 1  # an answer that is written needs none
     row(page, 0).get_by_role("button", name="Earlier branch").click()
@@ -161,7 +165,7 @@ def test_a_branch_that_fails_says_so_and_the_other_is_there(open_page, book) -> 
     page = open_page()
     answered(page, book, "first ")
     book.num_tokens, book.error = 0, ServiceError("the cpu0 service died")
-    row(page, 1).get_by_role("button", name="Retry").click()
+    press(page, 1, "Retry")
     page.locator("#chat .problem").wait_for()
     assert "No answer" in page.inner_text("#chat .problem")
     row(page, 1).get_by_role("button", name="Earlier branch").click()
@@ -179,7 +183,7 @@ def test_keys_stop_search_and_begin_anew(open_page, book) -> None:
     assert "stopped" in page.inner_text("#status")
     page.get_by_role("button", name="Conversations").click()  # closed
     page.keyboard.press("Control+k")
-    assert page.evaluate("document.activeElement.ariaLabel") == "Search conversations"
+    assert page.evaluate("document.activeElement.closest('#search') != null")
     page.keyboard.press("Control+Shift+O")
     page.wait_for_selector("#welcome h2")
     page.keyboard.type("x")
@@ -197,8 +201,6 @@ def test_html_of_a_text_stands_for_nothing_of_the_page(open_page, book) -> None:
     page.keyboard.press("Escape")
     wait_for_answer(page)
     assert "stopped" in page.inner_text("#status")
-    dressed = "#chat .message-row:not(.message-row *) > .tools"
-    page.wait_for_function(f"document.querySelectorAll('{dressed}').length == 4")
 
 
 DROP = """([name, bytes]) => {
@@ -255,27 +257,6 @@ def test_files_of_text_are_chosen_by_a_button(open_page, book, tmp_path, view) -
     wait_for_answer(page)
     said = f"{wanted}\nnotes.md:\n```\none\n```"
     assert book.requests[-1].prompt_ids == ids_of({"role": "user", "content": said})
-
-
-LATE = """{
-    const ask = window.fetch;
-    const late = new Promise((done) => { window.letGo = done; });
-    window.fetch = async (...asked) => {
-        if (String(asked[0]?.url ?? asked[0]).includes("/queue/join")) await late;
-        return ask(...asked);
-    };
-    window.addEventListener("hotcold-state", () => { window.words += 1; });
-}"""
-
-
-def test_the_servers_first_word_takes_no_notices_place(open_page) -> None:
-    page = open_page(first=LATE)
-    assert page.evaluate(DROP, ["picture.png", [137, 80, 78, 71, 0, 255]])
-    notice = "document.querySelector('#status p').innerText == 'picture.png holds no text.'"
-    page.wait_for_function(notice)
-    page.evaluate("words = 0; letGo()")
-    page.wait_for_function("words > 0")
-    assert page.evaluate(notice)
 
 
 @pytest.mark.parametrize("view", [{}, PHONE], ids=["wide", "phone"])

@@ -16,9 +16,10 @@ from hotcold.model.errors import ServiceError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.backend import Backend, ServerSettings
-from hotcold.ui.api.errors import ApiError
+from hotcold.ui.api.errors import ApiError, as_api_error, timed_out, unavailable
 from hotcold.ui.page.branches import Message, restored
-from hotcold.ui.page.conversations import ChatHistory, Conversation
+from hotcold.ui.page.conversations import NO_TITLE, ChatHistory, Conversation
+from hotcold.ui.page.thread import remedy, shown_messages, suggestions, thread_state
 from tests.unit.test_server_limits import give_client
 
 _USER, _ASSISTANT = ({"role": role, "content": "x"} for role in ("user", "assistant"))
@@ -90,6 +91,12 @@ async def finished(talk: Conversation) -> list[str]:
     return [message.content for message in talk.messages]
 
 
+def told(talk: Conversation) -> str:
+    """What went wrong."""
+    assert talk.problem is not None
+    return talk.problem.message
+
+
 async def until_said(talk: Conversation) -> None:
     """Until the first part of the answer is there."""
     async with asyncio.timeout(30):
@@ -124,7 +131,7 @@ async def test_stop_and_leaving_end_what_runs() -> None:
     assert visit.book.ended == ["1"]
     await finished(history.open)
     assert history.open.result is not None
-    assert (history.open.result.finish_reason, history.open.error) == ("cancelled", "")
+    assert (history.open.result.finish_reason, history.open.problem) == ("cancelled", None)
 
 
 @in_loop
@@ -135,7 +142,7 @@ async def test_the_page_has_the_servers_limits() -> None:
     for talk in talks:
         visit.ask(talk, "one?")
     assert await finished(talks[3]) == ["one?"]
-    assert "queue is full" in talks[3].error and visit.backend.num_active == 3
+    assert "queue is full" in told(talks[3]) and visit.backend.num_active == 3
     other = GenerateRequest(SamplingParams(), prompt="a")
     with pytest.raises(ApiError, match="queue is full"):
         await visit.backend.start(1, partial(visit.backend.encoded, other))
@@ -145,14 +152,14 @@ async def test_the_page_has_the_servers_limits() -> None:
     assert visit.backend.num_active == 0
     visit.ask(talks[0], "two?", max_tokens=101)
     await finished(talks[0])
-    assert "this server allows 100" in talks[0].error and len(visit.book.requests) == 3
+    assert "this server allows 100" in told(talks[0]) and len(visit.book.requests) == 3
     visit.ask(talks[0], "two?", max_tokens=None)
     await finished(talks[0])
     assert visit.book.requests[3].sampling.max_tokens == 100
     hasty = Visit(may_go_on=False, request_timeout_s=0.05)
     hasty.ask(talks[1], "two?")
     await finished(talks[1])
-    assert "longer than 0.05 s" in talks[1].error and hasty.backend.num_active == 0
+    assert "longer than 0.05 s" in told(talks[1]) and hasty.backend.num_active == 0
 
 
 @in_loop
@@ -288,3 +295,105 @@ def test_what_is_malformed_is_left_out(kept) -> None:
     history = ChatHistory()
     history.restore(kept)
     assert len(history.conversations) == 1
+
+
+def talk_of(*texts: str) -> Conversation:
+    roles = ["user", "assistant"] * len(texts)
+    messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
+    return Conversation(restored(messages))
+
+
+def history_of(*talks: Conversation) -> ChatHistory:
+    found = ChatHistory()
+    found.conversations, found.open_id = [*talks], talks[0].id
+    return found
+
+
+def titles(history: ChatHistory) -> list[str]:
+    return [one.title for one in history.listed()]
+
+
+def test_a_conversation_gets_a_name_and_is_found_by_it() -> None:
+    history = history_of(talk_of("one?", "The first."), talk_of("two?", "The second."))
+    history.named_id = history.conversations[1].id
+    history.rename("  Half\n a dozen ")
+    assert titles(history) == ["one?", "Half a dozen"]
+    found = {"DOZEN second": ["Half a dozen"], "the": ["one?", "Half a dozen"], "third": []}
+    for query, expected in found.items():
+        history.query = query
+        assert titles(history) == expected
+    other = ChatHistory()
+    other.restore(json.loads(json.dumps(history.saved())))
+    assert titles(other) == ["one?", "Half a dozen"]
+    history.query, history.named_id = "", history.conversations[1].id
+    history.rename(" ")
+    assert titles(history) == ["one?", "two?"]
+
+
+def test_what_was_deleted_comes_back_to_its_place() -> None:
+    history = history_of(talk_of("one?", "The first."), talk_of("two?", "The second."))
+    first, second = (item.id for item in history.conversations)
+    history.remove(first)
+    assert (titles(history), history.open_id) == (["two?"], second)
+    for _ in range(2):
+        history.undo_remove()
+        assert (titles(history), history.open_id) == (["one?", "two?"], first)
+    history.remove(second)
+    history.remove(first)
+    assert titles(history) == [] and history.open.messages == []
+
+
+def test_what_is_deleted_comes_back_only_where_there_is_room() -> None:
+    """A browser keeps 50 conversations, of a million characters in all."""
+    history = history_of(talk_of("one?", "The first."), talk_of("two?", "The second."))
+    gone = history.conversations[0]
+    for many in ([talk_of("three?") for _ in range(50)], [talk_of("x" * 1_048_500)]):
+        history.remove(gone.id)
+        assert history.restore(history_of(*many).saved()) > 0
+        with pytest.raises(UsageError, match="no room"):
+            history.undo_remove()
+        assert gone not in history.conversations
+        del history.conversations[1:]
+        history.undo_remove()
+        assert history.open is gone
+
+
+def test_an_empty_conversation_takes_no_room() -> None:
+    """Neither for Undo, nor where a browser gives its 50 back to a page that was just opened."""
+    history = history_of(*(talk_of(f"{number}?") for number in range(50)))
+    history.start_new()
+    gone = history.conversations[-1]
+    history.remove(gone.id)
+    history.undo_remove()
+    assert history.open is gone
+    opened = ChatHistory()
+    opened.take_over(json.loads(json.dumps(history.saved())))
+    assert len(opened.saved()) == 50 and opened.open.messages == []
+    opened.open.start = talk_of("new?").start
+    opened.forget_oldest()
+    asked = [item["messages"][0]["content"] for item in opened.saved()]
+    assert asked == ["new?", *(f"{number}?" for number in range(49))]
+    assert len(opened.conversations) == 50
+
+
+def test_each_error_stands_below_the_thread_with_what_to_do() -> None:
+    long = ApiError(400, "too <long>.", code="context_length_exceeded")
+    others = [timed_out(1.0, "why"), unavailable("queue"), ApiError(400, "a"), ApiError(500, "b")]
+    found = [remedy(problem) for problem in (long, *others)]
+    assert len(set(found)) == 5 and all("Retry" in text for text in found[1:])
+    assert "new conversation" in found[0] and "Max tokens" not in found[0]
+    talk = talk_of("one?")
+    talk.problem = as_api_error(long)
+    question, problem = shown_messages(talk)
+    assert question["content"] == "one?" and "No answer: too &lt;long&gt;." in problem["content"]
+    assert (thread_state(talk)["state"], thread_state(Conversation())["state"]) == (
+        "error", "ready",
+    )  # fmt: skip
+    talk.before(-1).add(Message(content="half"))
+    assert "broke off" in shown_messages(talk)[-1]["content"]
+
+
+def test_questions_fit_the_model() -> None:
+    shown = [suggestions(True, True), suggestions(False, True), suggestions(False, False)]
+    assert all(len(each) == 4 for each in shown) and "Python" in shown[0][0]
+    assert not any(question.endswith("?") for question in shown[2][1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
 from hotcold.placement.plan import PlacementPlan, PlanRequest
+from hotcold.ui.page.conversations import ChatHistory
 from tests.placement_cases import make_machine
 
 
@@ -64,23 +66,25 @@ def test_settings_are_checked() -> None:
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        (r"so \(a<b\) and $c$", "so \ue000a&lt;b\ue001 and \ue000c\ue001"),
-        ("\\[\na\n\\]\n$$b$$", "\ue002\na\n\ue003\n\ue002b\ue003"),
+        (r"so \(a<b\) and $c$", r"so |\(a< b\)| and |$c$|"),
+        ("\\[\na\n\\]\n$$b$$", "|\\[\na\n\\]|\n|$$b$$|"),
         ("it costs $5 or $10, or $5/$6; $HOME:$PATH", None),
         (r"an escaped \$a$ and a lone $ and a$b$", None),
         ("`$a$` and ``\\(`b`\\)``", None),
         ("```sh\necho $a$ \\(b\\)\n```", None),
         ("~~~\n$a$\n", None),  # a block that is still being written
-        ("```\n$a$\n```\n$b$", "```\n$a$\n```\n\ue000b\ue001"),
-        ("```$a$``` and $b$\n$c$", "```$a$``` and \ue000b\ue001\n\ue000c\ue001"),
-        (r"\[ a \\[2pt] \left[ x \] y", "\ue002 a \\\\[2pt] \\left[ x \ue003 y"),
-        (r"\( a \( \(c\\\)", "\\( a \\( \ue000c\\\\\ue001"),
+        ("```\n$a$\n```\n$b$", "```\n$a$\n```\n|$b$|"),
+        ("```$a$``` and $b$\n$c$", "```$a$``` and |$b$|\n|$c$|"),
+        (r"\[ a \\[2pt] \left[ x \] y", r"|\[ a \\[2pt] \left[ x \]| y"),
+        (r"\( a \( \(c\\\)", r"\( a \( |\(c\\\)|"),
     ],
 )
 def test_formulas_are_found_outside_code(text: str, shown: str | None) -> None:
-    from hotcold.ui.page.maths import with_formulas
+    from hotcold.ui.page.maths import with_formulas, without_marks
 
-    assert with_formulas(text) == (text if shown is None else shown)
+    marked = with_formulas(text)
+    assert marked.replace("\u2063", "|") == (text if shown is None else shown)
+    assert without_marks(marked).replace("< ", "<") == text
 
 
 def test_text_of_openings_alone_is_searched_fast() -> None:
@@ -110,110 +114,119 @@ def test_what_a_plan_file_says_is_shown_as_words() -> None:
         assert ("expects 7 tokens/s" in found) == (speed == 7.4)
 
 
+TURNS = [{"role": "user", "content": "really?"}, {"role": "assistant", "content": "yes"}]
+
+
+class Visited:
+    """A chat without a system, and a visitor of it who has conversations."""
+
+    def __init__(self, *names: str) -> None:
+        from hotcold.ui.page.chat import Chat
+
+        backend: Any = None  # nobody asks it
+        self.chat = Chat(backend, "model", True)
+        self.request: Any = SimpleNamespace(session_hash="a", headers={}, client=None)
+        self.chat._settings = SimpleNamespace(read=lambda values: ("", None))  # type: ignore
+        for part in ("_chatbot", "_state", "_rows", "_undo", "_question", "_name"):
+            setattr(self.chat, part, part)
+        self.kept = [{"id": name, "messages": TURNS} for name in names]
+        self.history.take_over(self.kept)
+
+    @property
+    def history(self) -> ChatHistory:
+        return self.chat._history(self.request)
+
+    def do(self, act: Any, shown: str, *given: Any, **event: Any) -> dict[Any, Any]:
+        """What is shown at last, once `act` is done on a page that shows a conversation."""
+
+        async def done() -> dict[Any, Any]:
+            handle = self.chat._handler(act)
+            found = SimpleNamespace(**event)
+            views = handle(found, self.request, self.kept, {"id": shown}, *given)
+            return [view async for view in views][-1]
+
+        return asyncio.run(done())
+
+    def said(self, name: str) -> str:
+        found = self.history.find(name)
+        assert found is not None
+        return found.messages[1].content
+
+
 def test_a_page_loses_no_conversation_with_its_connection_or_its_server() -> None:
     """The browser keeps what it is told: that must hold what it kept before."""
-    from hotcold.ui.page.chat import Chat
-
-    def kept(name: str) -> dict[str, Any]:
-        turns = [("user", name), ("assistant", "yes")]
-        return {"id": name, "messages": [{"role": role, "content": text} for role, text in turns]}
 
     def names(saved: list[dict[str, Any]]) -> set[str]:
         return {item["id"] for item in saved}
 
-    async def visit() -> None:
-        backend: Any = None  # nobody asks it
-        visitor: Any = SimpleNamespace(session_hash="a", headers={}, client=None)
-        chat = Chat(backend, "model", True)
-        await chat._restore([kept("one"), kept("two")], visitor)
-        chat._history(visitor).remove("two")
-        saved = await chat._save([kept("one"), kept("two")], visitor)
-        assert names(saved) == {"one"}
-        await chat._leave(visitor)  # the connection was lost for a moment
-        chat._history(visitor).restore([kept("three")])
-        saved = await chat._save(saved, visitor)
-        assert names(saved) == {"one", "three"}
-        another = Chat(backend, "model", True)  # the server began anew, and the page stays open
-        another._history(visitor).restore([kept("four")])
-        assert names(await another._save(saved, visitor)) == {"one", "three", "four"}
+    def saved(visited: Visited, before: list[Any]) -> list[Any]:
+        return asyncio.run(visited.chat._save(before, visited.request))
 
-    asyncio.run(visit())
+    first = Visited("one", "two")
+    first.do(lambda visit: visit.history.remove("two"), "one")
+    kept = saved(first, first.kept)
+    assert names(kept) == {"one"}
+    asyncio.run(first.chat._leave(first.request))  # the connection was lost for a moment
+    first.history.restore([{"id": "three", "messages": TURNS}])
+    kept = saved(first, kept)
+    assert names(kept) == {"one", "three"}
+    another = Visited("four")  # the server began anew, and the page stays open
+    assert names(saved(another, kept)) == {"one", "three", "four"}
 
 
 def test_an_answer_is_rewritten_where_there_is_room() -> None:
-    from hotcold.ui.page.chat import Chat
-
-    async def written(text: str) -> tuple[Any, list[Any], str]:
-        """What is put into the question's field, the messages, and what went wrong."""
-        backend: Any = None  # nobody asks it
-        visitor: Any = SimpleNamespace(session_hash="a", headers={}, client=None)
-        chat = Chat(backend, "model", True)
-        history = chat._history(visitor)
-        history.restore([{"id": "one", "messages": turns}])
-        history.show("one")
-        event: Any = SimpleNamespace(id="one", index=1, text=text)
-        views = [view async for view in chat._again(event, visitor, [], {})]
-        return views[-1][-1], history.open.messages, history.open.error
-
-    turns = [{"role": "user", "content": "really?"}, {"role": "assistant", "content": "yes"}]
-    _, messages, error = asyncio.run(written("no"))
-    assert [one.content for one in messages[0].replies] == ["yes", "no"]
-    assert (messages[1].content, error) == ("no", "")
+    visited = Visited("one")
+    visited.do(visited.chat._edit, "one", index=1, value="no")
+    found = visited.history.find("one")
+    assert found is not None
+    assert [one.content for one in found.messages[0].replies] == ["yes", "no"]
     long = "no" * (1 << 19)
-    unwritten, messages, error = asyncio.run(written(long))
-    assert unwritten == long and messages[1].content == "yes" and "too long to keep" in error
+    shown = visited.do(visited.chat._edit, "one", index=1, value=long)
+    assert shown["_question"] == long and visited.said("one") == "no"
+    assert "too long to keep" in shown["_state"]["text"] and shown["_state"]["state"] == "error"
 
 
 def test_an_event_that_comes_late_is_of_its_own_conversation() -> None:
-    from hotcold.ui.page.chat import Chat
+    from hotcold.ui.page.chat import _delete, _step
 
-    async def written() -> list[list[str]]:
-        backend: Any = None  # nobody asks it
-        visitor: Any = SimpleNamespace(session_hash="a", headers={}, client=None)
-        chat = Chat(backend, "model", True)
-        history = chat._history(visitor)
-        history.restore([{"id": name, "messages": turns} for name in ("one", "two")])
-        history.show("two")  # after the click, before its event came
-        for name, text in (("one", "no"), ("gone", "never")):
-            async for _ in chat._again(
-                SimpleNamespace(id=name, index=1, text=text), visitor, [], {}
-            ):
-                pass
-        found = [item for name in ("one", "two") if (item := history.find(name))]
-        said = [[item.messages[1].content for item in found]]
-        await chat._step(SimpleNamespace(id="one", index=1, place=0), visitor, [], {})
-        await chat._step(SimpleNamespace(id="gone", index=1, place=0), visitor, [], {})
-        assert history.open is found[1]
-        return [*said, [item.messages[1].content for item in found]]
-
-    turns = [{"role": "user", "content": "really?"}, {"role": "assistant", "content": "yes"}]
-    assert asyncio.run(written()) == [["no", "yes"], ["yes", "yes"]]
+    visited = Visited("one", "two")
+    visited.history.show("two")  # after the click, before its event came
+    for name, text in (("one", "no"), ("gone", "never")):
+        visited.do(visited.chat._edit, name, index=1, value=text)
+    assert [visited.said(name) for name in ("one", "two")] == ["no", "yes"]
+    for name, index in (("one", 1), ("one", 7), ("gone", 1)):
+        visited.do(_step, name, index=index, place=0)
+    assert [visited.said(name) for name in ("one", "two")] == ["yes", "yes"]
+    assert visited.history.open_id == "two"
+    visited.do(_delete, "one")
+    assert visited.history.find("one") is None and visited.history.open_id == "two"
 
 
-def test_a_retry_that_is_refused_can_be_pressed_again() -> None:
-    from hotcold.ui.page.chat import Chat
+def test_what_is_refused_changes_nothing_and_is_told() -> None:
+    from hotcold.ui.page.chat import _import
 
     def read(values: Any) -> Any:
         raise UsageError("top_p is 7")
 
-    async def retried() -> tuple[Any, ...]:
-        backend: Any = None  # nobody asks it
-        visitor: Any = SimpleNamespace(session_hash="a", headers={}, client=None)
-        event: Any = SimpleNamespace(id="one", index=1, text=None)
-        settings: Any = SimpleNamespace(read=read)
-        chat = Chat(backend, "model", True)
-        chat._settings = settings
-        history = chat._history(visitor)
-        history.restore([{"id": "one", "messages": turns}])
-        history.show("one")
-        return [view async for view in chat._again(event, visitor, [], {})][-1]
+    visited = Visited("one")
+    visited.history.show("one")
+    visited.chat._settings = SimpleNamespace(read=read)  # type: ignore[assignment]
+    shown = visited.do(visited.chat._retry, "one", index=0)
+    assert shown["_state"]["text"] == "Not done: top_p is 7." and visited.said("one") == "yes"
+    assert visited.do(visited.chat._ask, "one", " more? ")["_question"] == "more?"
+    for text in ("{", "[" * 100_000):
+        assert "not JSON" in visited.do(_import, "one", text=text)["_state"]["text"]
+    kept = json.dumps([*visited.kept, {"id": "two", "messages": TURNS}])
+    for told in ("1 conversation imported.", "nothing imported"):
+        assert told in visited.do(_import, "one", text=kept)["_state"]["text"]
 
-    turns = [{"role": "user", "content": "really?"}, {"role": "assistant", "content": "yes"}]
-    thread, _, state, _ = asyncio.run(retried())
-    assert thread[:2] == turns
-    told = thread[2]["content"]
-    assert "Not sent: top_p is 7." in told and "press Retry" in told and "below" not in told
-    assert (state["state"], state["refused"]) == ("error", False)
+
+def test_a_conversation_is_named_once_by_enter_and_by_leaving_the_field() -> None:
+    visited = Visited("one", "two")
+    visited.do(visited.chat._begin_naming, "one")
+    for name in (" Half\n a dozen ", "another"):
+        visited.do(visited.chat._end_naming, "two", name)
+    assert [one.title for one in visited.history.listed()] == ["Half a dozen", "really?"]
 
 
 def test_the_table_of_a_placement_has_a_row_of_each_device_with_its_bars() -> None:

@@ -1,6 +1,8 @@
 // The page's frame and its thread: what opens and closes, keys, branches, files of text. Styles go by
 // the body's data attributes: `chat` is the state of the open conversation, `state` what the bar says.
-const STATES = { ready: "Ready", waiting: "Reading the question", answering: "Answering", error: "Error", lost: "No connection" };
+const STATES = {
+  ready: "Ready", waiting: "Reading the question", answering: "Answering", error: "Error", lost: "No connection",
+}; // prettier-ignore
 const GONE = "The server has ended or cannot be reached.";
 const LOST = `${GONE.slice(0, -1)}: the answer broke off. Load the page again once it is back.`;
 const HINT = "Enter sends, Shift+Enter begins a new line. Ctrl+K searches, Ctrl+Shift+O begins anew.";
@@ -84,19 +86,24 @@ function dress() {
     if ((old?.dataset.key ?? key) === key && !old === count < 2) return;
     old?.remove();
     if (count < 2) return;
-    const step = (label, text, to) =>
-      make("button", { ariaLabel: label, title: label, disabled: to < 0 || to >= count, onclick: () => trigger("step", { index, place: to }) }, text);
+    const step = (label, text, to) => {
+      const onclick = () => trigger("step", { index, place: to });
+      return make("button", { ariaLabel: label, title: label, disabled: to < 0 || to >= count, onclick }, text);
+    };
     const [back, on] = [step("Earlier branch", "‹", place - 1), step("Later branch", "›", place + 1)];
     const made = make("div", { className: "branches" }, back, make("span", {}, `${place + 1}/${count}`), on);
     made.dataset.key = key;
     row.append(made);
   });
   for (const code of main.querySelectorAll(".code_wrap:not([data-language])")) {
-    code.dataset.language = code.querySelector("code")?.className.match(/language-(\S+)/)?.[1] ?? "text";
+    const [, language] = code.querySelector("code")?.className.match(/language-(\S+)/) ?? [];
+    code.dataset.language = language ?? "text";
     code.querySelector("pre")?.setAttribute("tabindex", "0"); // it scrolls sideways
   }
   for (const table of main.querySelectorAll("#chat table:not([tabindex])")) table.tabIndex = 0;
-  for (const box of main.querySelectorAll("input[type=checkbox]:not([aria-label])")) box.ariaLabel = box.checked ? "done" : "to do";
+  for (const box of main.querySelectorAll("input[type=checkbox]:not([aria-label])")) {
+    box.ariaLabel = box.checked ? "done" : "to do";
+  }
   for (const text of main.querySelectorAll(".edit-textarea:not([aria-label])")) text.ariaLabel = "Edit the message";
 }
 
@@ -109,7 +116,8 @@ async function put(files) {
   for (const file of files) {
     const text = file.size > LARGEST_FILE ? null : await file.text();
     if (text === null || text.includes("\0") || text.includes("\ufffd")) {
-      say(body.dataset.state, text === null ? `${file.name} is larger than 256 kB.` : `${file.name} holds no text.`);
+      const why = text === null ? "is larger than 256 kB" : "holds no text";
+      say(body.dataset.state, `${file.name} ${why}.`);
       continue;
     }
     const ticks = "`".repeat(Math.max(2, ...(text.match(/`+/g) ?? []).map((run) => run.length)) + 1);
@@ -131,7 +139,9 @@ document.addEventListener("click", async ({ target }) => {
     kept["hotcold-theme"] = body.classList.contains("dark") ? "dark" : "light";
   }
   if (within("#attach")) choose({ multiple: true }, put);
-  if (within("#side #import")) choose({ accept: ".json" }, async ([file]) => trigger("take", { text: await file.text() }));
+  if (within("#side #import")) {
+    choose({ accept: ".json" }, async ([file]) => trigger("take", { text: await file.text() }));
+  }
   const covers = !wide.matches && body.dataset.side === "open";
   if (covers && within("#side #new, #side #rows label")) {
     turn("side", false);
@@ -139,7 +149,9 @@ document.addEventListener("click", async ({ target }) => {
     field().focus();
   } else if (covers && target.isConnected && !within("#side, [data-open]")) turn("side", false);
 });
-find("#bar select").addEventListener("change", ({ target }) => location.assign(new URL(target.value, location.origin))); // each model has its page
+find("#bar select").addEventListener("change", ({ target }) => {
+  location.assign(new URL(target.value, location.origin)); // each model has its page
+});
 
 // As in other chats: Escape stops the answer, Ctrl+K searches, Ctrl+Shift+O begins a conversation.
 document.addEventListener("keydown", (event) => {
@@ -177,7 +189,9 @@ window.addEventListener("hotcold-lost", () => {
   say("lost", text);
 });
 window.addEventListener("hotcold-found", () => (line.textContent === GONE ? show() : say(body.dataset.chat)));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", ({ matches }) => kept["hotcold-theme"] || useTheme(matches));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", ({ matches }) => {
+  useTheme(kept["hotcold-theme"] ? kept["hotcold-theme"] === "dark" : matches);
+});
 for (const width of [wide, phone]) width.addEventListener("change", arrange);
 if (kept["hotcold-theme"]) useTheme(kept["hotcold-theme"] === "dark");
 new MutationObserver(dress).observe(main, { childList: true, subtree: true });
