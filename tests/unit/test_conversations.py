@@ -18,8 +18,8 @@ from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.backend import Backend, ServerSettings
 from hotcold.ui.api.errors import ApiError, as_api_error, timed_out, unavailable
 from hotcold.ui.page.branches import Message, restored
-from hotcold.ui.page.conversations import NO_TITLE, ChatHistory, Conversation
-from hotcold.ui.page.thread import remedy, shown_messages, suggestions, thread_state
+from hotcold.ui.page.conversations import ChatHistory, Conversation
+from hotcold.ui.page.thread import remedy, shown_messages, thread_state
 from tests.unit.test_server_limits import give_client
 
 _USER, _ASSISTANT = ({"role": role, "content": "x"} for role in ("user", "assistant"))
@@ -97,13 +97,6 @@ def told(talk: Conversation) -> str:
     return talk.problem.message
 
 
-async def until_said(talk: Conversation) -> None:
-    """Until the first part of the answer is there."""
-    async with asyncio.timeout(30):
-        while not talk.messages[-1].content:
-            await asyncio.sleep(0.001)
-
-
 def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     """A coroutine as a test."""
 
@@ -115,23 +108,41 @@ def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
 
 
 @in_loop
-async def test_stop_and_leaving_end_what_runs() -> None:
-    """And what has not begun."""
-    visit, talk = Visit(may_go_on=False), Conversation()
+async def test_questions_and_answers_take_turns() -> None:
+    visit, talk = Visit(), Conversation()
     visit.ask(talk, "one?")
-    talk.stop()
-    assert (await finished(talk))[0] == "one?"
-    assert visit.book.ended == ["1"] and talk.error == ""
+    assert await finished(talk) == ["one?", "said 1"]
+    visit.ask(talk, "two?", "Be kind.")
+    assert (await finished(talk))[2:] == ["two?", "said 2"]
+    first, second = (request.prompt_ids for request in visit.book.requests)
+    assert first == visit.ids("one?")
+    assert second == visit.ids("one?", "said 1", "two?", system="Be kind.")
+    assert talk.title == "one?"
+    visit.ask(text := Conversation(), "Once upon", "unused", is_chat=False)
+    await finished(text)
+    asked = GenerateRequest(SamplingParams(), prompt="Once upon")
+    assert visit.book.requests[2].prompt_ids == visit.backend.prompts.ids(asked)
+
+
+@in_loop
+async def test_stop_and_leaving_end_what_runs() -> None:
     visit, history = Visit(may_go_on=False), ChatHistory()
     history.open.stop()
     visit.ask(history.open, "one?")
-    await until_said(history.open)
+    async with asyncio.timeout(30):
+        while not history.open.messages[-1].content:
+            await asyncio.sleep(0.001)
     assert visit.book.ended == []
     history.stop_all()
     assert visit.book.ended == ["1"]
     await finished(history.open)
     assert history.open.result is not None
     assert (history.open.result.finish_reason, history.open.problem) == ("cancelled", None)
+    early = Visit(may_go_on=False)
+    early.ask(talk := Conversation(), "one?")
+    talk.stop()  # before it begins
+    assert (await finished(talk))[0] == "one?"
+    assert early.book.ended == ["1"] and talk.problem is None
 
 
 @in_loop
@@ -160,35 +171,6 @@ async def test_the_page_has_the_servers_limits() -> None:
     hasty.ask(talks[1], "two?")
     await finished(talks[1])
     assert "longer than 0.05 s" in told(talks[1]) and hasty.backend.num_active == 0
-
-
-@in_loop
-async def test_a_question_without_an_answer_makes_way_for_the_next() -> None:
-    """Else roles would not take turns: some templates refuse that, and no browser keeps it."""
-    visit, talk = Visit(), Conversation()
-    submit = visit.book.submit
-
-    async def fail(request: GenerateRequest, deliver: Deliver) -> str:
-        raise ServiceError("the cpu0 service died; start again")
-
-    async def end_at_once(request: GenerateRequest, deliver: Deliver) -> str:
-        event = TokenEvent("", Generation("", [], "stop", 1, 0.1, 0.1))
-        asyncio.get_running_loop().call_soon(deliver, event)
-        return "0"
-
-    for question, answer, contents in (
-        ("one?", end_at_once, ["one?", ""]),
-        ("two?", fail, ["one?", "", "two?"]),
-        ("three?", fail, ["one?", "", "three?"]),
-        ("four?", submit, ["one?", "", "four?", "said 1"]),
-    ):
-        visit.book.submit = answer
-        visit.ask(talk, question)
-        assert await finished(talk) == contents
-    history = ChatHistory()
-    history.conversations = [talk]
-    other = ChatHistory()
-    assert other.restore(history.saved()) == 1
 
 
 @in_loop
@@ -224,6 +206,39 @@ async def test_another_answer_and_another_question_are_branches() -> None:
     again.step(2, 1)
     again.step(3, 0)
     assert await finished(again) == ["one?", "said 1", "too?", "said 4"]
+
+
+@in_loop
+async def test_what_fails_loses_nothing_and_makes_way_for_the_next_question() -> None:
+    """Else roles would not take turns: some templates refuse that, and no browser keeps it."""
+    visit, talk = Visit(), Conversation()
+    submit = visit.book.submit
+
+    async def fail(request: GenerateRequest, deliver: Deliver) -> str:
+        raise ServiceError("the cpu0 service died; start again")
+
+    async def end_at_once(request: GenerateRequest, deliver: Deliver) -> str:
+        event = TokenEvent("", Generation("", [], "stop", 1, 0.1, 0.1))
+        asyncio.get_running_loop().call_soon(deliver, event)
+        return "0"
+
+    for question, at, answer, contents in (
+        ("one?", None, end_at_once, ["one?", ""]),
+        ("two?", None, fail, ["one?", "", "two?"]),
+        ("three?", None, fail, ["one?", "", "three?"]),
+        (None, 3, submit, ["one?", "", "three?", "said 1"]),
+        (None, 3, fail, ["one?", "", "three?", ""]),  # beside the answer that was there
+        ("four?", None, submit, ["one?", "", "three?", "said 1", "four?", "said 2"]),
+        ("tree?", 2, fail, ["one?", "", "tree?"]),  # beside the other question
+        ("5?", None, submit, ["one?", "", "three?", "said 1", "four?", "said 2", "5?", "said 3"]),
+    ):  # fmt: skip
+        visit.book.submit = answer
+        visit.ask(talk, question, at=at)
+        assert await finished(talk) == contents
+        assert (answer is fail) == (talk.problem is not None)
+        assert answer is not fail or told(talk) == "the cpu0 service died; start again"
+    other = ChatHistory()
+    assert other.restore(history_of(talk).saved()) == 1
 
 
 def test_branches_may_hold_each_other_deeply() -> None:
@@ -272,29 +287,19 @@ def test_what_a_visitor_may_keep_is_bounded() -> None:
         large.require_space("x" * 200_000)
 
 
-def test_what_holds_no_text_takes_room_too() -> None:
-    """Messages without a word, and long ids, are memory of the server's."""
-    turns = [{"role": role, "content": ""} for role in ("user", "assistant")] * 10_000
-    history = ChatHistory()
-    kept = history.restore([{"id": str(number), "messages": turns} for number in range(5)])
-    assert kept > 0 and sum(len(item.messages) for item in history.conversations) < 70_000
-    turn = {"role": "user", "content": "x"}
-    assert ChatHistory().restore([{"id": "x" * 10_000, "messages": [turn]}]) == 0
-
-
-@pytest.mark.parametrize(
-    "kept",
-    [
+def test_what_is_malformed_is_left_out() -> None:
+    """Messages without a word, and long ids, take room too."""
+    turn = _USER
+    for kept in (
         None, 7, "text", [None], [{}], [{"id": 1, "messages": []}], [{"id": 1, "messages": [7]}],
-        [{"id": 1, "messages": [{"role": "assistant", "content": "x"}]}],
-        [{"messages": [{"role": "user", "content": "x"}]}],
-        *([{"id": 1, "messages": [_USER, branch]}] for branch in _NO_BRANCHES),
-    ],
-)  # fmt: skip
-def test_what_is_malformed_is_left_out(kept) -> None:
-    history = ChatHistory()
-    history.restore(kept)
-    assert len(history.conversations) == 1
+        [{"id": 1, "messages": [_ASSISTANT]}], [{"messages": [turn]}],
+        [{"id": "x" * 10_000, "messages": [turn]}],
+        *([{"id": 1, "messages": [turn, branch]}] for branch in _NO_BRANCHES),
+    ):  # fmt: skip
+        assert ChatHistory().restore(kept) == 0
+    turns, history = [_USER | {"content": ""}, _ASSISTANT | {"content": ""}] * 10_000, ChatHistory()
+    assert history.restore([{"id": str(n), "messages": turns} for n in range(40)]) > 0
+    assert sum(len(item.messages) for item in history.conversations) < 70_000
 
 
 def talk_of(*texts: str) -> Conversation:
@@ -309,40 +314,6 @@ def history_of(*talks: Conversation) -> ChatHistory:
     return found
 
 
-def titles(history: ChatHistory) -> list[str]:
-    return [one.title for one in history.listed()]
-
-
-def test_a_conversation_gets_a_name_and_is_found_by_it() -> None:
-    history = history_of(talk_of("one?", "The first."), talk_of("two?", "The second."))
-    history.named_id = history.conversations[1].id
-    history.rename("  Half\n a dozen ")
-    assert titles(history) == ["one?", "Half a dozen"]
-    found = {"DOZEN second": ["Half a dozen"], "the": ["one?", "Half a dozen"], "third": []}
-    for query, expected in found.items():
-        history.query = query
-        assert titles(history) == expected
-    other = ChatHistory()
-    other.restore(json.loads(json.dumps(history.saved())))
-    assert titles(other) == ["one?", "Half a dozen"]
-    history.query, history.named_id = "", history.conversations[1].id
-    history.rename(" ")
-    assert titles(history) == ["one?", "two?"]
-
-
-def test_what_was_deleted_comes_back_to_its_place() -> None:
-    history = history_of(talk_of("one?", "The first."), talk_of("two?", "The second."))
-    first, second = (item.id for item in history.conversations)
-    history.remove(first)
-    assert (titles(history), history.open_id) == (["two?"], second)
-    for _ in range(2):
-        history.undo_remove()
-        assert (titles(history), history.open_id) == (["one?", "two?"], first)
-    history.remove(second)
-    history.remove(first)
-    assert titles(history) == [] and history.open.messages == []
-
-
 def test_what_is_deleted_comes_back_only_where_there_is_room() -> None:
     """A browser keeps 50 conversations, of a million characters in all."""
     history = history_of(talk_of("one?", "The first."), talk_of("two?", "The second."))
@@ -354,8 +325,9 @@ def test_what_is_deleted_comes_back_only_where_there_is_room() -> None:
             history.undo_remove()
         assert gone not in history.conversations
         del history.conversations[1:]
-        history.undo_remove()
-        assert history.open is gone
+        for _ in range(2):
+            history.undo_remove()
+            assert history.open is history.conversations[0] is gone and len(history.listed()) == 2
 
 
 def test_an_empty_conversation_takes_no_room() -> None:
@@ -391,9 +363,3 @@ def test_each_error_stands_below_the_thread_with_what_to_do() -> None:
     )  # fmt: skip
     talk.before(-1).add(Message(content="half"))
     assert "broke off" in shown_messages(talk)[-1]["content"]
-
-
-def test_questions_fit_the_model() -> None:
-    shown = [suggestions(True, True), suggestions(False, True), suggestions(False, False)]
-    assert all(len(each) == 4 for each in shown) and "Python" in shown[0][0]
-    assert not any(question.endswith("?") for question in shown[2][1:])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -101,17 +101,44 @@ def test_text_of_openings_alone_is_searched_fast() -> None:
 
 def test_what_a_plan_file_says_is_shown_as_words() -> None:
     """It lies beside the model, and comes with it from somewhere else."""
-    from hotcold.ui.page.placement_tab import Placement, device_shares, placement_html
+    from hotcold.ui.page.placement_tab import sentence
 
-    mode, owner = "<img src=x onerror=alert(1)>", np.zeros((1, 4), np.int16)
-    request, here = PlanRequest(mode, None, None, 64, "float16", 1, "", "", ""), make_machine()
-    shares = device_shares(["<b>cpu0"], owner, None)
+    owner = np.zeros((1, 4), np.int16)
+    request = PlanRequest("<img src=x>", None, None, 64, "float16", 1, "", "", "")
     for speed in (7.4, "<b>", None):
         said = {"tokens_per_s": speed}
-        plan = PlacementPlan(request, ("cpu0",), owner, owner[:, 0], 0, here, said)
-        found = placement_html(Placement(shares, 0, plan))
-        assert "<img" not in found and "<b>" not in found and "&lt;img src=x" in found
-        assert ("expects 7 tokens/s" in found) == (speed == 7.4)
+        told = sentence(
+            PlacementPlan(request, ("cpu0",), owner, owner[:, 0], 0, make_machine(), said)
+        )
+        assert "<img" not in told and "<b>" not in told and "&lt;img src=x" in told
+        assert ("expects 7 tokens/s" in told) == (speed == 7.4)
+
+
+def test_each_device_has_its_share() -> None:
+    """What a smaller layer lacks is nobody's."""
+    from hotcold.ui.page.placement_tab import placement_of, shares_table
+
+    def cells(table: str) -> list[list[str]]:
+        rows = table.partition("<tbody>")[2].split("<tr>")[1:]
+        return [re.sub(r" style=[^>]*|</?table>", "", row).split("<td>")[1:] for row in rows]
+
+    owner = np.array([[0, 0, 1, -1], [0, 1, 1, 1]], np.int16)
+    counts = np.array([[30, 20, 5, 0], [30, 5, 9, 1]])
+    assert cells(shares_table(["<b>", "cpu0", "cpu1"], owner, counts)) == [
+        ["&lt;b&gt;", "3", "42.9%", "80.0%"],
+        ["cpu0", "4", "57.1%", "20.0%"],
+        ["cpu1", "0", "0.0%", "0.0%"],
+    ]
+    assert cells(shares_table(["cpu0"], owner[:, :1], None)) == [["cpu0", "2", "100.0%", "–"]]
+    system = SystemConfig(str(DEMO_DIRECTORY), num_cpu_actors=3, num_threads=3)
+    config = read_config(DEMO_DIRECTORY)
+    dealt = neuron_owners(config, Topology(tuple(service_specs(system, config))))
+    told = placement_of(system, config, dealt)
+    assert "No plan was made" in told and "counted over" in told
+    shown = cells(told)
+    assert [row[0] for row in shown] == ["cpu0", "cpu1", "cpu2"]
+    assert sum(int(row[1].replace(",", "")) for row in shown) == 4 * config.ffn_size
+    assert sum(float(row[3].rstrip("%")) for row in shown) == pytest.approx(100, abs=0.2)
 
 
 TURNS = [{"role": "user", "content": "really?"}, {"role": "assistant", "content": "yes"}]
@@ -130,7 +157,8 @@ class Visited:
         for part in ("_chatbot", "_state", "_rows", "_undo", "_question", "_name"):
             setattr(self.chat, part, part)
         self.kept = [{"id": name, "messages": TURNS} for name in names]
-        self.history.take_over(self.kept)
+        if names:
+            self.history.take_over(self.kept)
 
     @property
     def history(self) -> ChatHistory:
@@ -170,7 +198,8 @@ def test_a_page_loses_no_conversation_with_its_connection_or_its_server() -> Non
     first.history.restore([{"id": "three", "messages": TURNS}])
     kept = saved(first, kept)
     assert names(kept) == {"one", "three"}
-    another = Visited("four")  # the server began anew, and the page stays open
+    another = Visited()  # the server began anew, and the page stays open
+    another.history.restore([{"id": "four", "messages": TURNS}])
     assert names(saved(another, kept)) == {"one", "three", "four"}
 
 
@@ -219,28 +248,6 @@ def test_what_is_refused_changes_nothing_and_is_told() -> None:
     kept = json.dumps([*visited.kept, {"id": "two", "messages": TURNS}])
     for told in ("1 conversation imported.", "nothing imported"):
         assert told in visited.do(_import, "one", text=kept)["_state"]["text"]
-
-
-def test_a_conversation_is_named_once_by_enter_and_by_leaving_the_field() -> None:
-    visited = Visited("one", "two")
-    visited.do(visited.chat._begin_naming, "one")
-    for name in (" Half\n a dozen ", "another"):
-        visited.do(visited.chat._end_naming, "two", name)
-    assert [one.title for one in visited.history.listed()] == ["Half a dozen", "really?"]
-
-
-def test_the_table_of_a_placement_has_a_row_of_each_device_with_its_bars() -> None:
-    from hotcold.ui.page.placement_tab import placement_html, placement_of
-
-    system = SystemConfig(str(DEMO_DIRECTORY), num_cpu_actors=3, num_threads=3)
-    config = read_config(DEMO_DIRECTORY)
-    found = placement_of(
-        system, config, neuron_owners(config, Topology(tuple(service_specs(system, config))))
-    )
-    root = ElementTree.fromstring(f"<div>{placement_html(found)}</div>")
-    assert len(root.findall(".//tbody/tr")) == 3
-    bars = root.findall(".//td[@style]")
-    assert len(bars) == 6 and all(bar.get("style") == f"--share:{bar.text}" for bar in bars)
 
 
 def test_no_visitor_crowds_out_the_others() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
@@ -36,19 +34,6 @@ NEEDED = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def page() -> Any:
-    """A FastAPI application with a page that is mounted as the chat page is."""
-    gradio = pytest.importorskip("gradio")
-    from fastapi import FastAPI
-
-    from hotcold.ui.page.page import mount_page
-
-    with gradio.Blocks(analytics_enabled=False) as blocks:
-        gradio.Markdown("a")
-    return mount_page(FastAPI(openapi_url=None, docs_url=None, redoc_url=None), blocks)
-
-
 def routes_of(routes: Iterable[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Method and path of each route, of those in routers within routers too."""
     for route in routes:
@@ -68,9 +53,16 @@ def gradio_of(page: Any) -> Any:
     return mounted.app._app
 
 
-def test_of_gradios_routes_those_are_reached_that_the_page_needs(page: Any) -> None:
+def test_of_gradios_routes_those_are_reached_that_the_page_needs() -> None:
     """A route of a later Gradio is refused until somebody has looked at it."""
-    found = set(routes_of(gradio_of(page).routes))
+    gradio = pytest.importorskip("gradio")
+    from fastapi import FastAPI
+
+    from hotcold.ui.page.page import mount_page
+
+    with gradio.Blocks(analytics_enabled=False) as blocks:
+        gradio.Markdown("a")
+    found = set(routes_of(gradio_of(mount_page(FastAPI(openapi_url=None), blocks)).routes))
     paths = {path for _, path in found}
     outward = {"/gradio_api/file={path_or_url:path}", "/gradio_api/proxy={url_path:path}"}
     assert outward | {"/gradio_api/upload", "/gradio_api/deep_link"} <= paths
@@ -83,62 +75,62 @@ def test_of_gradios_routes_those_are_reached_that_the_page_needs(page: Any) -> N
     assert open_paths == NEEDED
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
+def page_in_front_of(gradio: Any) -> Any:
+    """The server's whole application, with something else in Gradio's place."""
+    system: Any = object()  # nobody asks it
+    backend = Backend(system, SystemConfig(str(DEMO_DIRECTORY)), ServerSettings("demo"))
+    app = create_app(ServedModels([backend]))
+    app.router.routes.append(Mount("", app=PageRoutes(gradio)))
+    return Gate(app, keys=[], local=True, max_body_bytes=1000)
+
+
+def test_what_leads_out_or_is_kept_is_refused() -> None:
+    asked: list[str] = []
+
+    async def gradio(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(scope["path"])
+        await PlainTextResponse("page")(scope, receive, send)
+
+    client = TestClient(page_in_front_of(gradio), base_url="http://localhost")
+    for path in (
         "/gradio_api/file=https://example.org/a.png", "/gradio_api/file=http://127.0.0.1:1/",
         "/gradio_api/file%3Dhttps://example.org/", "/gradio_api//file=https://example.org/",
         "/static/../gradio_api/file=https://example.org/", "/gradio_api/proxy=https://example.org/",
         "/static/%2e%2e/a", "/gradio_api/upload", "/gradio_api/deep_link", "/monitoring",
         "/gradio_api/vibe-code", "/gradio_api/run-history/buckets", "/login", "/logout",
-    ],
-)  # fmt: skip
-def test_what_leads_out_or_is_kept_is_refused(path: str) -> None:
-    asked: list[str] = []
-
-    async def gradio(scope: Any, receive: Any, send: Any) -> None:
-        asked.append(scope["path"])
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    for method in ("GET", "HEAD", "POST", "PUT"):
-        assert not is_allowed(method, path)
-        assert get(page_in_front_of(gradio), path, method).status_code in (404, 405)
+    ):  # fmt: skip
+        for method in ("GET", "HEAD", "POST", "PUT"):
+            assert not is_allowed(method, path)
+            assert client.request(method, path).status_code in (404, 405)
     assert asked == []
-    assert get(page_in_front_of(gradio), "/config").status_code == 200 and asked == ["/config"]
+    assert client.get("/config").status_code == 200 and asked == ["/config"]
 
 
 @pytest.mark.parametrize("place", ["", "/model/2-b"])
 def test_pages_of_several_models_are_as_closed(place: str) -> None:
+    marked: list[bool] = []
+
     async def gradio(scope: Any, receive: Any, send: Any) -> None:
-        await PlainTextResponse("page")(scope, receive, send)
+        assert scope["method"] == "GET"
+        marked.append(IS_STREAM in scope.get("state", {}))
+        await PlainTextResponse("page " * 1000)(scope, receive, send)
 
     page = PageRoutes(gradio)
     app = Starlette(routes=[Mount("/model/2-b", app=page), Mount("", app=page)])
     client = TestClient(app)
-    assert client.get(f"{place}/config").text == client.get(f"{place}/").text == "page"
+    for path in ("/config", "/", "/gradio_api/heartbeat/abc", "/gradio_api/queue/data"):
+        assert client.get(f"{place}{path}").text == "page " * 1000
+    assert marked == [False, False, True, True]  # which give way where there are too many
+    assert int(client.get(f"{place}/").headers["content-length"]) < 500  # compressed
     for path in ("/gradio_api/file=/etc/passwd", "/model/2-b/model/2-b/config", "/model/3-c/"):
         with pytest.raises(ApiError):
             client.get(f"{place}{path}")
+    for body in (b"", b"{", b"[" * 100_000, b"--a\r\n\r\n"):
+        with pytest.raises(ApiError, match="JSON"):
+            client.post(f"{place}/gradio_api/component_server", content=body)
 
 
-def test_the_page_itself_is_sent_compressed() -> None:
-    text = "page " * 1000
-
-    async def gradio(scope: Any, receive: Any, send: Any) -> None:
-        await PlainTextResponse(text)(scope, receive, send)
-
-    client = TestClient(Starlette(routes=[Mount("", app=PageRoutes(gradio))]))
-    found = client.get("/")
-    assert found.text == text and int(found.headers["content-length"]) < len(text) / 10
-    assert client.get("/", headers={"accept-encoding": "identity"}).text == text
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
-@pytest.mark.parametrize("place", ["{file}", "http://127.0.0.1:9/a", "/dev/zero"])
-def test_an_event_brings_no_file(
-    place: str, encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_event_brings_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradio would copy this host's files into its folder, or fetch what is at an address."""
     gradio = pytest.importorskip("gradio")
     from fastapi import FastAPI
@@ -159,56 +151,16 @@ def test_an_event_brings_no_file(
         box = gradio.JSON()
         box.change(lambda found: None, box, None, queue=False)
     client = TestClient(page_in_front_of(gradio_of(mount_page(FastAPI(), blocks))))
-    file_data = {"path": place.format(file=file), "meta": {"_type": "gradio.FileData"}}
 
-    def told(value: Any) -> Any:
+    def told(value: Any, encoding: str = "utf-8") -> Any:
         body = json.dumps({"data": [[{"a": value}]], "fn_index": 0, "session_hash": "a"})
         headers = {"host": "localhost", "content-type": "application/json"}
         content = body.encode(encoding)
         return client.post("/gradio_api/run/predict", content=content, headers=headers)
 
-    found = told(file_data)
+    for place in (str(file), "http://127.0.0.1:9/a", "/dev/zero"):
+        for encoding in ("utf-8", "utf-16"):
+            found = told({"path": place, "meta": {"_type": "gradio.FileData"}}, encoding)
+            assert (found.status_code, found.json()["error"]["code"]) == (400, "file_refused")
     assert asked == [] and not list(kept.rglob("private.txt"))
-    assert (found.status_code, found.json()["error"]["code"]) == (400, "file_refused")
     assert told("gradio.FileData, path and meta as words").status_code == 200
-
-
-def test_an_event_that_is_no_json_does_not_reach_gradio() -> None:
-    async def gradio(scope: Any, receive: Any, send: Any) -> None:
-        raise AssertionError("it was asked")
-
-    client = TestClient(Starlette(routes=[Mount("", app=PageRoutes(gradio))]))
-    for body in (b"", b"{", b"[" * 100_000, b"--a\r\n\r\n"):
-        with pytest.raises(ApiError, match="JSON"):
-            client.post("/gradio_api/component_server", content=body)
-
-
-def page_in_front_of(gradio: Any) -> Any:
-    """The server's whole application, with something else in Gradio's place."""
-    system: Any = object()  # nobody asks it
-    backend = Backend(system, SystemConfig(str(DEMO_DIRECTORY)), ServerSettings("demo"))
-    app = create_app(ServedModels([backend]))
-    app.router.routes.append(Mount("", app=PageRoutes(gradio)))
-    return Gate(app, keys=[], local=True, max_body_bytes=1000)
-
-
-def get(app: Any, path: str, method: str = "GET") -> httpx.Response:
-    async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.request(method, path)
-
-    return asyncio.run(send())
-
-
-def test_streams_of_events_are_marked() -> None:
-    """Where there are too many connections, these give way."""
-    marked: list[bool] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        marked.append(IS_STREAM in scope["state"])
-
-    for path in ("/gradio_api/heartbeat/abc", "/gradio_api/queue/data", "/config"):
-        scope: Any = {"type": "http", "method": "GET", "path": path, "headers": [], "state": {}}
-        asyncio.run(PageRoutes(app)(scope, None, None))  # type: ignore[arg-type]
-    assert marked == [True, True, False]

@@ -23,7 +23,7 @@ from hotcold.ui.keys import client_of, network_of
 from hotcold.ui.page import asset
 from hotcold.ui.page.chat_settings import ChatSettings
 from hotcold.ui.page.conversations import ChatHistory, Conversation
-from hotcold.ui.page.maths import DELIMITERS, without_marks
+from hotcold.ui.page.maths import DELIMITERS, with_formulas, without_marks
 from hotcold.ui.page.thread import shown_messages, suggestions, thread_state
 
 _PAINT_S = 0.1
@@ -115,8 +115,7 @@ class Chat:
             self._question = gr.Textbox(
                 show_label=False, label="Question", container=False, max_lines=10,
                 placeholder="Ask something" if self._is_chat else "A text to go on with",
-                autofocus=True, min_width=100, elem_id="question", submit_btn="Send",
-                stop_btn="Stop",
+                min_width=100, elem_id="question", submit_btn="Send", stop_btn="Stop",
             )  # fmt: skip
         self._state = gr.HTML(
             thread_state(Conversation()), html_template='<p role="status"></p>',
@@ -255,7 +254,7 @@ class Chat:
         if shown is None or index is None or not text:
             return
         message = shown.messages[index]
-        is_same = text == message.content
+        is_same = text == without_marks(with_formulas(message.content)).strip()
         if message.role == "user":
             # What is sent as it was is answered again: a question is no branch of itself.
             question, at = (None, index + 1) if is_same else (text, index)

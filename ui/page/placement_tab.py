@@ -1,8 +1,5 @@
 """The placement tab: which device holds which share of the neurons, and of their activations."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -18,24 +15,7 @@ from hotcold.model.files.artifact_places import artifacts_like
 from hotcold.placement.plan import PlacementPlan, load_plan
 from hotcold.ui.api.backend import Backend
 
-
-@dataclass(frozen=True)
-class DeviceShare:
-    """A device's share of all neurons, and of all activations if there is a profile."""
-
-    name: str
-    num_neurons: int
-    neurons: float
-    activations: float | None
-
-
-@dataclass(frozen=True, eq=False)
-class Placement:
-    """What the tab shows: devices in the plan's order, GPUs first."""
-
-    devices: list[DeviceShare]
-    num_profiled_tokens: int  # 0: there is no profile
-    plan: PlacementPlan | None
+_HEAD = "<th>device<th>neurons<th>of all neurons<th>of all activations"
 
 
 def placement_tab(backend: Backend, model_path: str, config: ModelConfig, tab: gr.Tab) -> None:
@@ -51,7 +31,7 @@ def placement_tab(backend: Backend, model_path: str, config: ModelConfig, tab: g
     def tell(file: str) -> str:
         try:
             owners, plan_file = backend.call("neuron_owners"), file if file in allowed else ""
-            return placement_html(placement_of(backend.described, config, owners, plan_file))
+            return placement_of(backend.described, config, owners, plan_file)
         except HotcoldError as error:
             return f"<p>{escape(str(error))}</p>"
 
@@ -64,72 +44,56 @@ def placement_of(
     config: ModelConfig,
     owners: tuple[list[str], np.ndarray],
     plan_file: str = "",
-) -> Placement:
-    """The placement by `plan_file`, or of `system` as it runs.
+) -> str:
+    """The placement by `plan_file`, or of `system` as it runs: a sentence and a table.
 
     `owners`: those of the running system, from its `neuron_owners`.
     Errors:  ArtifactError where a file is not of this model
     """
     path = Path(system.model_path)
-    identity = ModelIdentity.of(path)
     chosen = plan_file or system.plan_path
-    plan = load_plan(Path(chosen), identity, config) if chosen else None
+    plan = load_plan(Path(chosen), ModelIdentity.of(path), config) if chosen else None
     names, owner = owners
     if plan is not None and plan_file:
         names, owner = list(plan.device_names), plan.neuron_device
     profile = own_profile(path, config)
-    counts = None if profile is None or not profile.counts.any() else profile.counts
-    num_tokens = 0 if profile is None or counts is None else profile.num_tokens
-    return Placement(device_shares(names, owner, counts), num_tokens, plan)
+    if profile is None or not profile.counts.any():
+        told = "There is no activation profile beside the model; "
+        told += "<code>hotcold profile</code> makes one."
+        counts = None
+    else:
+        told = f"Activations were counted over {profile.num_tokens:,} tokens."
+        counts = profile.counts
+    return f"<p>{sentence(plan)} {told}</p>{shares_table(names, owner, counts)}"
 
 
-def device_shares(
-    names: list[str], owner: np.ndarray, counts: np.ndarray | None
-) -> list[DeviceShare]:
-    """Shares of each device.
+def shares_table(names: list[str], owner: np.ndarray, counts: np.ndarray | None) -> str:
+    """Each device's share of all neurons, and of all activations if these were counted.
 
     Shapes:  owner (L, N) indices into names, -1 where there is no neuron; counts (L, N) or None
     """
-    all_neurons = owner >= 0
-    found = []
+    is_neuron = owner >= 0
+    rows = ""
     for index, name in enumerate(names):
         own = owner == index
-        fired = None if counts is None else float(counts[own].sum() / counts[all_neurons].sum())
-        number = int(own.sum())
-        found.append(DeviceShare(name, number, number / int(all_neurons.sum()), fired))
-    return found
+        fired = "" if counts is None else _share(counts[own].sum() / counts[is_neuron].sum())
+        neurons = _share(own.sum() / is_neuron.sum())
+        rows += f"<tr><td>{escape(name)}<td>{own.sum():,}{neurons}{fired or '<td>–'}"
+    return f"<table><thead><tr>{_HEAD}<tbody>{rows}</table>"
 
 
-def placement_html(placement: Placement) -> str:
-    """The placement as a sentence, and a table with a bar below each share."""
-    heads = ("device", "neurons", "of all neurons", "of all activations")
-    head = "".join(f"<th>{text}</th>" for text in heads)
-    rows = "".join(
-        f"<tr><td>{escape(one.name)}</td><td>{one.num_neurons:,}</td>"
-        f"{_share(one.neurons)}{_share(one.activations)}</tr>"
-        for one in placement.devices
-    )
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    return f"<p>{_sentence(placement)}</p>{table}"
-
-
-def _share(share: float | None) -> str:
-    return "<td>–</td>" if share is None else f'<td style="--share:{share:.1%}">{share:.1%}</td>'
-
-
-def _sentence(placement: Placement) -> str:
-    plan = placement.plan
+def sentence(plan: PlacementPlan | None) -> str:
+    """Where a placement comes from."""
     if plan is None:
-        text = (
+        return (
             "No plan was made for this system, so neurons are assigned to the devices in turn; "
             "<code>hotcold plan</code> makes one."
         )
-    else:
-        speed = plan.report.get("tokens_per_s")
-        expected = f", which expects {speed:.0f} tokens/s" if isinstance(speed, float) else ""
-        text = f"A plan for mode {escape(plan.request.mode)}{expected}."
-    if placement.num_profiled_tokens:
-        tokens = f"{placement.num_profiled_tokens:,}"
-        return f"{text} Activations were counted over {tokens} tokens."
-    remedy = "<code>hotcold profile</code> makes one"
-    return f"{text} There is no activation profile beside the model; {remedy}."
+    speed = plan.report.get("tokens_per_s")
+    expected = f", which expects {speed:.0f} tokens/s" if isinstance(speed, float) else ""
+    return f"A plan for mode {escape(plan.request.mode)}{expected}."
+
+
+def _share(share: float) -> str:
+    """A share with its bar."""
+    return f'<td style="--share:{share:.1%}">{share:.1%}'

@@ -143,6 +143,7 @@ document.addEventListener("click", async ({ target }) => {
     choose({ accept: ".json" }, async ([file]) => trigger("take", { text: await file.text() }));
   }
   const covers = !wide.matches && body.dataset.side === "open";
+  if (within("#side #new")) field().focus();
   if (covers && within("#side #new, #side #rows label")) {
     turn("side", false);
     if (phone.matches) turn("panel", false);
@@ -194,7 +195,13 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", ({ matches
 });
 for (const width of [wide, phone]) width.addEventListener("change", arrange);
 if (kept["hotcold-theme"]) useTheme(kept["hotcold-theme"] === "dark");
-new MutationObserver(dress).observe(main, { childList: true, subtree: true });
+let begun = false; // one can write once the field is there
+new MutationObserver(() => {
+  dress();
+  if (begun || !field()?.checkVisibility()) return;
+  begun = true;
+  if (document.activeElement === body) field().focus();
+}).observe(main, { childList: true, subtree: true });
 watch("value", show);
 arrange();
 show();
