@@ -184,7 +184,7 @@ def test_a_conversation_goes_on_at_the_next_server(browser, monkeypatch) -> None
     page = browser.new_page()
     page.set_default_timeout(TIMEOUT_MS)
     streams: set[Any] = set()  # Gradio loads the page again where one of these breaks off
-    page.on("request", lambda one: "queue/data" in one.url and streams.add(one))
+    page.on("request", lambda one: streams.update({one} if "queue/data" in one.url else ()))
     for end in ("requestfinished", "requestfailed"):
         page.on(end, lambda one: streams.discard(one))
     port = 0
@@ -205,7 +205,8 @@ def test_a_conversation_goes_on_at_the_next_server(browser, monkeypatch) -> None
             wait_for_answer(page)
             wait_for_rows(page, QUESTION)
             until(lambda asked=question: asked in kept(page))
-            until(lambda: page.wait_for_timeout(50) or not streams)
+            while streams:
+                page.wait_for_timeout(50)
         page.wait_for_timeout(GLANCE_MS)
         page.mouse.move(number, 50)  # a visitor moves, and the panel asks
         page.wait_for_selector("body[data-state=lost]")

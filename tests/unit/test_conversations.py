@@ -290,12 +290,13 @@ def test_what_a_visitor_may_keep_is_bounded() -> None:
 def test_what_is_malformed_is_left_out() -> None:
     """Messages without a word, and long ids, take room too."""
     turn = _USER
-    for kept in (
+    malformed: list[Any] = [
         None, 7, "text", [None], [{}], [{"id": 1, "messages": []}], [{"id": 1, "messages": [7]}],
         [{"id": 1, "messages": [_ASSISTANT]}], [{"messages": [turn]}],
         [{"id": "x" * 10_000, "messages": [turn]}],
         *([{"id": 1, "messages": [turn, branch]}] for branch in _NO_BRANCHES),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for kept in malformed:
         assert ChatHistory().restore(kept) == 0
     turns, history = [_USER | {"content": ""}, _ASSISTANT | {"content": ""}] * 10_000, ChatHistory()
     assert history.restore([{"id": str(n), "messages": turns} for n in range(40)]) > 0
