@@ -298,9 +298,9 @@ class CudaKernels:
             run_partials=np.int32(RUN_PARTS // layout.parts_a_block),
             num_parts=np.int32(layout.num_parts),
         )
-        mixed, bias, scale = residual or LayerResidual(None, None, 1.0)
+        ffn_residual, bias, scale = residual or LayerResidual(None, None, 1.0)
         added_to = record(
-            mixed=self._at(mixed),
+            ffn_residual=self._at(ffn_residual),
             input=self._at(x),
             bias=self._at(bias),
             block_weights=self._at(selection.block_weights),

@@ -79,13 +79,13 @@ ALL = DeviceSelection()
 
 
 class LayerResidual(NamedTuple):
-    """What the FFN's sum is added to where a device computes all of it: mixed + scale * FFN.
+    """What the FFN's sum is added to where a device computes all of it: ffn_residual + scale * FFN.
 
-    mixed (T, d); bias (B, d) of each block's down projections, or (B, 0); all float32. A token has
-    the biases of its blocks, with their weights.
+    ffn_residual (T, d); bias (B, d) of each block's down projections, or (B, 0); all float32. A
+    token has the biases of its blocks, with their weights.
     """
 
-    mixed: Any
+    ffn_residual: Any
     bias: Any
     scale: float
 

@@ -7,16 +7,16 @@ import numpy as np
 from hotcold.numba_kernels.block_rows import NUM_PLACE_NUMBERS, BlockRows
 
 NO_NORMS = np.empty(0, np.float32)
-NO_LANES = np.empty((1, 0, 0), np.int64)
+NO_STRIPES = np.empty((1, 0, 0), np.int64)
 
 
-class ShardLanes(NamedTuple):
-    """A shard's lanes: the last three fields of `FfnArrays` and of `TransposedArrays`.
+class ShardStripes(NamedTuple):
+    """A shard's stripes: the last three fields of `FfnArrays` and of `TransposedArrays`.
 
-    As a default each thread's part of the rows is a lane.
+    As a default each thread's part of the rows is a stripe.
     """
 
-    ends: np.ndarray = NO_LANES
+    ends: np.ndarray = NO_STRIPES
     first: int = 0
     at_once: int = 1
 
@@ -28,9 +28,10 @@ class FfnArrays(NamedTuple):
     follow each other; gate, up, down (N, d) weights, up (0, d) in a two-matrix FFN;
     gate_bias, up_bias (N,) or (0,), down_bias (L, B, d) or (L, B, 0) float32;
     down_norms (N,) or (0,) float32: norms of the down rows, for product thresholds
-    lanes (L, B, n + 1) int64: first rows of the shard's n lanes in each block (`decode.lanes`), and
-    ends; NO_LANES: each thread's part of the rows is one. first_lane: the first one's number
-    lanes_at_once: so many neighbours are one lane in prompts; first_lane and n are multiples
+    stripes (L, B, n + 1) int64: first rows of the shard's n stripes in each block
+    (`decode.stripes`), and ends; NO_STRIPES: each thread's part of the rows is one. first_stripe:
+    the first one's number stripes_at_once: so many neighbours are one stripe in prompts;
+    first_stripe and n are multiples
     """
 
     starts: np.ndarray
@@ -41,9 +42,9 @@ class FfnArrays(NamedTuple):
     up_bias: np.ndarray
     down_bias: np.ndarray
     down_norms: np.ndarray = NO_NORMS
-    lanes: np.ndarray = NO_LANES
-    first_lane: int = 0
-    lanes_at_once: int = 1
+    stripes: np.ndarray = NO_STRIPES
+    first_stripe: int = 0
+    stripes_at_once: int = 1
 
 
 def most_rows(starts: np.ndarray) -> int:
@@ -54,12 +55,11 @@ def most_rows(starts: np.ndarray) -> int:
 class TransposedArrays(NamedTuple):
     """`FfnArrays` whose down is transposed: d rows for each block, of its neurons' weights.
 
-    A block has a matrix for each lane of the shard, its own weights of each row: down's place
-    b * n + i is of lane i. Lanes are whole numbers of groups of each format, or end with the block.
-    Of experts in slots down's places follow what is in them.
-    down_norms: norms of down's columns; lanes: none, so that threads share other work evenly
-    cuts (L, B, n + 1) int64: first rows of the shard's n lanes in each block, and ends; NO_LANES: a
-    block is one
+    A block has a matrix for each stripe of the shard, its own weights of each row: down's place
+    b * n + i is of stripe i. Stripes are whole numbers of groups of each format, or end with the
+    block. Of experts in slots down's places follow what is in them. down_norms: norms of down's
+    columns; stripes: none, so that threads share other work evenly cuts (L, B, n + 1) int64: first
+    rows of the shard's n stripes in each block, and ends; NO_STRIPES: a block is one
     """
 
     starts: np.ndarray
@@ -70,10 +70,10 @@ class TransposedArrays(NamedTuple):
     up_bias: np.ndarray
     down_bias: np.ndarray
     down_norms: np.ndarray = NO_NORMS
-    lanes: np.ndarray = NO_LANES
-    cuts: np.ndarray = NO_LANES
-    first_lane: int = 0
-    lanes_at_once: int = 1
+    stripes: np.ndarray = NO_STRIPES
+    cuts: np.ndarray = NO_STRIPES
+    first_stripe: int = 0
+    stripes_at_once: int = 1
 
 
 class ExpertPredictors(NamedTuple):

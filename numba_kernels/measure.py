@@ -20,8 +20,8 @@ from hotcold.numba_kernels.decode.vectors import NO_BIAS, quantize_activations
 from hotcold.numba_kernels.ffn.layer_ffn import layer_ffn
 from hotcold.numba_kernels.ir.peak_ir import multiply_often
 from hotcold.numba_kernels.ir.vector_ir import prefetch_row
-from hotcold.numba_kernels.serve.doorbell import atomic_add, barrier, now_ns
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.doorbell import atomic_add, barrier, now_ns
+from hotcold.numba_kernels.loops.mailbox import (
     BUSY_NS,
     OPERATION,
     STOP,

@@ -8,9 +8,9 @@ import numpy as np
 
 from hotcold.numba_kernels.decode.selection import MASK_TOKENS
 from hotcold.numba_kernels.ir.bit_ir import INPUT_PLANES
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, ring
-from hotcold.numba_kernels.serve.mailbox import DONE, SharedBuffers, cell_index
-from hotcold.numba_kernels.serve.predict_team import (
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL, ring
+from hotcold.numba_kernels.loops.mailbox import DONE, SharedBuffers, cell_index
+from hotcold.numba_kernels.loops.predict_team import (
     NUM_DOORS,
     NUM_TASK_WORDS,
     STOP,
@@ -21,8 +21,8 @@ from hotcold.numba_kernels.serve.predict_team import (
     help_predict,
     num_scored,
 )
-from hotcold.numba_kernels.serve.selector import Selector
-from hotcold.numba_kernels.serve.work_stealing import new_block_counters
+from hotcold.numba_kernels.loops.selector import Selector
+from hotcold.numba_kernels.loops.work_stealing import new_block_counters
 from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.stacked import (
     NOWHERE,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hotcold.numba_kernels.serve.predict_team import SignPredictors
+from hotcold.numba_kernels.loops.predict_team import SignPredictors
 from hotcold.predictors.predictor_file import Predictors
 from hotcold.predictors.sign import SignLayer
 from hotcold.predictors.stacked import NOWHERE, AnyLayer, bit_starts, stacked_signs

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hotcold.model.weights.memory import aligned_empty
-from hotcold.numba_kernels.serve.predict_team import (
+from hotcold.numba_kernels.loops.predict_team import (
     LowRankPredictors,
     SignPredictors,
     bit_rows,

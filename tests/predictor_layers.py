@@ -14,9 +14,9 @@ from hotcold.numba_kernels.decode.predict import (
     lowrank_scores_kernel,
     sign_scores,
 )
-from hotcold.numba_kernels.serve.mailbox import ALL_NEURONS, NUM_IDS, SharedBuffers
-from hotcold.numba_kernels.serve.predict_team import HIDDEN
-from hotcold.numba_kernels.serve.selector import announce, select
+from hotcold.numba_kernels.loops.mailbox import ALL_NEURONS, NUM_IDS, SharedBuffers
+from hotcold.numba_kernels.loops.predict_team import HIDDEN
+from hotcold.numba_kernels.loops.selector import announce, select
 from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.predictor_file import Predictors, predictors_path, write_predictors

@@ -16,7 +16,7 @@ from torch.nn import functional
 from hotcold.model.config.activations import activated, activated_up
 from hotcold.model.config.build import read_config
 from hotcold.model.config.families import tensor_names
-from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
+from hotcold.model.config.layer_order import ffn_residual_and_input, layer_input
 from hotcold.model.config.layer_spec import FfnSpec, LayerSpec
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
@@ -91,7 +91,7 @@ def _layer(
     ffn_norm = partial(_ffn_norm, config, weights)
     before = config.layers[max(layer - 1, 0)].order
     own_input = layer_input(before, layer, h, ffn_norm)
-    mixed, ffn_input = mixed_and_ffn_input(
+    ffn_residual, ffn_input = ffn_residual_and_input(
         spec.order,
         own_input,
         norm=norm,
@@ -102,7 +102,7 @@ def _layer(
         out = experts_output(checkpoint, config, layer, ffn_input, own_input)
     else:
         out = _ffn(spec.ffn, ffn, layer, ffn_input, thresholds)
-    return mixed + _added(spec, out, ffn_output_norm)
+    return ffn_residual + _added(spec, out, ffn_output_norm)
 
 
 def _added(spec: LayerSpec, x: torch.Tensor, norm_weight: np.ndarray) -> torch.Tensor:

@@ -22,7 +22,7 @@ from hotcold.numba_kernels.layer_record import (
     SOFTMAX,
     SOFTMAX_OF_CHOSEN,
 )
-from hotcold.numba_kernels.serve.serve_attention import AttentionArrays
+from hotcold.numba_kernels.loops.attention_loop import AttentionArrays
 
 Frequencies = Callable[[RopeConfig, int, int], np.ndarray]
 _SCORES = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "softmax_of_chosen": SOFTMAX_OF_CHOSEN}

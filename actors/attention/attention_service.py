@@ -25,8 +25,14 @@ from hotcold.model.weights.embedding import load_head
 from hotcold.model.weights.tensor_reader import OnBytes, Touch
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, SEGMENT_POSITIONS
 from hotcold.numba_kernels.decode.vectors import activation_space, aligned_zeros
-from hotcold.numba_kernels.serve.doorbell import clock_ns
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.attention_loop import (
+    NUM_COUNTERS,
+    AttentionArrays,
+    AttentionScratch,
+    serve_attention,
+)
+from hotcold.numba_kernels.loops.doorbell import clock_ns
+from hotcold.numba_kernels.loops.mailbox import (
     ATTENTION,
     COUNT_FFN,
     FFN,
@@ -40,13 +46,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     finish_request,
     is_for_others,
 )
-from hotcold.numba_kernels.serve.serve_attention import (
-    NUM_COUNTERS,
-    AttentionArrays,
-    AttentionScratch,
-    serve_attention,
-)
-from hotcold.numba_kernels.serve.work_stealing import new_block_counters
+from hotcold.numba_kernels.loops.work_stealing import new_block_counters
 
 if TYPE_CHECKING:
     from hotcold.numba_kernels.prefill.serve_prefill import PromptScratch
@@ -171,7 +171,7 @@ class AttentionService(Service):
             self._hot.release()
 
     def serve(self, thread: int, seen: int) -> int:
-        """Run the loop of `numba_kernels.serve.serve_attention`, and the kernel of hot neurons.
+        """Run the loop of `numba_kernels.loops.attention_loop`, and the kernel of hot neurons.
 
         While there are prompts, that of `numba_kernels.prefill.serve_prefill`.
         """

@@ -29,8 +29,8 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact_places import artifact_base, artifact_folders
 from hotcold.model.files.locate import resolved_model
 from hotcold.model.files.page_file import LockedFileError, PageFile
+from hotcold.numba_kernels.loops.mailbox import FULL, WINDOWED
 from hotcold.numba_kernels.own_cache import own_folder
-from hotcold.numba_kernels.serve.mailbox import FULL, WINDOWED
 
 FOLDER = "prefix-cache"
 _SUFFIX = ".pages"

@@ -11,10 +11,10 @@ import numpy as np
 from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.lanes import shard_lanes
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.neuron_bundles import BundleLayout, write_count
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
+from hotcold.actors.protocol.stripes import shard_stripes
 from hotcold.actors.telemetry.snapshot import buckets_of
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
@@ -24,8 +24,8 @@ from hotcold.numba_kernels.block_rows import BlockRows
 from hotcold.numba_kernels.decode.activations import Activation, activation
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.ffn.expert_predictors import PredictorScratch, new_predictor_scratch
+from hotcold.numba_kernels.ffn.ffn_loop import NeuronBuckets, ffn_request, serve_ffn
 from hotcold.numba_kernels.ffn.in_memory import FfnScratch, new_scratch
-from hotcold.numba_kernels.ffn.serve_ffn import NeuronBuckets, ffn_request, serve_ffn
 from hotcold.numba_kernels.ffn.transposed import new_transposed_scratch
 from hotcold.numba_kernels.ffn_arrays import (
     NO_NORMS,
@@ -36,7 +36,7 @@ from hotcold.numba_kernels.ffn_arrays import (
 )
 from hotcold.numba_kernels.formats import is_quantized
 from hotcold.numba_kernels.load.convert import row_lengths
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.mailbox import (
     COUNT_FFN,
     FFN,
     LAYER,
@@ -151,14 +151,14 @@ class CpuService(Service):
         starts = self.arrays.starts
         num_blocks, threads = starts.shape[1] - 1, self.num_threads
         if isinstance(self.arrays, TransposedArrays):
-            num_lanes = max(1, self.arrays.cuts.shape[2] - 1)
+            num_stripes = max(1, self.arrays.cuts.shape[2] - 1)
             self._scratch = new_transposed_scratch(
-                threads, num_tokens, most_rows(starts), width, num_blocks, num_lanes
+                threads, num_tokens, most_rows(starts), width, num_blocks, num_stripes
             )
             return
-        num_lanes = max(1, self.arrays.lanes.shape[2] - 1)
+        num_stripes = max(1, self.arrays.stripes.shape[2] - 1)
         self._scratch = new_scratch(
-            threads, num_tokens, most_rows(starts), width, num_blocks, num_lanes
+            threads, num_tokens, most_rows(starts), width, num_blocks, num_stripes
         )
 
     def prepare_prompts(self) -> None:
@@ -341,7 +341,7 @@ def load_cpu_service(
     """Read a shard from a checkpoint; of the attention service, its hot neurons.
 
     `touch` is called with each new matrix before it is filled. `keeps_pages`: the files that were
-    read stay in the page cache. `max_rows`: as `TensorReader`. `of_outputs`: the spec's lanes are
+    read stay in the page cache. `max_rows`: as `TensorReader`. `of_outputs`: the spec's stripes are
     those of down rows that are an output each.
     Errors:  CheckpointError, UsageError
     """
@@ -355,9 +355,9 @@ def load_cpu_service(
         touch=touch,
         max_rows=max_rows,
     )
-    lanes = spec.lanes
-    if of_outputs and lanes is not None and lanes.total == 1:
-        lanes = None  # one service has all neurons, and its threads share them
+    stripes = spec.stripes
+    if of_outputs and stripes is not None and stripes.total == 1:
+        stripes = None  # one service has all neurons, and its threads share them
     arrays = FfnArrays(
         weights.starts,
         weights.gate,
@@ -367,7 +367,7 @@ def load_cpu_service(
         weights.up_bias,
         weights.down_bias,
         row_lengths(weights.down) if spec.system.has_down_norms else NO_NORMS,
-        *shard_lanes(weights.starts, weights.neuron_ids, config, lanes, of_outputs),
+        *shard_stripes(weights.starts, weights.neuron_ids, config, stripes, of_outputs),
     )
     return new_service(CpuService, spec, config, arrays, weights.predictors, on_bytes, touch)
 

@@ -27,15 +27,15 @@ from hotcold.numba_kernels.block_rows import (
     BlockRows,
 )
 from hotcold.numba_kernels.ffn_arrays import (
-    NO_LANES,
     NO_NORMS,
+    NO_STRIPES,
     FfnArrays,
     TransposedArrays,
     most_rows,
 )
 from hotcold.numba_kernels.formats import row_items
-from hotcold.numba_kernels.serve.mailbox import SharedBuffers
-from hotcold.numba_kernels.serve.work_stealing import new_block_counters
+from hotcold.numba_kernels.loops.mailbox import SharedBuffers
+from hotcold.numba_kernels.loops.work_stealing import new_block_counters
 from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN, RowBytes
 from hotcold.numba_kernels.storage.offloaded_experts import (
     OffloadedExperts,
@@ -69,7 +69,7 @@ class Units:
     """What a shard holds of each block of each layer; unit l * B + b is block b of layer l.
 
     Shapes:  sizes (L * B,), its neurons; runs (L * B, n, 2), where down is a row an output what
-             each lane has of the block: first neuron and end; firsts (L * B + 1,), its first
+             each stripe has of the block: first neuron and end; firsts (L * B + 1,), its first
              bundle, and the end; stays (L * B,), whether every token uses it; layers, places,
              patterns (N,) of bundles as in `Bundles` and `RowBytes`; turns (N,) and parts (N,) as
              in `OutputRows` and `OffloadedExperts`; offsets (patterns, K)
@@ -97,7 +97,7 @@ class Units:
     ) -> Units:
         """Of a shard with `starts` and `ids` of `FfnWeights`.
 
-        runs (L, B, n, 2) int64: of its lanes; without them its neurons of each block are a run.
+        runs (L, B, n, 2) int64: of its stripes; without them its neurons of each block are a run.
         """
         num_blocks, found = starts.shape[1] - 1, _Patterns(geometry)
         parts: list[_Part] = []
@@ -153,17 +153,17 @@ class Units:
         A slot has place for the largest matrices of a unit that shares it.
         """
         num_blocks, height = self.sizes.size // len(layers), geometry.num_outputs
-        num_lanes = self.runs.shape[1]
-        places = np.zeros((self.sizes.size, num_lanes, NUM_PLACE_NUMBERS), np.int64)
-        cuts = np.zeros((self.sizes.size, num_lanes, NUM_CUT_NUMBERS), np.int64)
+        num_stripes = self.runs.shape[1]
+        places = np.zeros((self.sizes.size, num_stripes, NUM_PLACE_NUMBERS), np.int64)
+        cuts = np.zeros((self.sizes.size, num_stripes, NUM_CUT_NUMBERS), np.int64)
         for unit in np.flatnonzero(self.sizes).tolist():
             layer, number = divmod(unit, num_blocks)
             block = geometry.down_blocks[layer][number]
             dtype, width = numpy_dtype(block.dtype), layers[layer].block_sizes[number]
             places[unit, :, IS_SECOND] = block.dtype != geometry.down_dtype
-            for lane, (first, end) in enumerate(self.runs[unit].tolist()):
-                places[unit, lane, ROW_ITEMS] = row_items(dtype, end - first)
-                cuts[unit, lane] = new_cut(dtype, width, first, end - first, block.rows, height)
+            for stripe, (first, end) in enumerate(self.runs[unit].tolist()):
+                places[unit, stripe, ROW_ITEMS] = row_items(dtype, end - first)
+                cuts[unit, stripe] = new_cut(dtype, width, first, end - first, block.rows, height)
         sizes = -(-height * places[:, :, ROW_ITEMS] // ALIGNED_ITEMS) * ALIGNED_ITEMS
         sizes = sizes.sum(axis=1)
         ends = np.cumsum(sizes * self.stays)
@@ -311,16 +311,16 @@ class ExpertStore(BundleReads):
             weights.down_bias,
             vector(self._norms),
         )
-        lanes, first, at_once = weights.lanes
+        stripes, first, at_once = weights.stripes
         if not geometry.has_outputs:
             of_down = new_rows(num_rows, geometry.down_row_bytes, down)
-            return FfnArrays(weights.starts, *matrices, of_down, *vectors, lanes, first, at_once)
+            return FfnArrays(weights.starts, *matrices, of_down, *vectors, stripes, first, at_once)
         memory, num_layers = self._outputs, len(weights.starts)
         one, other = (memory.rows.view(numpy_dtype(name)) for name in geometry.down_dtypes)
         places = memory.places.reshape(num_layers, -1, NUM_PLACE_NUMBERS)
         outputs = BlockRows(one, other, places)
         return TransposedArrays(
-            weights.starts, *matrices, outputs, *vectors, NO_LANES, lanes, first, at_once
+            weights.starts, *matrices, outputs, *vectors, NO_STRIPES, stripes, first, at_once
         )
 
     def _new_stored(self, share: OffloadedShare, num_slots: int) -> OffloadedExperts:

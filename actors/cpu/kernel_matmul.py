@@ -22,8 +22,8 @@ from hotcold.numba_kernels.prefill import float_tiles, int16_matmul
 from hotcold.numba_kernels.prefill.block_tokens import (
     BlockTokens,
     CutRows,
-    LaneSums,
     Rows,
+    StripeSums,
     WeightBlocks,
 )
 from hotcold.numba_kernels.prefill.float_items import num_items, row_stride, row_unit
@@ -68,7 +68,7 @@ def row_widths(rows: Rows, tokens: BlockTokens) -> np.ndarray:
         return np.full(counts.size, rows.shape[1])
     if isinstance(rows, CutRows):
         return np.diff(rows.columns).ravel()
-    assert not isinstance(rows, LaneSums)
+    assert not isinstance(rows, StripeSums)
     return np.diff(rows.starts) // np.maximum(counts, 1)
 
 
@@ -119,13 +119,13 @@ class FloatMatmul:
     def linear(self, operand: FloatOperand, weights: WeightBlocks, out: Rows) -> None:
         """out = x @ weights.T of each block's choices.
 
-        Shapes:  out: `ChoiceRows`, or `LaneSums`, which they are added to
+        Shapes:  out: `ChoiceRows`, or `StripeSums`, which they are added to
         Dtypes:  out float32; weights float32, uint16 (float16 bits) or int16 (bfloat16 bits)
         """
         work, most = num_products(weights, operand.tokens), _most_groups(operand.tokens) * LANES
         self._multiply(linear_kernel, operand, weights, out, most, work)
 
-    def combine(self, h: CutRows, tokens: BlockTokens, rows: WeightBlocks, out: LaneSums) -> None:
+    def combine(self, h: CutRows, tokens: BlockTokens, rows: WeightBlocks, out: StripeSums) -> None:
         """out = h @ rows of each block's choices, added up as `out` says.
 
         Shapes:  h: as many numbers for each choice as its block has rows

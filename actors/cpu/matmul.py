@@ -30,8 +30,8 @@ from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.prefill.block_tokens import (
     BlockTokens,
     CutRows,
-    LaneSums,
     Rows,
+    StripeSums,
     WeightBlocks,
     every_token,
     one_block,
@@ -206,7 +206,7 @@ class Matmul:
 
         out = x @ weights.T for the choices of each block, of each (weights, out). A choice's bits
         depend on nothing but its x and weights.
-        Shapes:  x (T, d), or rows of choices, whole or cut; out: rows of choices, or `LaneSums`,
+        Shapes:  x (T, d), or rows of choices, whole or cut; out: rows of choices, or `StripeSums`,
                  which products are added to
         Dtypes:  x, out float32; weights bits, of one dtype
         """
@@ -216,7 +216,7 @@ class Matmul:
         for weights, out in matrices:
             kind.linear(operand, weights, out)
 
-    def combine(self, h: CutRows, tokens: BlockTokens, rows: WeightBlocks, out: LaneSums) -> None:
+    def combine(self, h: CutRows, tokens: BlockTokens, rows: WeightBlocks, out: StripeSums) -> None:
         """out = h @ rows of each block's choices, added up as `out` says, once it has been run.
 
         Shapes:  h: rows of choices, as long as their block has rows

@@ -14,8 +14,8 @@ from hotcold.model.errors import ServiceError
 from hotcold.model.weights.ffn import FfnWeights
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.ffn_arrays import NO_NORMS, FfnArrays, most_rows
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.predict_team import SignPredictors
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.loops.predict_team import SignPredictors
 from hotcold.numba_kernels.storage import MAX_GAP
 from hotcold.numba_kernels.storage.layer_slots import (
     await_layer,
@@ -99,7 +99,7 @@ class NeuronStore(BundleReads):
             weights.up_bias,
             weights.down_bias,
             self._down_norms,
-            *weights.lanes,
+            *weights.stripes,
         )
 
     def _new_stored(
@@ -242,7 +242,7 @@ class NeuronStore(BundleReads):
             part(weights.up_bias),
             weights.down_bias[layer : layer + 1],
             part(self._down_norms),
-            *weights.lanes._replace(ends=weights.lanes.ends[layer : layer + 1]),
+            *weights.stripes._replace(ends=weights.stripes.ends[layer : layer + 1]),
         )
 
     def use_bits(self, bits: np.ndarray) -> None:

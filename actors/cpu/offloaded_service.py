@@ -10,9 +10,9 @@ from hotcold.actors.cpu.cpu_service import CpuService, new_service
 from hotcold.actors.cpu.expert_store import ExpertStore
 from hotcold.actors.cpu.neuron_store import NeuronStore
 from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.lanes import runs_of_lanes, shard_lanes
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.offloaded_neurons import OffloadedShare
+from hotcold.actors.protocol.stripes import runs_of_stripes, shard_stripes
 from hotcold.model.bundles.bundle_file import read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.model_config import ModelConfig
@@ -24,7 +24,7 @@ from hotcold.model.weights.ffn import load_ffn_biases
 from hotcold.model.weights.tensor_reader import OnBytes
 from hotcold.numba_kernels.decode.activations import Activation
 from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, FfnArrays, TransposedArrays
-from hotcold.numba_kernels.serve.mailbox import LAYER, NEXT_LAYER
+from hotcold.numba_kernels.loops.mailbox import LAYER, NEXT_LAYER
 from hotcold.predictors.predictor_file import read_predictors
 from hotcold.predictors.read_ahead import shard_predictors
 
@@ -163,13 +163,13 @@ def load_offloaded_service(
     file = read_bundle_file(bundles, geometry, identity)
     forget_pages(bundles)
     weights = load_ffn_biases(checkpoint, config, neuron_ids, spec.has_down_bias, dtype)
-    weights.lanes = shard_lanes(
-        weights.starts, weights.neuron_ids, config, spec.lanes, of_outputs=transposed
+    weights.stripes = shard_stripes(
+        weights.starts, weights.neuron_ids, config, spec.stripes, of_outputs=transposed
     )
     threads, has_norms = spec.num_threads, spec.system.has_down_norms
     if config.experts is not None:
         layers = [layer.ffn for layer in config.layers]
-        runs = runs_of_lanes(config, spec.lanes) if transposed else None
+        runs = runs_of_stripes(config, spec.stripes) if transposed else None
         experts = ExpertStore(file, layers, weights, share, threads, on_bytes, has_norms, runs)
         return new_service(
             OffloadedExpertService, spec, config, experts, weights.predictors, on_bytes

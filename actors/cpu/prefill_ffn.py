@@ -1,11 +1,12 @@
 """The FFN of many tokens (prefill): a matmul of the gates, then what fired neurons add.
 
 Tokens are multiplied with the blocks of neurons that they chose; a choice is a token and one of its
-blocks. Products with down are added up by lanes (`numba_kernels.decode.lanes`), some neighbours of
-which are one here: a part is what a block has in such a lane. For parts of choices for which few
-neurons fire, up and down are computed only for those; for the others they are matmuls too. The
+blocks. Products with down are added up by stripes (`numba_kernels.decode.stripes`), some neighbours
+of which are one here: a part is what a block has in such a stripe. For parts of choices for which
+few neurons fire, up and down are computed only for those; for the others they are matmuls too. The
 part's own neurons decide, so a token's result depends neither on its batch-mates nor on what else a
-service has. In a lane a token's parts are added in the order of blocks, matmuls before the others.
+service has. In a stripe a token's parts are added in the order of blocks, matmuls before the
+others.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from hotcold.actors.cpu.thread_team import MOST_CUTS, Shared
 from hotcold.numba_kernels.block_rows import NUM_PLACE_NUMBERS
 from hotcold.numba_kernels.checks import ACTIVATES_UP
 from hotcold.numba_kernels.decode.activations import Activation
-from hotcold.numba_kernels.decode.lanes import meet
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.selection import NO_WEIGHTS
+from hotcold.numba_kernels.decode.stripes import meet
 from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, FfnArrays, TransposedArrays
 from hotcold.numba_kernels.formats import CHUNK, row_items
 from hotcold.numba_kernels.ir.operands import PART_COLUMNS
@@ -38,7 +39,7 @@ from hotcold.numba_kernels.prefill.block_tokens import (
     BlockTokens,
     ChoiceRows,
     CutRows,
-    LaneSums,
+    StripeSums,
     WeightBlocks,
     choices,
     every_token,
@@ -83,8 +84,8 @@ def prompt_ffn(
 ) -> None:
     """out, more = what is left over of the sums of layer `layer`'s shard, for all tokens.
 
-    As of `layer_ffn`: `out` is the sum of the first of its lanes, or of all, `more` are others, and
-    the biases, where services have some of the lanes each.
+    As of `layer_ffn`: `out` is the sum of the first of its stripes, or of all, `more` are others,
+    and the biases, where services have some of the stripes each.
 
     `skip_silent` allows to leave out neurons whose activation is zero; thresholds do not apply to
     so many tokens, which together want nearly all. Where `counts` is given, counts[n] += number of
@@ -101,7 +102,7 @@ def prompt_ffn(
     shard = _Shard.of(arrays, layer, function, firsts)
     tokens, weights = choices(shard.widths, len(x), block_weights)
     h, factors = (_empty_rows(matmul, shard.widths, tokens) for _ in range(2))
-    num_fired = np.empty((shard.num_lanes, tokens.ids.size), np.int64)
+    num_fired = np.empty((shard.num_stripes, tokens.ids.size), np.int64)
     # Which neurons fire is not waited for where all are computed.
     waits = skip_silent or counts is not None
     is_gated = shard.up.shape[0] > 0
@@ -158,10 +159,10 @@ def _compile(matmul: Matmul, arrays: FfnArrays | TransposedArrays, function: Act
     nothing, ends = np.empty(0, np.float32), np.zeros(2, np.int64)
     tokens, rows = every_token(0), ChoiceRows(nothing, ends)
     biases = arrays.gate_bias[:0], arrays.up_bias[:0]
-    lanes, num_fired = np.zeros((1, 2), np.int64), np.empty((1, 0), np.int64)
+    stripes, num_fired = np.zeros((1, 2), np.int64), np.empty((1, 0), np.int64)
     cut = whole_rows(np.empty((0, 0), np.float32))
     activate_kernel(
-        function, nothing, *biases, ends, tokens, rows, rows, lanes, rows, num_fired, 0, 0
+        function, nothing, *biases, ends, tokens, rows, rows, stripes, rows, num_fired, 0, 0
     )
     scale_kernel(function, biases[1], ends, tokens, rows, cut, 0, 0)
     no_tokens = np.empty((0, 0), np.float32)
@@ -191,15 +192,15 @@ def _compile(matmul: Matmul, arrays: FfnArrays | TransposedArrays, function: Act
 class _Shard(NamedTuple):
     """A layer's rows of a shard; block b's are widths[b] from firsts[b] on.
 
-    ends (B, lanes + 1): where lanes begin in each block, and end; first_lane: the first's number
-    down: for each format, and whether they are a row an output
+    ends (B, stripes + 1): where stripes begin in each block, and end; first_stripe: the first's
+    number down: for each format, and whether they are a row an output
     """
 
     function: Activation
     firsts: np.ndarray
     widths: np.ndarray
     ends: np.ndarray
-    first_lane: int
+    first_stripe: int
     gate: np.ndarray
     up: np.ndarray
     gate_bias: np.ndarray
@@ -226,7 +227,7 @@ class _Shard(NamedTuple):
             function,
             starts[:-1] - starts[0] if firsts is None else firsts,
             np.diff(starts),
-            *prompt_lanes(arrays, layer),
+            *prompt_stripes(arrays, layer),
             part(arrays.gate),
             part(arrays.up),
             part(arrays.gate_bias),
@@ -235,8 +236,8 @@ class _Shard(NamedTuple):
         )
 
     @property
-    def num_lanes(self) -> int:
-        """Lanes of the shard."""
+    def num_stripes(self) -> int:
+        """Stripes of the shard."""
         return self.ends.shape[1] - 1
 
     def blocks(self, rows: np.ndarray) -> WeightBlocks:
@@ -249,33 +250,33 @@ class _Shard(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Parts of blocks, lane after lane; part s is of block s % B.
+    """Parts of blocks, stripe after stripe; part s is of block s % B.
 
-    tokens: their choices; h: what is multiplied with down rows; firsts (S,): first rows; lanes: the
-    first of them and the end, counted from the shard's first
+    tokens: their choices; h: what is multiplied with down rows; firsts (S,): first rows; stripes:
+    the first of them and the end, counted from the shard's first
     """
 
     tokens: BlockTokens
     h: CutRows
     firsts: np.ndarray
-    lanes: tuple[int, int]
+    stripes: tuple[int, int]
 
     @classmethod
     def of(cls, ends: np.ndarray, shard: _Shard, tokens: BlockTokens, h: ChoiceRows) -> _Parts:
-        """Of all choices; lanes end in each block where `ends` (B, lanes + 1) says."""
-        num_lanes, counts = ends.shape[1] - 1, np.diff(tokens.starts)
+        """Of all choices; stripes end in each block where `ends` (B, stripes + 1) says."""
+        num_stripes, counts = ends.shape[1] - 1, np.diff(tokens.starts)
         columns = np.stack([ends[:, :-1], ends[:, 1:]], axis=2).swapaxes(0, 1)
         columns = np.ascontiguousarray(columns.reshape(-1, 2))
         rows = np.arange(tokens.ids.size) - np.repeat(tokens.starts[:-1], counts)
         return cls(
             BlockTokens(
-                np.tile(tokens.ids, num_lanes),
-                np.concatenate([[0], np.cumsum(np.tile(counts, num_lanes))]),
+                np.tile(tokens.ids, num_stripes),
+                np.concatenate([[0], np.cumsum(np.tile(counts, num_stripes))]),
                 tokens.order,
             ),
-            CutRows(h.values, h.starts, shard.widths, columns, np.tile(rows, num_lanes)),
-            np.tile(shard.firsts, num_lanes) + columns[:, 0],
-            (0, num_lanes),
+            CutRows(h.values, h.starts, shard.widths, columns, np.tile(rows, num_stripes)),
+            np.tile(shard.firsts, num_stripes) + columns[:, 0],
+            (0, num_stripes),
         )
 
     @property
@@ -294,23 +295,23 @@ class _Parts(NamedTuple):
         tokens = self.tokens._replace(ids=self.tokens.ids[is_listed], starts=starts)
         return self._replace(tokens=tokens, h=self.h._replace(rows=self.h.rows[is_listed]))
 
-    def lane(self, lane: int) -> _Parts:
-        """Those of one lane."""
+    def stripe(self, stripe: int) -> _Parts:
+        """Those of one stripe."""
         num_blocks = self.h.widths.size
-        own = slice(lane * num_blocks, (lane + 1) * num_blocks)
+        own = slice(stripe * num_blocks, (stripe + 1) * num_blocks)
         starts = self.tokens.starts[own.start : own.stop + 1]
-        of_lane = slice(starts[0], starts[-1])
-        tokens = self.tokens._replace(ids=self.tokens.ids[of_lane], starts=starts - starts[0])
-        h = self.h._replace(columns=self.h.columns[own], rows=self.h.rows[of_lane])
-        return _Parts(tokens, h, self.firsts[own], (lane, lane + 1))
+        of_stripe = slice(starts[0], starts[-1])
+        tokens = self.tokens._replace(ids=self.tokens.ids[of_stripe], starts=starts - starts[0])
+        h = self.h._replace(columns=self.h.columns[own], rows=self.h.rows[of_stripe])
+        return _Parts(tokens, h, self.firsts[own], (stripe, stripe + 1))
 
 
 class _Tree(NamedTuple):
-    """Sums of lanes, and how they are added up (`numba_kernels.decode.lanes`).
+    """Sums of stripes, and how they are added up (`numba_kernels.decode.stripes`).
 
     out (T, d), more (H, T, d): sums that are not complete, level by level
-    steps (lanes, 2): the level of each lane's sum, and how many levels are merged once it is there
-    num_left: how many sums are left over at the end
+    steps (stripes, 2): the level of each stripe's sum, and how many levels are merged once it is
+    there num_left: how many sums are left over at the end
     """
 
     out: np.ndarray
@@ -320,12 +321,12 @@ class _Tree(NamedTuple):
 
     @classmethod
     def of(cls, matmul: Matmul, shard: _Shard, out: np.ndarray) -> _Tree:
-        """Of the shard's lanes."""
+        """Of the shard's stripes."""
         steps, sums, height = [], list[int](), 0
-        for lane in range(shard.first_lane, shard.first_lane + shard.num_lanes):
+        for stripe in range(shard.first_stripe, shard.first_stripe + shard.num_stripes):
             level, merges = len(sums), 0
-            sums.append(lane)
-            while len(sums) > 1 and meet(sums[-2], sums[-1], shard.first_lane, lane + 1):
+            sums.append(stripe)
+            while len(sums) > 1 and meet(sums[-2], sums[-1], shard.first_stripe, stripe + 1):
                 sums.pop()
                 merges += 1
             steps.append((level, merges))
@@ -337,42 +338,44 @@ class _Tree(NamedTuple):
         """How many sums there are at once."""
         return len(self.more) + 1
 
-    def sums(self, parts: _Parts, clears: bool, merges: bool, overwrites: bool = True) -> LaneSums:
-        """The sums of parts, which are the first (`clears`) and the last (`merges`) of their lanes.
+    def sums(
+        self, parts: _Parts, clears: bool, merges: bool, overwrites: bool = True
+    ) -> StripeSums:
+        """The sums of parts, the first (`clears`) and the last (`merges`) of their stripes.
 
         `overwrites`: products may be written instead of added.
         """
-        num_blocks, lanes = parts.h.widths.size, range(*parts.lanes)
-        steps = np.zeros((len(lanes), num_blocks, NUM_STEP_NUMBERS), np.int64)
+        num_blocks, stripes = parts.h.widths.size, range(*parts.stripes)
+        steps = np.zeros((len(stripes), num_blocks, NUM_STEP_NUMBERS), np.int64)
         is_full = (parts.counts == len(self.out)) & (parts.widths > 0)
         # Where all tokens chose one block there is nothing to add to.
-        is_whole = is_full.reshape(len(lanes), num_blocks)
-        for own, lane, whole, counts in zip(
-            steps, lanes, is_whole, parts.counts.reshape(is_whole.shape), strict=True
+        is_whole = is_full.reshape(len(stripes), num_blocks)
+        for own, stripe, whole, counts in zip(
+            steps, stripes, is_whole, parts.counts.reshape(is_whole.shape), strict=True
         ):
-            own[:, LEVEL], last = self.steps[lane][0], num_blocks - 1
+            own[:, LEVEL], last = self.steps[stripe][0], num_blocks - 1
             if overwrites and clears and merges and whole.any() and np.count_nonzero(counts) == 1:
                 last = int(whole.argmax())
                 own[last, IS_WHOLE] = 1
             elif clears:
                 own[0, CLEARS] = 1
             if merges:
-                own[last, MERGES] = self.steps[lane][1]
-        return LaneSums(self.out, self.more, steps.reshape(-1, NUM_STEP_NUMBERS))
+                own[last, MERGES] = self.steps[stripe][1]
+        return StripeSums(self.out, self.more, steps.reshape(-1, NUM_STEP_NUMBERS))
 
 
-def prompt_lanes(arrays: FfnArrays | TransposedArrays, layer: int) -> tuple[np.ndarray, int]:
-    """Where a layer's lanes begin in each block, and end (B, lanes + 1), and the first's number.
+def prompt_stripes(arrays: FfnArrays | TransposedArrays, layer: int) -> tuple[np.ndarray, int]:
+    """Where a layer's stripes begin in each block and end (B, stripes + 1); the first's number.
 
-    Of neurons' rows some neighbours are one lane: each has more to multiply.
+    Of neurons' rows some neighbours are one stripe: each has more to multiply.
     """
-    starts, every = arrays.starts[layer], arrays.lanes
+    starts, every = arrays.starts[layer], arrays.stripes
     if isinstance(arrays, TransposedArrays):
         every = arrays.cuts
-    if every.shape[2] == 0:  # of a shard without lanes
+    if every.shape[2] == 0:  # of a shard without stripes
         return np.stack([np.zeros_like(starts[1:]), np.diff(starts)], axis=1), 0
-    lanes = every[layer][:, :: arrays.lanes_at_once]
-    return lanes - lanes[:, :1], arrays.first_lane // arrays.lanes_at_once
+    stripes = every[layer][:, :: arrays.stripes_at_once]
+    return stripes - stripes[:, :1], arrays.first_stripe // arrays.stripes_at_once
 
 
 def _empty_rows(matmul: Matmul, widths: np.ndarray, tokens: BlockTokens) -> ChoiceRows:
@@ -440,7 +443,7 @@ class _Rest(NamedTuple):
     def add_by_choice(
         self, tokens: BlockTokens, h: ChoiceRows, is_few: np.ndarray, tree: _Tree
     ) -> None:
-        """Add all choices up; neuron by neuron the parts where is_few (lanes, P) is set."""
+        """Add all choices up; neuron by neuron the parts where is_few (stripes, P) is set."""
         shard, is_few = self.shard, is_few.ravel()
         parts = _Parts.of(shard.ends, shard, tokens, h)
         adders: list[tuple[_Parts, Callable[[_Parts, _Tree, bool, bool], None]]] = []
@@ -464,9 +467,9 @@ class _Rest(NamedTuple):
         if not adders:
             for sums in (tree.out, *tree.more):
                 self.matmul.then_rows(len(sums), partial(_set_zero, sums))
-        for lane in range(shard.num_lanes):
+        for stripe in range(shard.num_stripes):
             for number, (own, add) in enumerate(adders):
-                add(own.lane(lane), tree, number == 0, number == len(adders) - 1)
+                add(own.stripe(stripe), tree, number == 0, number == len(adders) - 1)
 
     def _scale(self, parts: _Parts) -> None:
         """Multiply what down rows are multiplied with by up products."""
@@ -490,8 +493,12 @@ class _Rest(NamedTuple):
         self, down: WeightBlocks, parts: _Parts, tree: _Tree, clears: bool, merges: bool
     ) -> None:
         """Add the same, where down has a row for each output."""
-        by_lane = down.places.reshape(self.shard.widths.size, -1, NUM_PLACE_NUMBERS).swapaxes(0, 1)
-        places = np.ascontiguousarray(by_lane[slice(*parts.lanes)]).reshape(-1, NUM_PLACE_NUMBERS)
+        by_stripe = down.places.reshape(self.shard.widths.size, -1, NUM_PLACE_NUMBERS).swapaxes(
+            0, 1
+        )
+        places = np.ascontiguousarray(by_stripe[slice(*parts.stripes)]).reshape(
+            -1, NUM_PLACE_NUMBERS
+        )
         products = WeightBlocks(down.array, places), tree.sums(parts, clears, merges)
         self.matmul.block_linears(parts.h, parts.tokens, [products])
 
@@ -509,7 +516,7 @@ class _Rest(NamedTuple):
         if clears and merges:
             left = np.zeros((tree.num_left, NUM_STEP_NUMBERS), np.int64)
             left[:, LEVEL], left[:, CLEARS] = np.arange(tree.num_left), 1
-        else:  # one lane, whose sum is added to what is there
+        else:  # one stripe, whose sum is added to what is there
             left, steps = steps.max(axis=0, keepdims=True), np.zeros_like(steps)
             steps[0, CLEARS], height = 1, 1
         sums = matmul.scratch((num_threads, height, num_tokens, PART_COLUMNS))

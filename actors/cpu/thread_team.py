@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, ring, wait_change
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL, ring, wait_change
 
 _POLLS, _WAIT_NS = 2000, 100_000_000
 _ROUNDS = 1 << 30  # the doorbell is a 32-bit number

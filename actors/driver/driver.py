@@ -72,7 +72,7 @@ from hotcold.model.errors import HotcoldError, ServiceError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.embedding import load_embedding
-from hotcold.numba_kernels.serve.mailbox import DRAFT
+from hotcold.numba_kernels.loops.mailbox import DRAFT
 from hotcold.predictors.magnitude_thresholds import LayerThresholds
 from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.predictor_file import Predictors, read_predictors

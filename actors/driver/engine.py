@@ -1,6 +1,6 @@
 """One step of the model: token ids in, logits out, two exchanges a layer.
 
-The order within a layer is in `numba_kernels.serve.layer_loop`, which yields to the engine for what
+The order within a layer is in `numba_kernels.loops.layer_loop`, which yields to the engine for what
 compiled code cannot do. A step may be run layer by layer: `place`, then `run_layer` for each, then
 `logits`.
 """
@@ -12,8 +12,8 @@ import numpy as np
 from hotcold.actors.driver.modes import StepMode
 from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.failures import NotFiniteError
-from hotcold.actors.protocol.lanes import sums_of_services
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, cut_tokens
+from hotcold.actors.protocol.stripes import sums_of_services
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.telemetry.experts import new_block_counts
 from hotcold.actors.telemetry.step_times import StepTimes
@@ -22,15 +22,15 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.embedding import EmbeddingWeights
 from hotcold.numba_kernels.decode.finite import finite_rows
 from hotcold.numba_kernels.decode.norm import norm_kind
-from hotcold.numba_kernels.serve import layer_loop
-from hotcold.numba_kernels.serve.layer_loop import (
+from hotcold.numba_kernels.loops import layer_loop
+from hotcold.numba_kernels.loops.layer_loop import (
     LayerFacts,
     begin_layers,
     new_layer_state,
     requested_services,
     run_layers,
 )
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.mailbox import (
     ATTENTION,
     BUSY_NS,
     BYTES_READ,
@@ -48,7 +48,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     TARGET,
     SharedBuffers,
 )
-from hotcold.numba_kernels.serve.predict_team import HIDDEN, MIXED
+from hotcold.numba_kernels.loops.predict_team import HIDDEN, MIXED
 
 _UNKNOWN = -1  # how many upload rounds there are, before the first
 
@@ -355,7 +355,7 @@ def _bad_layer(
     outputs were added: to those of services before them, so the last one has its own. `rows` are of
     the tokens whose output was wanted.
     """
-    bad = _bad_rows(buffers.mixed[rows]) | _bad_rows(buffers.ffn_input[rows])
+    bad = _bad_rows(buffers.ffn_residual[rows]) | _bad_rows(buffers.ffn_input[rows])
     guilty = attention if bad.any() else None
     for service in reversed(services):
         bad_partial = _bad_rows(buffers.partials[service, rows])

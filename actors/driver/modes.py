@@ -23,9 +23,9 @@ from hotcold.actors.protocol.messages import THRESHOLD
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.atomic_write import write_if_absent
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, not_zero
+from hotcold.numba_kernels.loops.mailbox import TARGET, threshold_words
+from hotcold.numba_kernels.loops.selector import Selector, all_neurons
 from hotcold.numba_kernels.own_cache import own_folder
-from hotcold.numba_kernels.serve.mailbox import TARGET, threshold_words
-from hotcold.numba_kernels.serve.selector import Selector, all_neurons
 from hotcold.predictors.predictor import NeuronPredictor
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from hotcold.actors.protocol.topology import Topology
 from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.embedding import EmbeddingWeights
-from hotcold.numba_kernels.serve.mailbox import COUNT_FFN, OPERATION, WEIGHS_BLOCKS
+from hotcold.numba_kernels.loops.mailbox import COUNT_FFN, OPERATION, WEIGHS_BLOCKS
 from hotcold.placement.expert_reuse import StackDistances
 
 

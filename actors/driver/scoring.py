@@ -17,7 +17,7 @@ from hotcold.actors.protocol.messages import THRESHOLD
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.decode.scoring import compare_logits, negative_log_likelihood
-from hotcold.numba_kernels.serve.mailbox import ALL_NEURONS, NUM_IDS, WEIGHS_BLOCKS
+from hotcold.numba_kernels.loops.mailbox import ALL_NEURONS, NUM_IDS, WEIGHS_BLOCKS
 
 _Score = TypeVar("_Score")
 

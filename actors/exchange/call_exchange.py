@@ -16,7 +16,7 @@ from hotcold.actors.exchange.doorbell_exchange import Exchange, Watch
 from hotcold.actors.exchange.watch import POLL_S
 from hotcold.actors.protocol.failures import AnswerFailed, RequestError, ServiceLost, service_error
 from hotcold.actors.protocol.kv_pool import num_pages_of
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.mailbox import (
     ATTENTION,
     COUNT_FFN,
     END_LAYER,
@@ -104,11 +104,11 @@ def _outputs(buffers: SharedBuffers, service: int) -> dict[str, np.ndarray]:
     words = buffers.requests[service]
     operation, num_tokens = int(words[OPERATION]), int(words[NUM_TOKENS])
     if operation == ATTENTION:
-        written = ("mixed", "ffn_input", "block_weights")
+        written = ("ffn_residual", "ffn_input", "block_weights")
         return {name: getattr(buffers, name)[:num_tokens] for name in written}
     if operation == LAYERS:
         return {
-            "mixed": buffers.mixed[:num_tokens],
+            "ffn_residual": buffers.ffn_residual[:num_tokens],
             "logits": buffers.logits[: num_tokens - int(words[FIRST_LOGIT])],
             "block_tokens": buffers.block_tokens[int(words[LAYER]) : int(words[END_LAYER])],
         }

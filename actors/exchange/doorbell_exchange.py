@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from hotcold.actors.protocol.failures import AnswerFailed, ServiceLost
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.mailbox import (
     FAILED,
     FIRST_NUMBER,
     NEXT_NUMBER,

@@ -22,7 +22,7 @@ from hotcold.actors.protocol.failures import (
 )
 from hotcold.actors.protocol.topology import Topology
 from hotcold.model.errors import ServiceError
-from hotcold.numba_kernels.serve.mailbox import OPERATION, WEIGHTS
+from hotcold.numba_kernels.loops.mailbox import OPERATION, WEIGHTS
 
 MAX_FAILURES = 10
 WINDOW_S = 60.0

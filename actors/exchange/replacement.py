@@ -16,8 +16,8 @@ from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import ServiceLost, service_error
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.model.errors import ServiceError
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import DONE, REQUEST, SharedBuffers, cell_index
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.loops.mailbox import DONE, REQUEST, SharedBuffers, cell_index
 
 # Unanswered polls at which a process that starts, loads or compiles counts as stuck.
 _TIMEOUT_POLLS = 100

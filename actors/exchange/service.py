@@ -13,8 +13,8 @@ from hotcold.actors.exchange.call_exchange import ServiceReply, ServiceRequest
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.model.errors import ServiceError
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, clock_ns, sleep_change
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL, clock_ns, sleep_change
+from hotcold.numba_kernels.loops.mailbox import (
     ANY_WEIGHTS,
     ARRIVED,
     BARRIER_COUNT,

@@ -28,7 +28,7 @@ from hotcold.actors.setup.account import loaded_bytes
 from hotcold.actors.setup.assignment import neuron_owners
 from hotcold.actors.setup.connection import SpawnRelay
 from hotcold.actors.telemetry.snapshot import WATCH_S, Telemetry
-from hotcold.numba_kernels.serve.mailbox import OPERATION, PING
+from hotcold.numba_kernels.loops.mailbox import OPERATION, PING
 
 if TYPE_CHECKING:
     from hotcold.actors.driver.scoring import WindowScores

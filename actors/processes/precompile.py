@@ -44,9 +44,9 @@ from hotcold.model.files.artifact import ModelIdentity, sampled_digest
 from hotcold.model.files.atomic_write import write_atomic
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.numba_kernels.kernel_cache import sources_digest
+from hotcold.numba_kernels.loops.mailbox import SharedBuffers
 from hotcold.numba_kernels.one_compiler import never_collect
 from hotcold.numba_kernels.own_cache import host_cpu, own_folder
-from hotcold.numba_kernels.serve.mailbox import SharedBuffers
 from hotcold.placement.machine.core_affinity import CoreAffinity
 from hotcold.placement.machine.pinning import find_cores
 

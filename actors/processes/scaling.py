@@ -25,7 +25,7 @@ from hotcold.model.byte_sizes import binary_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, MemoryBudgetError, ServiceError, UsageError
 from hotcold.model.weights.sizes import ffn_bytes
-from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP
+from hotcold.numba_kernels.loops.mailbox import OPERATION, STOP
 
 _START_S = 60.0
 _JOIN_S = 10.0

@@ -32,7 +32,7 @@ from hotcold.actors.setup.storage import storage_beside_gpu
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import HotcoldError, ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.numba_kernels.serve.mailbox import OPERATION, STOP
+from hotcold.numba_kernels.loops.mailbox import OPERATION, STOP
 
 if TYPE_CHECKING:
     from hotcold.actors.driver.driver import Driver

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.loops.mailbox import (
     CELLS_A_SERVICE,
     NUM_BUCKETS,
     NUM_COUNTS,
@@ -57,7 +57,7 @@ class ArenaLayout:
             ("slots", np.int32, (t,)),
             ("page_tables", np.int32, (2, self.num_slots, self.pages_a_slot)),
             ("hidden", np.float32, (t, d)),
-            ("mixed", np.float32, (t, d)),
+            ("ffn_residual", np.float32, (t, d)),
             ("ffn_input", np.float32, (t, d)),
             ("active_ids", np.int32, (s, self.max_neurons)),
             ("active_masks", np.uint32, (s, self.max_neurons)),

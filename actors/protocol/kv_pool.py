@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
-from hotcold.numba_kernels.serve.mailbox import FULL
+from hotcold.numba_kernels.loops.mailbox import FULL
 
 _KEY_BYTES = 16
 Page = tuple[int, ...]  # 64 positions: one of layers without a window, and one of those with it

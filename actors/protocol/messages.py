@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from hotcold.actors.protocol.arena import ArenaLayout
-    from hotcold.actors.protocol.lanes import Lanes
     from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+    from hotcold.actors.protocol.stripes import Stripes
     from hotcold.actors.telemetry.experts import ExpertCounts
     from hotcold.placement.machine.pinning import HostShare
 
@@ -141,10 +141,10 @@ class ServicePart:
 
     attention: the layers whose attention and KV cache it has
     neuron_ids: its neurons in loading order, an int32 array a layer; None: it holds none. With
-    `SystemConfig.down_transposed` of each block a run for each lane
+    `SystemConfig.down_transposed` of each block a run for each stripe
     has_down_bias: whether its partial output includes the biases of down projections
     host: the address of its Ray node; "": the driver's
-    lanes: that its neurons are in, by which they are ordered; None: it has no neurons for the CPU
+    stripes: that its neurons are in, by which they are ordered; None: it has no neurons for the CPU
     """
 
     name: str
@@ -154,7 +154,7 @@ class ServicePart:
     neuron_ids: list[np.ndarray] | None = None
     has_down_bias: bool = False
     host: str = ""
-    lanes: Lanes | None = None
+    stripes: Stripes | None = None
 
     @property
     def is_cpu_service(self) -> bool:

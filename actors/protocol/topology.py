@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 
 from hotcold.actors.protocol.messages import ServicePart, ServiceSpec
-from hotcold.numba_kernels.serve.mailbox import MOST_RUNG
+from hotcold.numba_kernels.loops.mailbox import MOST_RUNG
 
 
 @dataclass(frozen=True, eq=False)

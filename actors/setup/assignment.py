@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from hotcold.actors.protocol.lanes import (
-    Lanes,
-    in_loading_order,
-    num_lanes,
-    num_shares,
-    share_lanes,
-)
 from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.stripes import (
+    Stripes,
+    in_loading_order,
+    num_shares,
+    num_stripes,
+    share_stripes,
+)
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.placement_choice import own_profile
 from hotcold.model.config import neurons
@@ -139,29 +139,29 @@ def _spread_ranks(shape: tuple[int, ...]) -> np.ndarray:
     return ranks
 
 
-def service_lanes(
+def service_stripes(
     config: ModelConfig, threads: Sequence[int], planned: list[Layers] | None
-) -> list[Lanes]:
-    """Each CPU service's lanes: in proportion to its planned neurons, or to its threads."""
+) -> list[Stripes]:
+    """Each CPU service's stripes: in proportion to its planned neurons, or to its threads."""
     weights = [sum(ids.size for ids in layers) for layers in planned or []]
-    total, at_once = num_lanes(config), num_lanes(config) // num_shares(config)
-    return share_lanes(total, weights if any(weights) else threads, at_once)
+    total, at_once = num_stripes(config), num_stripes(config) // num_shares(config)
+    return share_stripes(total, weights if any(weights) else threads, at_once)
 
 
 def cold_shards(
-    config: ModelConfig, planned: list[Layers] | None, others: Layers, lanes: Sequence[Lanes]
+    config: ModelConfig, planned: list[Layers] | None, others: Layers, stripes: Sequence[Stripes]
 ) -> list[Layers]:
-    """Each CPU service's neurons in loading order: those of `planned` and `others` in its lanes.
+    """Each CPU service's neurons in loading order: those of `planned` and `others` in its stripes.
 
     A plan says how many neurons each service has, not which: in which order they are added must not
     depend on it.
     """
-    shards: list[Layers] = [[] for _ in lanes]
+    shards: list[Layers] = [[] for _ in stripes]
     for layer, ids in enumerate(others):
         sizes = config.layers[layer].ffn.block_sizes
         every = np.unique(np.concatenate([ids, *(own[layer] for own in planned or [])]))
-        for shard, own_lanes in zip(shards, lanes, strict=True):
-            shard.append(in_loading_order(every, sizes, own_lanes))
+        for shard, own_stripes in zip(shards, stripes, strict=True):
+            shard.append(in_loading_order(every, sizes, own_stripes))
     return shards
 
 

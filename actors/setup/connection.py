@@ -19,7 +19,7 @@ from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.assignment import require_partition
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, UsageError
-from hotcold.numba_kernels.serve.mailbox import OPERATION, PING
+from hotcold.numba_kernels.loops.mailbox import OPERATION, PING
 
 SpawnRelay = Callable[[list[str], list[Any], str], Any]
 

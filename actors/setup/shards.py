@@ -9,15 +9,6 @@ import numpy as np
 
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import Window, num_pages_of
-from hotcold.actors.protocol.lanes import (
-    Lanes,
-    every_lane,
-    most_outputs,
-    num_outputs,
-    num_shares,
-    output_lanes,
-    output_shard,
-)
 from hotcold.actors.protocol.messages import (
     MOST_DRAFTED,
     CacheSpec,
@@ -27,12 +18,21 @@ from hotcold.actors.protocol.messages import (
 from hotcold.actors.protocol.neuron_bundles import bundle_bytes
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MAX_GUESSED
+from hotcold.actors.protocol.stripes import (
+    Stripes,
+    every_stripe,
+    most_outputs,
+    num_outputs,
+    num_shares,
+    output_shard,
+    output_stripes,
+)
 from hotcold.actors.setup.assignment import (
     Layers,
     cold_neurons,
     cold_shards,
     hot_neurons,
-    service_lanes,
+    service_stripes,
     system_plan,
 )
 from hotcold.actors.setup.modes import keeps_down_outputs
@@ -80,7 +80,7 @@ def attention_spec(system: SystemConfig, config: ModelConfig) -> ServiceSpec:
 def _attention_spec(system: SystemConfig, config: ModelConfig, hot: Layers | None) -> ServiceSpec:
     of_hot = None
     if hot is not None and system.device == "cpu":
-        of_hot, hot = every_lane(config, hot)
+        of_hot, hot = every_stripe(config, hot)
     identity = ModelIdentity.of(system.model_path)
     return ServiceSpec(
         "gpu",
@@ -96,7 +96,7 @@ def _attention_spec(system: SystemConfig, config: ModelConfig, hot: Layers | Non
         attention=range(config.num_layers),
         has_head=True,
         neuron_ids=hot,
-        lanes=of_hot,
+        stripes=of_hot,
         host=system.hosts[0] if system.hosts else "",
         model_digest=identity.content if system.hosts else identity.state,
         share=host_share(system, service_threads(system), None),
@@ -129,34 +129,34 @@ def _cold_shards(
     config: ModelConfig,
     plan: PlacementPlan | None,
     hot: Sequence[Layers | None],
-) -> tuple[list[Lanes], list[Layers]]:
-    """Each CPU service's lanes, and its neurons: those that no service of `hot` has."""
+) -> tuple[list[Stripes], list[Layers]]:
+    """Each CPU service's stripes, and its neurons: those that no service of `hot` has."""
     planned, others = cold_neurons(system, config, plan, hot)
-    lanes = _cpu_lanes(system, config, planned)
+    stripes = _cpu_stripes(system, config, planned)
     if system.down_transposed:
-        return lanes, [output_shard(config, own) for own in lanes]
-    return lanes, cold_shards(config, planned, others, lanes)
+        return stripes, [output_shard(config, own) for own in stripes]
+    return stripes, cold_shards(config, planned, others, stripes)
 
 
-def _cpu_lanes(
+def _cpu_stripes(
     system: SystemConfig, config: ModelConfig, planned: list[Layers] | None
-) -> list[Lanes]:
-    """Each CPU service's lanes; `planned`: its neurons by the plan."""
+) -> list[Stripes]:
+    """Each CPU service's stripes; `planned`: its neurons by the plan."""
     threads = service_threads(system)
     if system.down_transposed:
-        return output_lanes(config, threads, system.expert_pieces)
-    return service_lanes(config, threads, planned)
+        return output_stripes(config, threads, system.expert_pieces)
+    return service_stripes(config, threads, planned)
 
 
 def _cpu_specs(
     system: SystemConfig,
     attention: Sequence[ServiceSpec],
-    lanes: Sequence[Lanes],
+    stripes: Sequence[Stripes],
     shards: Sequence[Layers],
 ) -> list[ServiceSpec]:
     """The CPU services after those with attention, which have the same model and formats.
 
-    CPU service i has neurons shards[i], in lanes[i]. Hosts have them round-robin.
+    CPU service i has neurons shards[i], in stripes[i]. Hosts have them round-robin.
     """
     like, threads = attention[0], service_threads(system)
     return [
@@ -174,7 +174,7 @@ def _cpu_specs(
             if any(ids.size for ids in shard)
             else None,
             among=_among(system, shards, i),
-            lanes=lanes[i],
+            stripes=stripes[i],
         )
         for i, shard in enumerate(shards)
     ]
@@ -320,7 +320,7 @@ def _num_outputs(system: SystemConfig, config: ModelConfig) -> int:
         return 1
     if system.plan_path:
         return most_outputs(num_shares(config), config.ffn_bias)
-    return num_outputs(_cpu_lanes(system, config, None), config.ffn_bias)
+    return num_outputs(_cpu_stripes(system, config, None), config.ffn_bias)
 
 
 def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:

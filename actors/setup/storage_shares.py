@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hotcold.actors.protocol.lanes import output_lanes, output_run
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import WORD_BYTES, NeuronStorage
+from hotcold.actors.protocol.stripes import output_run, output_stripes
 from hotcold.actors.setup.assignment import hot_neurons
 from hotcold.actors.setup.gpu_share import num_cold_neurons
 from hotcold.actors.setup.shards import service_threads
@@ -184,14 +184,14 @@ def _mean_expert(system: SystemConfig, config: ModelConfig, layers: Sequence[int
 def _expert_shares(system: SystemConfig, config: ModelConfig) -> np.ndarray:
     """Neurons of an expert that services have, where down is a row an output: (services, turns).
 
-    Experts take turns: with which lane one begins.
+    Experts take turns: with which stripe one begins.
     """
     assert config.experts is not None
-    lanes = output_lanes(config, service_threads(system), system.expert_pieces)
-    shares = np.zeros((len(lanes), lanes[0].total), np.int64)
-    for service, own in enumerate(lanes):
-        for block, lane in product(range(own.total), range(own.first, own.end)):
-            first, end = output_run(config.experts.size, block, lane, own)
+    stripes = output_stripes(config, service_threads(system), system.expert_pieces)
+    shares = np.zeros((len(stripes), stripes[0].total), np.int64)
+    for service, own in enumerate(stripes):
+        for block, stripe in product(range(own.total), range(own.first, own.end)):
+            first, end = output_run(config.experts.size, block, stripe, own)
             shares[service, block] += end - first
     return shares
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.numba_kernels.serve.layer_loop import CHOSEN, READ
+from hotcold.numba_kernels.loops.layer_loop import CHOSEN, READ
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from hotcold.actors.telemetry.experts import ExpertCounts
 from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
 from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.mailbox import (
     ALL_FIRED,
     ALL_GATES,
     LAST_FIRED,

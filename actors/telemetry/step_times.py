@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hotcold.numba_kernels.serve.layer_loop import (
+from hotcold.numba_kernels.loops.layer_loop import (
     ATTENTION_BUSY_NS,
     ATTENTION_WAITED_NS,
     FFN_BUSY_NS,
@@ -72,7 +72,7 @@ class StepTimes:
         self.total += took_ns
 
     def add_layers(self, layer_state: np.ndarray) -> None:
-        """Count the sums of a layer loop (`numba_kernels.serve.layer_loop`)."""
+        """Count the sums of a layer loop (`numba_kernels.loops.layer_loop`)."""
         sums = layer_state.tolist()
         self.add("attention", sums[ATTENTION_WAITED_NS], sums[ATTENTION_BUSY_NS])
         self.add("ffn", sums[FFN_WAITED_NS], sums[FFN_BUSY_NS])

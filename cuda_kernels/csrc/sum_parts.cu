@@ -31,10 +31,10 @@ struct PartSums {
     int num_partials, run_partials, num_parts;
 };
 
-// What an FFN's sum is added to: mixed (cells,), null where the sum itself is wanted; input (cells,)
+// What an FFN's sum is added to: ffn_residual (cells,), null where the sum itself is wanted; input (cells,)
 // of the FFN, bias (num_blocks, width) or null, block_weights (T, num_blocks) or null: all are 1.
 struct Residual {
-    const float *mixed, *input, *bias, *block_weights;
+    const float *ffn_residual, *input, *bias, *block_weights;
     float scale;
     int width, num_blocks;
 };
@@ -51,13 +51,13 @@ DEVICE float bias_of(const Residual& to, i64 cell) {
     return sum;
 }
 
-// As merge_partials and merge_normed of numba_kernels.serve.layer_loop; a NaN where the input is not
+// As merge_partials and merge_normed of numba_kernels.loops.layer_loop; a NaN where the input is not
 // finite: gates below zero do not fire, which would hide it.
 DEVICE float layer_output(const Residual& to, i64 cell, float sum) {
-    if (!to.mixed) return sum;
-    float mixed = load(to.mixed + cell), input = load(to.input + cell);
+    if (!to.ffn_residual) return sum;
+    float ffn_residual = load(to.ffn_residual + cell), input = load(to.input + cell);
     float bias = to.bias ? bias_of(to, cell) : 0.0f;
-    float output = to.scale == 1.0f ? mixed + sum + bias : mixed + to.scale * (sum + bias);
+    float output = to.scale == 1.0f ? ffn_residual + sum + bias : ffn_residual + to.scale * (sum + bias);
     return output + (input - input);
 }
 

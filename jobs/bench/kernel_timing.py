@@ -18,6 +18,8 @@ from hotcold.numba_kernels.ffn.in_memory import new_scratch
 from hotcold.numba_kernels.ffn_arrays import FfnArrays, starts_of
 from hotcold.numba_kernels.formats import FORMATS, ROW_FORMATS, row_items
 from hotcold.numba_kernels.ir.peak_ir import PEAK_BYTES
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.loops.mailbox import CELLS_A_SERVICE
 from hotcold.numba_kernels.measure import (
     dense_part,
     peak_part,
@@ -25,8 +27,6 @@ from hotcold.numba_kernels.measure import (
     read_row,
     sparse_part,
 )
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
 
 DTYPES: dict[str, np.dtype] = {kind.short: dtype for dtype, kind in FORMATS.items()}
 _ONE = {"f32": np.float32(0.01), "f16": np.uint16(0x211F), "bf16": np.int16(0x3C24)}  # 0.01

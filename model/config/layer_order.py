@@ -2,18 +2,18 @@
 
     residual = h                                or ffn_norm(h) of the layer before: `norms_output`
     x = norm(residual)                          or the residual itself, without `norms_input`
-    mixed = residual + attention(x)             or norm of that: `norms_sum`
+    ffn_residual = residual + attention(x)      or norm of that: `norms_sum`
                                                 or residual + attention_norm(attention(x)):
                                                 `norms_added`
-    ffn_input = ffn_norm(mixed)                 or mixed itself, without `norms_ffn_input`
+    ffn_input = ffn_norm(ffn_residual)          or ffn_residual itself, without `norms_ffn_input`
                 ffn_norm(residual), or x        of a parallel layer: `is_parallel`
-    h = mixed + ffn(ffn_input)                  or mixed + output_norm(ffn(ffn_input)):
+    h = ffn_residual + ffn(ffn_input)           or ffn_residual + output_norm(ffn(ffn_input)):
                                                 `norms_added`
 
 The norm at the end of a layer is computed at the start of the next layer, or of the head: the
 attention service has the norms. FFN outputs with `norms_added` the driver norms: only it has their
-sum and `mixed`. Compiled loops read the same flags in a layer's record (LAYER_NUMBERS), which may
-stand for a `LayerOrder` below.
+sum and `ffn_residual`. Compiled loops read the same flags in a layer's record (LAYER_NUMBERS),
+which may stand for a `LayerOrder` below.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def layer_input(
     return ffn_norm(layer - 1, h) if order.norms_output and layer > 0 else h
 
 
-def mixed_and_ffn_input(
+def ffn_residual_and_input(
     order: LayerOrder,
     residual: _Rows,
     *,
@@ -63,15 +63,15 @@ def mixed_and_ffn_input(
     ffn_norm: Callable[[_Rows], _Rows],
     add_attention: Callable[[_Rows, _Rows], _Rows],
 ) -> tuple[_Rows, _Rows]:
-    """Return `mixed`, to which the FFN's output is added, and the FFN's input; maybe the same rows.
+    """Return `ffn_residual`, to which the FFN's output is added, and the FFN's input; maybe one.
 
     add_attention(x, residual) = residual + attention(x), or with `norms_added`
     residual + attention_norm(attention(x))
     """
     x = norm(residual) if order.norms_input else residual
-    mixed = add_attention(x, residual)
+    ffn_residual = add_attention(x, residual)
     if order.norms_sum:
-        mixed = norm(mixed)
+        ffn_residual = norm(ffn_residual)
     if order.norms_ffn_input:
-        return mixed, ffn_norm(residual if order.is_parallel else mixed)
-    return mixed, x if order.is_parallel else mixed
+        return ffn_residual, ffn_norm(residual if order.is_parallel else ffn_residual)
+    return ffn_residual, x if order.is_parallel else ffn_residual

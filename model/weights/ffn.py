@@ -20,7 +20,7 @@ from hotcold.model.weights.tensor_reader import (
     TensorReader,
     Touch,
 )
-from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, ShardLanes, starts_of
+from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, ShardStripes, starts_of
 
 
 @dataclass
@@ -41,7 +41,7 @@ class FfnWeights:
     up_bias: np.ndarray  # (N,) float32, or (0,)
     down_bias: np.ndarray  # (L, B, d) float32, or (L, B, 0)
     predictors: ExpertPredictors  # of experts that have some
-    lanes: ShardLanes = field(default_factory=ShardLanes)
+    stripes: ShardStripes = field(default_factory=ShardStripes)
 
     def part(self, layer: int) -> slice:
         """The rows of a layer."""

@@ -72,27 +72,27 @@ def shift_of(span):
 
 
 @njit(nogil=True, cache=True)
-def own_lanes(lanes, thread, num_threads):
-    """First and last of a thread's lanes, of a layer's first rows (B, n + 1), or (0, 0)."""
-    if lanes.shape[0] == 0:
+def own_stripes(stripes, thread, num_threads):
+    """First and last of a thread's stripes, of a layer's first rows (B, n + 1), or (0, 0)."""
+    if stripes.shape[0] == 0:
         return np.int64(thread), np.int64(thread) + 1
-    return split_range(lanes.shape[1] - 1, thread, num_threads, 1)
+    return split_range(stripes.shape[1] - 1, thread, num_threads, 1)
 
 
 @njit(nogil=True, cache=True)
-def _own_rows(span, lanes, thread, num_threads):
+def _own_rows(span, stripes, thread, num_threads):
     """First and last row of a thread's part of a span's block, counted from the block's first."""
-    if lanes.shape[0] == 0:
+    if stripes.shape[0] == 0:
         return split_range(span[END_ROW] - span[ROW], thread, num_threads, 4)
-    first, last = own_lanes(lanes, thread, num_threads)
-    own = lanes[span[BLOCK]]
+    first, last = own_stripes(stripes, thread, num_threads)
+    own = stripes[span[BLOCK]]
     return own[first] - own[0], own[last] - own[0]
 
 
 @njit(nogil=True, cache=True, inline="always")
-def own_part(span, selection, lanes, thread, num_threads):
+def own_part(span, selection, stripes, thread, num_threads):
     """First and last of a span's candidates in a thread's part of the block's rows."""
-    first, last = _own_rows(span, lanes, thread, num_threads)
+    first, last = _own_rows(span, stripes, thread, num_threads)
     if not selection.is_listed:
         return span[FIRST] + first, span[FIRST] + last
     ids, row = selection.ids, span[ROW]
@@ -100,11 +100,11 @@ def own_part(span, selection, lanes, thread, num_threads):
 
 
 @njit(nogil=True, cache=True, inline="always")
-def first_place(spans, selection, lanes, thread, num_threads):
+def first_place(spans, selection, stripes, thread, num_threads):
     """How many candidates lower threads have: where a thread's own begin in shared work space."""
     place = np.int64(0)
     for span in spans:
-        first, _ = _own_rows(span, lanes, thread, num_threads)
+        first, _ = _own_rows(span, stripes, thread, num_threads)
         if selection.is_listed:
             first = np.int64(_first_from(selection.ids, span[ROW] + first)) - span[FIRST]
         place += first

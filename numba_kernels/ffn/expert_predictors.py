@@ -44,7 +44,7 @@ from hotcold.numba_kernels.decode.vectors import (
     quantize_activations,
 )
 from hotcold.numba_kernels.ffn_arrays import ExpertPredictors
-from hotcold.numba_kernels.serve.mailbox import barrier_wait
+from hotcold.numba_kernels.loops.mailbox import barrier_wait
 
 _UNIT = 16  # candidates: a cache line of ids
 _AT_ONCE = 240  # rows that `TokenLists.products` has place for

@@ -13,7 +13,7 @@ from hotcold.numba_kernels.decode.candidates import BLOCK, END_ROW, FIRST, LAST,
 from hotcold.numba_kernels.decode.vectors import copy_numbers
 from hotcold.numba_kernels.ffn import in_memory, transposed
 from hotcold.numba_kernels.ffn.in_memory import GATES, UPS, take_products
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.mailbox import (
     BYTES_READ,
     PARTS_GUESSABLE,
     PARTS_LOOKED_UP,
@@ -103,14 +103,14 @@ def _products(source, share, scratch, gates, ups, spans, has_ups, listed):
     rows, selection = share.rows, share.selection
     take_products(
         gates, share.thread, share.num_threads, share.x.shape[0], share.x.shape[1], selection,
-        spans, share.lanes, rows.gate, rows.gate_bias, listed, share.vectors, share.function, True,
-        scratch.values, share.lists,
+        spans, share.stripes, rows.gate, rows.gate_bias, listed, share.vectors, share.function,
+        True, scratch.values, share.lists,
     )  # fmt: skip
     if has_ups:
         take_products(
             ups, share.thread, share.num_threads, share.x.shape[0], share.x.shape[1], selection,
-            spans, share.lanes, rows.up, rows.up_bias, listed, share.vectors, share.function, False,
-            scratch.ups, share.lists,
+            spans, share.stripes, rows.up, rows.up_bias, listed, share.vectors, share.function,
+            False, scratch.ups, share.lists,
         )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 A neuron that does not fire costs its gate row. A gate's dot product does not depend on the thread
 that computes it, so gates are shared by work stealing, and with them up rows where all neurons are
-kept. Sums depend on their order: each thread sums the neurons of its own lanes, and adds these up
-as `numba_kernels.decode.lanes` says.
+kept. Sums depend on their order: each thread sums the neurons of its own stripes, and adds these up
+as `numba_kernels.decode.stripes` says.
 """
 
 from typing import Any, NamedTuple
@@ -26,8 +26,8 @@ from hotcold.numba_kernels.decode.batch_ffn import (
 from hotcold.numba_kernels.decode.candidates import (
     NUM_SPAN_NUMBERS,
     TOKENS,
-    own_lanes,
     own_part,
+    own_stripes,
     shift_of,
 )
 from hotcold.numba_kernels.decode.ffn import (
@@ -36,13 +36,13 @@ from hotcold.numba_kernels.decode.ffn import (
     gate_values_kernel,
     scale_by_up,
 )
-from hotcold.numba_kernels.decode.lanes import ALL_LANES, list_by_lane, meet
 from hotcold.numba_kernels.decode.rows import add_in_order, split_range
 from hotcold.numba_kernels.decode.selection import Selection
+from hotcold.numba_kernels.decode.stripes import ALL_LANES, list_by_stripe, meet
 from hotcold.numba_kernels.decode.vectors import ActivationSpace, activation_space, aligned_zeros
 from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.formats import CHUNK, whole_chunks
-from hotcold.numba_kernels.serve.work_stealing import (
+from hotcold.numba_kernels.loops.work_stealing import (
     block_rows,
     block_span,
     least_rows,
@@ -59,18 +59,17 @@ _NUM_KINDS = 3
 class FfnScratch(NamedTuple):
     """Work space for requests of up to T tokens and N candidates.
 
-    sums (threads * S, T, d in whole chunks): up to S sums of each thread's lanes, which begin at
-    lanes first_lanes (threads, S) int64, of thread t the first num_sums[t]; transposed sums
+    sums (threads * S, T, d in whole chunks): up to S sums of each thread's stripes, which begin at
+    stripes first_stripes (threads, S) int64, of thread t the first num_sums[t]; transposed sums
     (1, T, N): numbers that down rows are multiplied with
     values, ups (T * N,) float32: of candidates in order, gates and up . x
     fired_ids (N,) int32, fired_masks (N,) uint32, gates (T * N,) float32: neurons that fired, those
     of thread t from firsts[t] on; firsts, counts, up_counts (threads,) int64: counts of neurons
-    that fired, and of up rows read; order (N,) int32: of a thread's neurons that fired, by lane;
-    lanes end at lane_ends (threads, lanes) int64; added (threads, 2, threads * S) int64: work space
-    spans (threads, B, 7) int64: of `decode.candidates`
-    lists: each token's neurons; inputs: for `quantize_activations`; counters (kinds, threads * 16)
-    int32 of blocks taken
-    rows (threads, S, T, 240) float32: of transposed ones, sums of lanes of some rows
+    that fired, and of up rows read; order (N,) int32: of a thread's neurons that fired, by stripe;
+    stripes end at stripe_ends (threads, stripes) int64; added (threads, 2, threads * S) int64: work
+    space spans (threads, B, 7) int64: of `decode.candidates` lists: each token's neurons; inputs:
+    for `quantize_activations`; counters (kinds, threads * 16) int32 of blocks taken rows (threads,
+    S, T, 240) float32: of transposed ones, sums of stripes of some rows
     """
 
     sums: np.ndarray
@@ -82,10 +81,10 @@ class FfnScratch(NamedTuple):
     firsts: np.ndarray
     counts: np.ndarray
     up_counts: np.ndarray
-    first_lanes: np.ndarray
+    first_stripes: np.ndarray
     num_sums: np.ndarray
     order: np.ndarray
-    lane_ends: np.ndarray
+    stripe_ends: np.ndarray
     added: np.ndarray
     spans: np.ndarray
     lists: TokenLists
@@ -96,7 +95,7 @@ class FfnScratch(NamedTuple):
 
 def scratch_of(
     sums: np.ndarray, num_threads: int, num_candidates: int, num_blocks: int, width: int,
-    input_width: int, num_lanes: int = 1,
+    input_width: int, num_stripes: int = 1,
 ) -> FfnScratch:  # fmt: skip
     """Work space whose `sums` (…, T, …) are given; vectors of up to `input_width` are quantized."""
     num_tokens, num_sums = sums.shape[1], max(1, len(sums) // num_threads)
@@ -110,10 +109,10 @@ def scratch_of(
         firsts=np.zeros(num_threads, np.int64),
         counts=np.zeros(num_threads, np.int64),
         up_counts=np.zeros(num_threads, np.int64),
-        first_lanes=np.zeros((num_threads, num_sums), np.int64),
+        first_stripes=np.zeros((num_threads, num_sums), np.int64),
         num_sums=np.zeros(num_threads, np.int64),
         order=np.zeros(num_candidates, np.int32),
-        lane_ends=np.zeros((num_threads, num_lanes), np.int64),
+        stripe_ends=np.zeros((num_threads, num_stripes), np.int64),
         added=np.zeros((num_threads, 2, num_threads * num_sums), np.int64),
         spans=np.zeros((num_threads, num_blocks, NUM_SPAN_NUMBERS), np.int64),
         lists=empty_lists(num_threads, num_tokens, width),
@@ -125,15 +124,15 @@ def scratch_of(
 
 def new_scratch(
     num_threads: int, num_tokens: int, num_candidates: int, width: int, num_blocks: int = 1,
-    num_lanes: int = 1,
+    num_stripes: int = 1,
 ) -> FfnScratch:  # fmt: skip
     """Work space for requests of up to `num_tokens` tokens and `num_candidates` neurons.
 
-    num_lanes: of the service. What is not used of the sums takes no memory.
+    num_stripes: of the service. What is not used of the sums takes no memory.
     """
-    num_sums = 2 * num_lanes.bit_length()
+    num_sums = 2 * num_stripes.bit_length()
     sums = aligned_zeros((num_threads * num_sums, num_tokens, whole_chunks(width)))
-    return scratch_of(sums, num_threads, num_candidates, num_blocks, width, width, num_lanes)
+    return scratch_of(sums, num_threads, num_candidates, num_blocks, width, width, num_stripes)
 
 
 class Share(NamedTuple):
@@ -144,7 +143,7 @@ class Share(NamedTuple):
     rows: `FfnArrays` of this layer alone; of offloaded neurons with matrices by slot
     fired_ids, fired_masks, flat_gates: the thread's part of `FfnScratch`; gates (N, T) the same
     places: of up and down rows, once `find_fired` has found them; lists: work space
-    lanes (B, n + 1): the layer's, or (0, 0)
+    stripes (B, n + 1): the layer's, or (0, 0)
     out (T, d), more (M, at least T, d) float32: the layer's output
     """
 
@@ -166,7 +165,7 @@ class Share(NamedTuple):
     flat_gates: np.ndarray
     gates: np.ndarray
     lists: TokenLists
-    lanes: np.ndarray
+    stripes: np.ndarray
     out: np.ndarray
     more: np.ndarray
 
@@ -197,16 +196,16 @@ def with_matrices(arrays, layer, gate, up, down):
         part_of(arrays.up_bias, first, last),
         arrays.down_bias,
         part_of(arrays.down_norms, first, last),
-        arrays.lanes,
-        arrays.first_lane,
-        arrays.lanes_at_once,
+        arrays.stripes,
+        arrays.first_stripe,
+        arrays.stripes_at_once,
     )
 
 
 @njit(nogil=True, cache=True)
-def lanes_of(arrays, layer):
-    """First rows of a layer's lanes (B, n + 1), or (0, 0)."""
-    return arrays.lanes[min(layer, arrays.lanes.shape[0] - 1)]
+def stripes_of(arrays, layer):
+    """First rows of a layer's stripes (B, n + 1), or (0, 0)."""
+    return arrays.stripes[min(layer, arrays.stripes.shape[0] - 1)]
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -219,7 +218,7 @@ def layer_rows(source, layer):
 
 @njit(nogil=True, cache=True)
 def take_products(
-    counters, thread, num_threads, num_tokens, width, selection, spans, lanes, weights, bias,
+    counters, thread, num_threads, num_tokens, width, selection, spans, stripes, weights, bias,
     places, x, function, activates, values, lists,
 ):  # fmt: skip
     """`share_products` without a `Share`: to pass one takes longer than a short row."""
@@ -232,7 +231,7 @@ def take_products(
         part = (thread + turn) % num_threads
         taken, passed = next_block(counters, part), 0  # of this part's blocks, span after span
         for span in spans:
-            first, last = own_part(span, selection, lanes, part, num_threads)
+            first, last = own_part(span, selection, stripes, part, num_threads)
             shift, tokens = shift_of(span), np.uint32(span[TOKENS])
             count = num_blocks(last - first, size, least)
             is_gathered = are_all(tokens, num_tokens)
@@ -266,7 +265,7 @@ def share_products(counters, share, weights, bias, places, activates, values):
     """
     take_products(
         counters, share.thread, share.num_threads, share.x.shape[0], share.x.shape[1],
-        share.selection, share.spans, share.lanes, weights, bias, places, share.vectors,
+        share.selection, share.spans, share.stripes, weights, bias, places, share.vectors,
         share.function, activates, values, share.lists,
     )  # fmt: skip
 
@@ -282,7 +281,7 @@ def begin(source, share, scratch):
 
 @njit(nogil=True, cache=True, inline="always")
 def clear(source, share, scratch):
-    """Sums become zero lane by lane."""
+    """Sums become zero stripe by stripe."""
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -346,21 +345,23 @@ def _add_into(sums, target, source, num_tokens, begin, end):
 
 
 @njit(nogil=True, cache=True)
-def _add_lanes(
-    down, places, masks, gates, flat_gates, order, ends, first_lane, sums, first_lanes, lists,
+def _add_stripes(
+    down, places, masks, gates, flat_gates, order, ends, first_stripe, sums, first_stripes, lists,
 ):  # fmt: skip
-    """Add down rows lane by lane, and what meets of the sums; returns how many are left over.
+    """Add down rows stripe by stripe, and what meets of the sums; returns how many are left over.
 
-    sums (S, T, d), first_lanes (S,): a thread's; first_lane: the number of its first one
+    sums (S, T, d), first_stripes (S,): a thread's; first_stripe: the number of its first one
     """
     num_tokens, count, first = gates.shape[1], 0, np.int64(0)
-    end_lane, width = first_lane + ends.shape[0], sums.shape[2]
+    end_stripe, width = first_stripe + ends.shape[0], sums.shape[2]
     for i in range(ends.shape[0] + 1):
-        lane = first_lane + i
-        while count > 1 and meet(first_lanes[count - 2], first_lanes[count - 1], first_lane, lane):
+        stripe = first_stripe + i
+        while count > 1 and meet(
+            first_stripes[count - 2], first_stripes[count - 1], first_stripe, stripe
+        ):
             count -= 1
             _add_into(sums, count - 1, count, num_tokens, 0, width)
-        if lane == end_lane:
+        if stripe == end_stripe:
             break
         own = sums[count, :num_tokens]
         own[:] = 0
@@ -368,7 +369,7 @@ def _add_lanes(
             add_one(down, places, order, first, ends[i], flat_gates, own[0])
         else:
             add_some_kernel(down, places, masks, order[first : ends[i]], gates, own, lists)
-        first_lanes[count] = lane
+        first_stripes[count] = stripe
         first = ends[i]
         count += 1
     return count
@@ -376,19 +377,19 @@ def _add_lanes(
 
 @njit(nogil=True, cache=True, inline="always")
 def add(source, share, scratch):
-    """Add down rows to the sums of the thread's lanes, and what meets of these."""
+    """Add down rows to the sums of the thread's stripes, and what meets of these."""
     thread, num_fired = share.thread, scratch.counts[share.thread]
-    begin, end = own_lanes(share.lanes, thread, share.num_threads)
-    ends = scratch.lane_ends[thread, : end - begin]
+    begin, end = own_stripes(share.stripes, thread, share.num_threads)
+    ends = scratch.stripe_ends[thread, : end - begin]
     order = scratch.order[scratch.firsts[thread] :][:num_fired]
-    list_by_lane(
-        share.lanes, begin, end, share.spans, share.fired_ids[:num_fired], order, ends
+    list_by_stripe(
+        share.stripes, begin, end, share.spans, share.fired_ids[:num_fired], order, ends
     )  # fmt: skip
-    height = scratch.first_lanes.shape[1]
-    scratch.num_sums[thread] = _add_lanes(
+    height = scratch.first_stripes.shape[1]
+    scratch.num_sums[thread] = _add_stripes(
         share.rows.down, share.places, share.fired_masks, share.gates, share.flat_gates, order,
-        ends, share.rows.first_lane + begin, scratch.sums[thread * height : (thread + 1) * height],
-        scratch.first_lanes[thread], share.lists,
+        ends, share.rows.first_stripe + begin, scratch.sums[thread * height : (thread + 1) *
+        height], scratch.first_stripes[thread], share.lists,
     )  # fmt: skip
 
 
@@ -407,21 +408,22 @@ def set_bias(block_weights, biases, out, begin, end):
 
 
 @njit(nogil=True, cache=True)
-def _add_sums(sums, first_lanes, num_sums, first, end, num_tokens, begin, last, added):
+def _add_sums(sums, first_stripes, num_sums, first, end, num_tokens, begin, last, added):
     """Add what meets of all threads' sums, in columns begin..last-1; returns how many are left.
 
-    Those are sums[added[0, i]], and begin at lanes added[1, i]. first..end-1: the service's lanes
+    Those are sums[added[0, i]], and begin at stripes added[1, i]. first..end-1: the service's
+    stripes
     """
-    count, height = 0, first_lanes.shape[1]
+    count, height = 0, first_stripes.shape[1]
     for thread in range(num_sums.shape[0] + 1):
         is_end = thread == num_sums.shape[0]
         for i in range(1 if is_end else num_sums[thread]):
-            lane = end if is_end else first_lanes[thread, i]
-            while count > 1 and meet(added[1, count - 2], added[1, count - 1], first, lane):
+            stripe = end if is_end else first_stripes[thread, i]
+            while count > 1 and meet(added[1, count - 2], added[1, count - 1], first, stripe):
                 count -= 1
                 _add_into(sums, added[0, count - 1], added[0, count], num_tokens, begin, last)
             if not is_end:
-                added[0, count], added[1, count] = thread * height + i, lane
+                added[0, count], added[1, count] = thread * height + i, stripe
                 count += 1
     return count
 
@@ -430,15 +432,16 @@ def _add_sums(sums, first_lanes, num_sums, first, end, num_tokens, begin, last, 
 def add_up(source, share, scratch):
     """The sums that are left over, and the biases, in this thread's range of columns.
 
-    Biases are added to the sum of all lanes, or where a service has some only, stand behind those.
+    Biases are added to the sum of all stripes, or where a service has some only, stand behind
+    those.
     """
-    out, more, sums, rows, lanes = share.out, share.more, scratch.sums, share.rows, share.lanes
+    out, more, sums, rows, stripes = share.out, share.more, scratch.sums, share.rows, share.stripes
     begin, end = split_range(out.shape[1], share.thread, share.num_threads, CHUNK)
     added, biases = scratch.added[share.thread], rows.down_bias[share.layer]
-    end_lane = rows.first_lane + lanes.shape[1] - 1 if lanes.shape[0] else ALL_LANES
+    end_stripe = rows.first_stripe + stripes.shape[1] - 1 if stripes.shape[0] else ALL_LANES
     count = _add_sums(
-        sums, scratch.first_lanes, scratch.num_sums, rows.first_lane, end_lane, out.shape[0], begin,
-        begin + (end - begin + CHUNK - 1) // CHUNK * CHUNK, added,
+        sums, scratch.first_stripes, scratch.num_sums, rows.first_stripe, end_stripe, out.shape[0],
+        begin, begin + (end - begin + CHUNK - 1) // CHUNK * CHUNK, added,
     )  # fmt: skip
     out[:, begin:end] = 0
     of_biases = out

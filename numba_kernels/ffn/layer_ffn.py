@@ -39,9 +39,9 @@ from hotcold.numba_kernels.decode.ffn import by_neuron, drop_small, keep_fired_k
 from hotcold.numba_kernels.decode.vectors import quantize_activations
 from hotcold.numba_kernels.ffn import experts, offloaded, transposed
 from hotcold.numba_kernels.ffn import in_memory as rows
-from hotcold.numba_kernels.ffn.in_memory import Share, lanes_of
+from hotcold.numba_kernels.ffn.in_memory import Share, stripes_of
 from hotcold.numba_kernels.ffn_arrays import FfnArrays, TransposedArrays
-from hotcold.numba_kernels.serve.mailbox import barrier_wait
+from hotcold.numba_kernels.loops.mailbox import barrier_wait
 from hotcold.numba_kernels.storage.offloaded_experts import OffloadedExperts
 from hotcold.numba_kernels.storage.offloaded_neurons import OffloadedNeurons
 
@@ -121,8 +121,10 @@ def layer_ffn(
     Over the neurons and with the weights of a `Selection`, whose ids are rows of the layer.
     `thresholds` decide which of them fire; those of thread t are `scratch.counts[t]` of
     scratch.fired_ids from scratch.firsts[t] on.
-    Neurons are added up by `decode.lanes`: `out` is the sum that is left over first, `more` others.
-    Shapes:  x, out (T, d), T <= 32; more (M, at least T, d), M = 0 where the service has all lanes;
+    Neurons are added up by `decode.stripes`: `out` is the sum that is left over first, `more`
+    others.
+    Shapes:  x, out (T, d), T <= 32; more (M, at least T, d), M = 0 where the service has all
+    stripes;
              cells of `SharedBuffers`
     Dtypes:  x, out, more float32; up as gate, down `is_summed` unless it is transposed
     Units:   reads d weights for each candidate, 2 d more (one matrix up, one down) if it fired
@@ -133,8 +135,8 @@ def layer_ffn(
     """
     num_tokens, rows = x.shape[0], _layer_rows(source, layer)
     spans = list_spans(selection, rows.starts[layer], num_tokens, scratch.spans[thread])
-    lanes = lanes_of(rows, layer)
-    first = first_place(spans, selection, lanes, thread, num_threads)
+    stripes = stripes_of(rows, layer)
+    first = first_place(spans, selection, stripes, thread, num_threads)
     scratch.firsts[thread], fired_ids = first, scratch.fired_ids[first:]
     flat_gates = scratch.gates[first * num_tokens :]
     share = Share(
@@ -142,7 +144,7 @@ def layer_ffn(
         quantize_activations(rows.gate, x, scratch.inputs, thread), rows,
         fired_ids, _places(source, fired_ids, first), scratch.fired_masks[first:],
         flat_gates, by_neuron(flat_gates, num_tokens),
-        thread_lists(scratch.lists, thread, num_tokens), lanes, out, more,
+        thread_lists(scratch.lists, thread, num_tokens), stripes, out, more,
     )  # fmt: skip
     if not _begin(source, share, scratch):
         return False
@@ -189,7 +191,7 @@ def _keep_fired(share, has_ups, scratch):
     num_tokens, num_fired, selection, rows = share.x.shape[0], 0, share.selection, share.rows
     products, gates = by_neuron(scratch.values, num_tokens), share.gates
     for span in share.spans:
-        begin, end = own_part(span, selection, share.lanes, share.thread, share.num_threads)
+        begin, end = own_part(span, selection, share.stripes, share.thread, share.num_threads)
         before, shift = num_fired, shift_of(span)
         ids, masks = share.fired_ids[before:], share.fired_masks[before:]
         if num_tokens == 1:

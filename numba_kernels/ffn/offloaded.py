@@ -15,8 +15,8 @@ from hotcold.numba_kernels.decode.candidates import FIRST, LAST
 from hotcold.numba_kernels.ffn import in_memory
 from hotcold.numba_kernels.ffn.in_memory import GATES, layer_span, share_products, with_matrices
 from hotcold.numba_kernels.ir.vector_ir import dot_ahead
-from hotcold.numba_kernels.serve.doorbell import atomic_load
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.doorbell import atomic_load
+from hotcold.numba_kernels.loops.mailbox import (
     BYTES_READ,
     PARTS_AHEAD,
     PARTS_LOOKED_UP,

@@ -15,18 +15,10 @@ from hotcold.numba_kernels.decode.block_vectors import block_vectors, matrix_at,
 from hotcold.numba_kernels.decode.rows import block_products, split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, copy_numbers, empty_vectors
 from hotcold.numba_kernels.ffn.in_memory import layer_span, part_of
-from hotcold.numba_kernels.ffn.transposed import merge_lanes
+from hotcold.numba_kernels.ffn.transposed import merge_stripes
 from hotcold.numba_kernels.ir.vector_ir import quantize_vector
-from hotcold.numba_kernels.prefill.ffn import activate_row, scale_row
-from hotcold.numba_kernels.prefill.quantized_matmul import (
-    ROWS,
-    SUM_ROWS,
-    TOKENS_AT_ONCE,
-    vectors_part,
-)
-from hotcold.numba_kernels.prefill.shared_rows import prepare_tokens, share_rows
-from hotcold.numba_kernels.serve.doorbell import now_ns
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.doorbell import now_ns
+from hotcold.numba_kernels.loops.mailbox import (
     FFN,
     LAYER,
     NUM_COMPUTED,
@@ -39,7 +31,15 @@ from hotcold.numba_kernels.serve.mailbox import (
     is_for_others,
     next_share,
 )
-from hotcold.numba_kernels.serve.work_stealing import new_block_counters, next_block
+from hotcold.numba_kernels.loops.work_stealing import new_block_counters, next_block
+from hotcold.numba_kernels.prefill.ffn import activate_row, scale_row
+from hotcold.numba_kernels.prefill.quantized_matmul import (
+    ROWS,
+    SUM_ROWS,
+    TOKENS_AT_ONCE,
+    vectors_part,
+)
+from hotcold.numba_kernels.prefill.shared_rows import prepare_tokens, share_rows
 
 _GATES, _UPS, _DOWN = range(3)
 _NUM_KINDS = 3
@@ -48,10 +48,9 @@ _NUM_KINDS = 3
 class PromptFfnScratch(NamedTuple):
     """Work space for T tokens and N neurons: gates, ups, columns (T * N,) float32.
 
-    inputs, values: the vectors of gate and down rows; columns: what values are made of, lane after
-    lane, a row for each token
-    sums (threads, S, TOKENS_AT_ONCE, SUM_ROWS) float32, first_lanes (threads, S): of lanes
-    counters of blocks taken
+    inputs, values: the vectors of gate and down rows; columns: what values are made of, stripe
+    after stripe, a row for each token sums (threads, S, TOKENS_AT_ONCE, SUM_ROWS) float32,
+    first_stripes (threads, S): of stripes counters of blocks taken
     """
 
     gates: np.ndarray
@@ -60,16 +59,16 @@ class PromptFfnScratch(NamedTuple):
     inputs: QuantizedVectors
     values: QuantizedVectors
     sums: np.ndarray
-    first_lanes: np.ndarray
+    first_stripes: np.ndarray
     counters: np.ndarray
 
 
 def new_prompt_ffn_scratch(
-    num_threads: int, num_tokens: int, num_neurons: int, width: int, num_lanes: int
+    num_threads: int, num_tokens: int, num_neurons: int, width: int, num_stripes: int
 ) -> PromptFfnScratch:
     """What is not used of it takes no memory."""
     inputs, values = (empty_vectors(1, num_tokens, size) for size in (width, num_neurons))
-    num_sums = 2 * max(1, num_lanes).bit_length()
+    num_sums = 2 * max(1, num_stripes).bit_length()
     gates, ups, columns = (np.zeros(num_tokens * num_neurons, np.float32) for _ in range(3))
     return PromptFfnScratch(
         gates,
@@ -78,14 +77,14 @@ def new_prompt_ffn_scratch(
         inputs=QuantizedVectors(*(array[0] for array in inputs)),
         values=values,
         sums=np.zeros((num_threads, num_sums, TOKENS_AT_ONCE, SUM_ROWS), np.float32),
-        first_lanes=np.zeros((num_threads, num_sums), np.int64),
+        first_stripes=np.zeros((num_threads, num_sums), np.int64),
         counters=new_block_counters(_NUM_KINDS, num_threads),
     )
 
 
 @njit(nogil=True, cache=True)
-def _quantize_lane(array, h, t, numbers, first, end, count, values):
-    """The vector of a lane's neurons first..end-1, for rows like `array`, of token t of `count`."""
+def _quantize_stripe(array, h, t, numbers, first, end, count, values):
+    """Token t's vector of a stripe's neurons first..end-1, for rows like `array`; of `count`."""
     weights, width = array[:0].reshape(0, 1), end - first
     own = part_of_row(numbers, first * count, count, width)
     copy_numbers(h[t, first:end], own[t])
@@ -94,8 +93,8 @@ def _quantize_lane(array, h, t, numbers, first, end, count, values):
 
 
 @njit(nogil=True, cache=True)
-def _lane_products(array, place, numbers, first, end, count, values, begin, last, t, out):
-    """out[i, n - begin] = the lane's row n . h[t + i], for n in begin..last-1."""
+def _stripe_products(array, place, numbers, first, end, count, values, begin, last, t, out):
+    """out[i, n - begin] = the stripe's row n . h[t + i], for n in begin..last-1."""
     weights = matrix_at(array, place)
     vectors = block_vectors(weights, numbers, first * count, count, end - first, values, 0)
     block_products(weights, vectors_part(vectors, t, out.shape[0]), out, begin, last, 0)
@@ -103,15 +102,15 @@ def _lane_products(array, place, numbers, first, end, count, values, begin, last
 
 @njit(nogil=True, cache=True)
 def _share_down(
-    counters, thread, num_threads, down, places, cuts, first_lane, bias, numbers, values, sums,
-    first_lanes, out, more, first_token,
+    counters, thread, num_threads, down, places, cuts, first_stripe, bias, numbers, values, sums,
+    first_stripes, out, more, first_token,
 ):  # fmt: skip
-    """What is left over of the sums of lanes, in rows that it takes; the bias comes last of all.
+    """What is left over of the sums of stripes, in rows that it takes; the bias comes last of all.
 
     As `transposed.add_up` has it. more (M, T, d): sums after the first one, those of
     out[0] in row `first_token`
     """
-    num_tokens, num_lanes = out.shape[0], cuts.shape[0] - 1
+    num_tokens, num_stripes = out.shape[0], cuts.shape[0] - 1
     for turn in range(num_threads):
         part = (thread + turn) % num_threads
         part_first, part_last = split_range(out.shape[1], part, num_threads, ROWS)
@@ -120,25 +119,25 @@ def _share_down(
             last = min(begin + SUM_ROWS, part_last)
             for t in range(0, num_tokens, TOKENS_AT_ONCE):
                 some, left = min(TOKENS_AT_ONCE, num_tokens - t), 0
-                for lane in range(num_lanes):
-                    first, end = cuts[lane] - cuts[0], cuts[lane + 1] - cuts[0]
-                    place, own = places[lane], sums[left, :some]
+                for stripe in range(num_stripes):
+                    first, end = cuts[stripe] - cuts[0], cuts[stripe + 1] - cuts[0]
+                    place, own = places[stripe], sums[left, :some]
                     if first == end:
                         own[:, : last - begin] = 0
                     elif place[IS_SECOND]:
-                        _lane_products(
+                        _stripe_products(
                             down.second, place, numbers, first, end, num_tokens, values, begin,
                             last, t, own,
                         )  # fmt: skip
                     else:
-                        _lane_products(
+                        _stripe_products(
                             down.first, place, numbers, first, end, num_tokens, values, begin,
                             last, t, own,
                         )  # fmt: skip
-                    first_lanes[left] = first_lane + lane
-                    left = merge_lanes(
-                        sums, first_lanes, left + 1, first_lane, first_lane + lane + 1, some,
-                        last - begin,
+                    first_stripes[left] = first_stripe + stripe
+                    left = merge_stripes(
+                        sums, first_stripes, left + 1, first_stripe, first_stripe + stripe + 1,
+                        some, last - begin,
                     )  # fmt: skip
                 for k in range(some):
                     for i in range(max(left, 1)):
@@ -186,19 +185,19 @@ def prompt_ffn_request(thread, num_threads, service, buffers, source, scratch, f
         activate_row(function, gate_bias, 0, h, t)
         if up.shape[0]:
             scale_row(function, up_bias, 0, factors[t], h[t])
-        for lane in range(cuts.shape[0] - 1):
-            start, stop = cuts[lane] - cuts[0], cuts[lane + 1] - cuts[0]
+        for stripe in range(cuts.shape[0] - 1):
+            start, stop = cuts[stripe] - cuts[0], cuts[stripe + 1] - cuts[0]
             if start == stop:
                 continue
-            if places[lane, IS_SECOND]:
-                _quantize_lane(down.second, h, t, numbers, start, stop, count, scratch.values)
+            if places[stripe, IS_SECOND]:
+                _quantize_stripe(down.second, h, t, numbers, start, stop, count, scratch.values)
             else:
-                _quantize_lane(down.first, h, t, numbers, start, stop, count, scratch.values)
+                _quantize_stripe(down.first, h, t, numbers, start, stop, count, scratch.values)
     barrier_wait(cells, service, num_threads)
     _share_down(
-        counters[_DOWN], thread, num_threads, down, places, cuts, source.first_lane,
+        counters[_DOWN], thread, num_threads, down, places, cuts, source.first_stripe,
         source.down_bias[layer, 0], numbers, scratch.values, scratch.sums[thread],
-        scratch.first_lanes[thread], out, buffers.more_partials[service], unwanted,
+        scratch.first_stripes[thread], out, buffers.more_partials[service], unwanted,
     )  # fmt: skip
     if thread == 0:
         buffers.replies[service, NUM_COMPUTED] = buffers.replies[service, NUM_UP] = size

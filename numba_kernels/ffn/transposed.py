@@ -2,11 +2,11 @@
 
 Without a predictor the down projection can stay as files have it, a row for each output, in their
 format; a row per neuron would have to be quantized again. Each chosen block has such a matrix for
-each of the service's lanes (`numba_kernels.decode.lanes`). Its rows are read whole, and multiplied
-with zeros where neurons do not fire.
+each of the service's stripes (`numba_kernels.decode.stripes`). Its rows are read whole, and
+multiplied with zeros where neurons do not fire.
 
-What such rows are multiplied with, a vector for each of the block's tokens, lies together, lane
-after lane and block after block: of a block that starts at number n of the chosen ones' neurons,
+What such rows are multiplied with, a vector for each of the block's tokens, lies together, stripe
+after stripe and block after block: of a block that starts at number n of the chosen ones' neurons,
 from n * T on.
 """
 
@@ -17,8 +17,8 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.batch_ffn import count_tokens
 from hotcold.numba_kernels.decode.block_vectors import block_vectors, matrix_at, quantize_block
 from hotcold.numba_kernels.decode.candidates import BLOCK, END_ROW, ROW, TOKENS
-from hotcold.numba_kernels.decode.lanes import meet
 from hotcold.numba_kernels.decode.rows import block_products, split_range
+from hotcold.numba_kernels.decode.stripes import meet
 from hotcold.numba_kernels.decode.vectors import aligned_zeros
 from hotcold.numba_kernels.ffn.in_memory import (
     DOWN,
@@ -30,7 +30,7 @@ from hotcold.numba_kernels.ffn.in_memory import (
     with_matrices,
 )
 from hotcold.numba_kernels.ir.vector_ir import prefetch_row
-from hotcold.numba_kernels.serve.work_stealing import block_span, next_block
+from hotcold.numba_kernels.loops.work_stealing import block_span, next_block
 
 _GROUP = 16  # neurons of a cache line
 _BYTES_AT_ONCE = 1 << 18  # of all chosen blocks' rows that a thread takes at least,
@@ -42,14 +42,14 @@ _ROWS_AHEAD = 4  # of the next block, which begins a new stream
 
 def new_transposed_scratch(
     num_threads: int, num_tokens: int, num_neurons: int, width: int, num_blocks: int = 1,
-    num_lanes: int = 1,
+    num_stripes: int = 1,
 ) -> FfnScratch:  # fmt: skip
     """`new_scratch` for `TransposedArrays` with up to `num_neurons` a layer."""
     sums = aligned_zeros((1, num_tokens, num_neurons))
-    num_sums = 2 * num_lanes.bit_length()
+    num_sums = 2 * num_stripes.bit_length()
     scratch = scratch_of(sums, num_threads, num_neurons, num_blocks, width, max(num_neurons, width))
     return scratch._replace(
-        first_lanes=np.zeros((num_threads, num_sums), np.int64),
+        first_stripes=np.zeros((num_threads, num_sums), np.int64),
         rows=aligned_zeros((num_threads, num_sums, num_tokens, _MOST_UNITS * _UNIT)),
     )
 
@@ -80,28 +80,28 @@ def clear(source, share, scratch):
 
 
 @njit(nogil=True, cache=True)
-def _num_lanes(cuts):
-    """Lanes of a layer, whose `cuts` are (B, n + 1), or (0, 0) where a block is one."""
+def _num_stripes(cuts):
+    """Stripes of a layer, whose `cuts` are (B, n + 1), or (0, 0) where a block is one."""
     return cuts.shape[1] - 1 if cuts.shape[0] else np.int64(1)
 
 
 @njit(nogil=True, cache=True)
-def _lane_part(span, cuts, lane):
-    """First and end of a lane's neurons in a span's block, counted from its first."""
+def _stripe_part(span, cuts, stripe):
+    """First and end of a stripe's neurons in a span's block, counted from its first."""
     if cuts.shape[0] == 0:
         return np.int64(0), span[END_ROW] - span[ROW]
     own = cuts[span[BLOCK]]
-    return own[lane] - own[0], own[lane + 1] - own[0]
+    return own[stripe] - own[0], own[stripe + 1] - own[0]
 
 
 @njit(nogil=True, cache=True)
 def _scatter(spans, cuts, fired_ids, gates, h):
-    """Bring what fired into the order of its lane's columns, a vector for each of its tokens."""
+    """Bring what fired into the order of its stripe's columns, a vector for each of its tokens."""
     num_tokens, i, begin = gates.shape[1], 0, np.int64(0)
     for span in spans:
         count = count_tokens(span[TOKENS], num_tokens)
-        for lane in range(_num_lanes(cuts)):
-            first, end = _lane_part(span, cuts, lane)
+        for stripe in range(_num_stripes(cuts)):
+            first, end = _stripe_part(span, cuts, stripe)
             place, end_row = begin + first * (count - 1), span[ROW] + end
             for t in range(num_tokens):
                 if not span[TOKENS] >> t & 1:
@@ -145,12 +145,12 @@ def _add_products(
 
 
 @njit(nogil=True, cache=True)
-def _rows_at_once(places, num_lanes, spans, itemsize):
+def _rows_at_once(places, num_stripes, spans, itemsize):
     """Rows of all chosen blocks that a thread takes together."""
     unit_bytes, longest = np.int64(1), np.int64(1)  # of all matrices, and of the one with most
     for span in spans:
-        for lane in range(num_lanes):
-            own_bytes = places[span[BLOCK] * num_lanes + lane, ROW_ITEMS] * itemsize * _UNIT
+        for stripe in range(num_stripes):
+            own_bytes = places[span[BLOCK] * num_stripes + stripe, ROW_ITEMS] * itemsize * _UNIT
             unit_bytes += own_bytes
             longest = max(longest, own_bytes)
     units = max(_BYTES_AT_ONCE // unit_bytes, (_STREAM_BYTES + longest - 1) // longest)
@@ -158,21 +158,21 @@ def _rows_at_once(places, num_lanes, spans, itemsize):
 
 
 @njit(nogil=True, cache=True)
-def _add_lane(
-    thread, down, places, spans, cuts, lane, h, inputs, first, last, products, sums
+def _add_stripe(
+    thread, down, places, spans, cuts, stripe, h, inputs, first, last, products, sums
 ):  # fmt: skip
-    """sums[t, n - first] = the sum over chosen blocks of the lane's row n . h[t]."""
-    num_tokens, begin, num_lanes = sums.shape[0], np.int64(0), _num_lanes(cuts)
+    """sums[t, n - first] = the sum over chosen blocks of the stripe's row n . h[t]."""
+    num_tokens, begin, num_stripes = sums.shape[0], np.int64(0), _num_stripes(cuts)
     sums[:, : last - first] = 0
-    following_lane = min(lane + 1, num_lanes - 1)
+    following_stripe = min(stripe + 1, num_stripes - 1)
     for k in range(spans.shape[0]):
         span = spans[k]
-        place = places[span[BLOCK] * num_lanes + lane]
-        following = places[spans[0, BLOCK] * num_lanes + following_lane]
+        place = places[span[BLOCK] * num_stripes + stripe]
+        following = places[spans[0, BLOCK] * num_stripes + following_stripe]
         if k + 1 < spans.shape[0]:
-            following = places[spans[k + 1, BLOCK] * num_lanes + lane]
+            following = places[spans[k + 1, BLOCK] * num_stripes + stripe]
         count = count_tokens(span[TOKENS], num_tokens)
-        own_first, own_end = _lane_part(span, cuts, lane)
+        own_first, own_end = _stripe_part(span, cuts, stripe)
         width, at = own_end - own_first, begin + own_first * count
         if width and place[IS_SECOND]:
             _add_products(
@@ -195,16 +195,16 @@ def _add_lane(
 
 @njit(nogil=True, cache=True)
 def _quantize_all(down, places, spans, cuts, num_tokens, h, inputs, thread):
-    """The vectors of all chosen blocks' lanes, for rows in their formats."""
-    begin, num_lanes = np.int64(0), _num_lanes(cuts)
+    """The vectors of all chosen blocks' stripes, for rows in their formats."""
+    begin, num_stripes = np.int64(0), _num_stripes(cuts)
     for span in spans:
         count = count_tokens(span[TOKENS], num_tokens)
-        for lane in range(num_lanes):
-            first, end = _lane_part(span, cuts, lane)
+        for stripe in range(num_stripes):
+            first, end = _stripe_part(span, cuts, stripe)
             if first == end:
                 continue
             width, at = end - first, begin + first * count
-            if places[span[BLOCK] * num_lanes + lane, IS_SECOND]:
+            if places[span[BLOCK] * num_stripes + stripe, IS_SECOND]:
                 quantize_block(down.second, h, at, count, width, inputs, thread)
             else:
                 quantize_block(down.first, h, at, count, width, inputs, thread)
@@ -212,9 +212,9 @@ def _quantize_all(down, places, spans, cuts, num_tokens, h, inputs, thread):
 
 
 @njit(nogil=True, cache=True)
-def merge_lanes(sums, first_lanes, count, first, end, num_tokens, width):
-    """Add up what meets of sums of lanes first..end-1; returns how many are left of `count`."""
-    while count > 1 and meet(first_lanes[count - 2], first_lanes[count - 1], first, end):
+def merge_stripes(sums, first_stripes, count, first, end, num_tokens, width):
+    """Add up what meets of sums of stripes first..end-1; returns how many are left of `count`."""
+    while count > 1 and meet(first_stripes[count - 2], first_stripes[count - 1], first, end):
         count -= 1
         own, other = sums[count - 1], sums[count]
         for t in range(num_tokens):
@@ -225,13 +225,13 @@ def merge_lanes(sums, first_lanes, count, first, end, num_tokens, width):
 
 @njit(nogil=True, cache=True)
 def _add_all(
-    counters, thread, num_threads, down, places, spans, cuts, first_lane, block_weights, biases, h,
-    inputs, products, sums, first_lanes, out, more,
+    counters, thread, num_threads, down, places, spans, cuts, first_stripe, block_weights, biases,
+    h, inputs, products, sums, first_stripes, out, more,
 ):  # fmt: skip
-    """What is left over of the sums of lanes, and the biases, in the rows that it takes."""
-    num_tokens, num_lanes = out.shape[0], _num_lanes(cuts)
+    """What is left over of the sums of stripes, and the biases, in the rows that it takes."""
+    num_tokens, num_stripes = out.shape[0], _num_stripes(cuts)
     _quantize_all(down, places, spans, cuts, num_tokens, h, inputs, thread)
-    size = _rows_at_once(places, num_lanes, spans, down.first.itemsize)
+    size = _rows_at_once(places, num_stripes, spans, down.first.itemsize)
     for turn in range(num_threads):
         part = (thread + turn) % num_threads
         part_first, part_last = split_range(out.shape[1], part, num_threads, 4)
@@ -239,15 +239,15 @@ def _add_all(
         first, last = block_span(size_of_part, size, _UNIT, next_block(counters, part))
         while first < last:
             first, last, count = part_first + first, part_first + last, 0
-            for lane in range(num_lanes):
-                _add_lane(
-                    thread, down, places, spans, cuts, lane, h, inputs, first, last, products,
+            for stripe in range(num_stripes):
+                _add_stripe(
+                    thread, down, places, spans, cuts, stripe, h, inputs, first, last, products,
                     sums[count, :num_tokens],
                 )  # fmt: skip
-                first_lanes[count] = first_lane + lane
-                count = merge_lanes(
-                    sums, first_lanes, count + 1, first_lane, first_lane + lane + 1, num_tokens,
-                    last - first,
+                first_stripes[count] = first_stripe + stripe
+                count = merge_stripes(
+                    sums, first_stripes, count + 1, first_stripe, first_stripe + stripe + 1,
+                    num_tokens, last - first,
                 )  # fmt: skip
             out[:, first:last] = 0
             of_biases = out
@@ -270,14 +270,14 @@ def add_columns(arrays, share, scratch):
     down, layer, thread = share.rows.down, share.layer, share.thread
     _add_all(
         scratch.counters[DOWN], thread, share.num_threads, down, down.places[layer], share.spans,
-        arrays.cuts[min(layer, arrays.cuts.shape[0] - 1)], arrays.first_lane,
+        arrays.cuts[min(layer, arrays.cuts.shape[0] - 1)], arrays.first_stripe,
         share.selection.block_weights, share.rows.down_bias[layer],
         scratch.sums.reshape(scratch.sums.size), scratch.inputs, share.lists.products,
-        scratch.rows[thread], scratch.first_lanes[thread], share.out, share.more,
+        scratch.rows[thread], scratch.first_stripes[thread], share.out, share.more,
     )  # fmt: skip
 
 
 @njit(nogil=True, cache=True, inline="always")
 def add_up(source, share, scratch):
-    """What is left over of down . h of each lane, and biases, in rows shared by work stealing."""
+    """What is left over of down . h of each stripe, and biases, in rows shared by work stealing."""
     add_columns(source, share, scratch)

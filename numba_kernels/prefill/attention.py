@@ -24,7 +24,7 @@ from hotcold.numba_kernels.ir.prefill_attention_ir import (
     share_scores,
 )
 from hotcold.numba_kernels.ir.target import LANES
-from hotcold.numba_kernels.serve.work_stealing import next_block
+from hotcold.numba_kernels.loops.work_stealing import next_block
 
 _MAX_GROUPS = 8  # of a block: its queries, sums and a page take 200 KB at a head_dim of 128
 _NO_WINDOW = 1 << 30

@@ -62,13 +62,13 @@ class CutRows(NamedTuple):
     rows: np.ndarray
 
 
-# Numbers of a step of `LaneSums`.
+# Numbers of a step of `StripeSums`.
 LEVEL, CLEARS, IS_WHOLE, MERGES = range(4)
 NUM_STEP_NUMBERS = 4
 
 
-class LaneSums(NamedTuple):
-    """Sums of parts of blocks, lane by lane, and of lanes in a tree (`decode.lanes`).
+class StripeSums(NamedTuple):
+    """Sums of parts of blocks, stripe by stripe, and of stripes in a tree (`decode.stripes`).
 
     out (T, d), more (H, T, d) float32: the tree's sums that are not complete, `out` at level 0
     steps (S, 4) int64: of each part LEVEL, where its products are added; CLEARS, whether that is
@@ -124,10 +124,10 @@ def whole_rows(matrix: np.ndarray) -> CutRows:
     return CutRows(_flat(matrix), ends, columns[0, 1:], columns, np.arange(count, dtype=np.int64))
 
 
-def one_sum(out: np.ndarray) -> LaneSums:
+def one_sum(out: np.ndarray) -> StripeSums:
     """`out` (T, d) as the sum of one part, of all tokens."""
     step = np.array([[0, 0, 1, 0]], np.int64)
-    return LaneSums(out, np.empty((0, *out.shape), np.float32), step)
+    return StripeSums(out, np.empty((0, *out.shape), np.float32), step)
 
 
 class WeightBlocks(NamedTuple):
@@ -180,7 +180,7 @@ def _flat(matrix: np.ndarray) -> np.ndarray:
     return matrix.reshape(-1)
 
 
-Rows = np.ndarray | ChoiceRows | CutRows | LaneSums
+Rows = np.ndarray | ChoiceRows | CutRows | StripeSums
 
 
 def rows_of_block(rows: Rows, tokens: BlockTokens, block: int) -> tuple[np.ndarray, np.ndarray]:
@@ -188,7 +188,7 @@ def rows_of_block(rows: Rows, tokens: BlockTokens, block: int) -> tuple[np.ndarr
     first, last = tokens.starts[block : block + 2]
     if isinstance(rows, np.ndarray):
         return rows, tokens.ids[first:last]
-    if isinstance(rows, LaneSums):
+    if isinstance(rows, StripeSums):
         level = int(rows.steps[block, LEVEL])
         return rows.more[level - 1] if level else rows.out, tokens.ids[first:last]
     if isinstance(rows, CutRows):
@@ -215,8 +215,8 @@ def is_of(rows: Any, kind: type) -> bool:
 def block_rows(rows, tokens, block):  # type: ignore[no-untyped-def]
     """A matrix with the rows of a block's choices, and their places in it; for compiled code.
 
-    `rows`: `ChoiceRows`, `CutRows`, `LaneSums` at the block's level, or an array (T, width) with a
-    row for each token
+    `rows`: `ChoiceRows`, `CutRows`, `StripeSums` at the block's level, or an array (T, width) with
+    a row for each token
     """
 
     def of_choices(rows, tokens, block):  # type: ignore[no-untyped-def]
@@ -231,7 +231,7 @@ def block_rows(rows, tokens, block):  # type: ignore[no-untyped-def]
         ids = rows.rows[tokens.starts[block] : tokens.starts[block + 1]]
         return whole[:, rows.columns[block, 0] : rows.columns[block, 1]], ids
 
-    def of_lanes(rows, tokens, block):  # type: ignore[no-untyped-def]
+    def of_stripes(rows, tokens, block):  # type: ignore[no-untyped-def]
         ids = tokens.ids[tokens.starts[block] : tokens.starts[block + 1]]
         return level_rows(rows, rows.steps[block, LEVEL]), ids
 
@@ -242,12 +242,12 @@ def block_rows(rows, tokens, block):  # type: ignore[no-untyped-def]
         return of_tokens
     if is_of(rows, CutRows):
         return cut
-    return of_lanes if is_of(rows, LaneSums) else of_choices
+    return of_stripes if is_of(rows, StripeSums) else of_choices
 
 
 @njit(nogil=True, cache=True)
 def level_rows(sums, level):
-    """The rows (T, d) of a level of `LaneSums`."""
+    """The rows (T, d) of a level of `StripeSums`."""
     return sums.more[level - 1] if level else sums.out
 
 
@@ -260,45 +260,45 @@ def cut_row(rows, block, row):
 
 
 def is_summed(out: Any) -> bool:
-    """Whether a type of compiled code is `LaneSums`."""
-    return is_of(out, LaneSums)
+    """Whether a type of compiled code is `StripeSums`."""
+    return is_of(out, StripeSums)
 
 
 @by_types
 def adds_rows(out, block):  # type: ignore[no-untyped-def]
     """Whether a block's products are added to `out`, instead of written; for compiled code."""
-    if is_of(out, LaneSums):
+    if is_of(out, StripeSums):
         return lambda out, block: out.steps[block, IS_WHOLE] == 0
     return lambda out, block: False
 
 
 @by_types
 def num_outputs(out, height):  # type: ignore[no-untyped-def]
-    """How many numbers of a row of `out` threads share: of `LaneSums` all; for compiled code."""
-    if is_of(out, LaneSums):
+    """How many numbers of a row of `out` threads share: of `StripeSums` all; for compiled code."""
+    if is_of(out, StripeSums):
         return lambda out, height: out.out.shape[1]
     return lambda out, height: height
 
 
 @by_types
 def begin_sums(out, block, first, last):  # type: ignore[no-untyped-def]
-    """Clear columns first..last-1 where `LaneSums` say so; for compiled code."""
-    if is_of(out, LaneSums):
+    """Clear columns first..last-1 where `StripeSums` say so; for compiled code."""
+    if is_of(out, StripeSums):
         return lambda out, block, first, last: clear_level(out, block, first, last)
     return lambda out, block, first, last: None
 
 
 @njit(nogil=True, cache=True)
 def clear_level(out, block, first, last):
-    """`begin_sums` of `LaneSums`."""
+    """`begin_sums` of `StripeSums`."""
     if out.steps[block, CLEARS]:
         level_rows(out, out.steps[block, LEVEL])[:, first:last] = 0
 
 
 @by_types
 def end_sums(out, block, row, end_row, first, last):  # type: ignore[no-untyped-def]
-    """Add up levels of `LaneSums` after a block's products, of some rows; for compiled code."""
-    if is_of(out, LaneSums):
+    """Add up levels of `StripeSums` after a block's products, of some rows; for compiled code."""
+    if is_of(out, StripeSums):
         return _merge_some
     return lambda out, block, row, end_row, first, last: None
 
@@ -310,7 +310,7 @@ def _merge_some(out, block, row, end_row, first, last):  # type: ignore[no-untyp
 
 @njit(nogil=True, cache=True)
 def merge_levels(sums, level, count, row, end_row, first, last):
-    """Add `level` of `LaneSums` to the one below, and so on `count` times, in a part of them."""
+    """Add `level` of `StripeSums` to the one below, and so on `count` times, in a part of them."""
     for below in range(level - 1, level - 1 - count, -1):
         own, other = level_rows(sums, below), level_rows(sums, below + 1)
         for t in range(row, end_row):

@@ -3,7 +3,7 @@
 A matmul computes a prompt's gates; where few fire, most of up and down need not be computed.
 Neurons go by in runs and columns of the output in parts, so that what many tokens read stays in the
 second-level cache meanwhile. A choice is a token and a block that it chose (`block_tokens.py`); a
-part of a block is its neurons of a lane (`decode.lanes`).
+part of a block is its neurons of a stripe (`decode.stripes`).
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from hotcold.numba_kernels.prefill.block_tokens import (
     LEVEL,
     MERGES,
     BlockTokens,
-    LaneSums,
+    StripeSums,
     block_rows,
     choice_share,
     cut_row,
@@ -82,10 +82,10 @@ def activate_kernel(
     """h[i] = fn(h[i] + gate_bias) * weights[i] * (factors[i] + up_bias), for choices first..last-1.
 
     But 0 where a choice has `scores` (`ChoiceRows`, or no values) and that number is not above 0.
-    num_fired[k, i] is how many of lane k, which ends at ends[b, k + 1], are not zero. `factors`
+    num_fired[k, i] is how many of stripe k, which ends at ends[b, k + 1], are not zero. `factors`
     (`ChoiceRows`, or no values), products with up rows, are activated as up is. weights (P,)
     float32 or (0,); biases (N,) or (0,) float32, of block b from firsts[b] on; h `ChoiceRows`
-    ends (B, lanes + 1), num_fired (lanes, P) int64. Checks nothing.
+    ends (B, stripes + 1), num_fired (stripes, P) int64. Checks nothing.
     """
     for b in range(tokens.starts.shape[0] - 1):
         begin, end = choice_share(tokens, b, first, last)
@@ -108,11 +108,11 @@ def activate_kernel(
                         if counted[t, n] <= 0:  # a NaN reaches the output
                             own[t, n] = 0
             for t in range(begin, end):
-                for lane in range(num_fired.shape[0]):
-                    found, of_lane = 0, own[t, ends[b, lane] : ends[b, lane + 1]]
-                    for n in range(of_lane.shape[0]):
-                        found += of_lane[n] != 0
-                    num_fired[lane, choice + t] = found
+                for stripe in range(num_fired.shape[0]):
+                    found, of_stripe = 0, own[t, ends[b, stripe] : ends[b, stripe + 1]]
+                    for n in range(of_stripe.shape[0]):
+                        found += of_stripe[n] != 0
+                    num_fired[stripe, choice + t] = found
 
 
 @njit(nogil=True, cache=True)
@@ -249,10 +249,10 @@ def _multiply_fired(up, bias, x, t, ids, values, i, end):
 def prompt_down_kernel(down, tokens, fired, steps, left, first, last, sums, out):
     """Sums over listed n of value * down[n], in a share of their parts of PART_COLUMNS columns.
 
-    Part p of token t is number p * T + t; the share is first..last-1. Sums are added up by lanes:
+    Part p of token t is number p * T + t; the share is first..last-1. Sums are added up by stripes:
     in sums (H, T, PART_COLUMNS) float32, the thread's (rows a power of two apart would evict each
-    other), as steps (S, 4) of `LaneSums` say; then those that are left over are added to `out`,
-    `LaneSums`: row i of left (K, 4) int64 are steps of level i. A token's neurons are added in
+    other), as steps (S, 4) of `StripeSums` say; then those that are left over are added to `out`,
+    `StripeSums`: row i of left (K, 4) int64 are steps of level i. A token's neurons are added in
     their order. Checks nothing.
     """
     num_tokens, num_runs, width = out.out.shape[0], fired.runs.shape[0], out.out.shape[1]
@@ -262,7 +262,7 @@ def prompt_down_kernel(down, tokens, fired, steps, left, first, last, sums, out)
         begin, end = part * PART_COLUMNS, min((part + 1) * PART_COLUMNS, width)
         if num_runs > 0:  # else the shard has no neuron of the chosen blocks
             _prefetch_share(down, fired.runs[0], part, part + 1, 0, 1)
-        own, run = LaneSums(sums[0], sums[1:], steps), 0
+        own, run = StripeSums(sums[0], sums[1:], steps), 0
         for s in range(steps.shape[0]):
             level = level_rows(own, steps[s, LEVEL])
             if steps[s, CLEARS]:

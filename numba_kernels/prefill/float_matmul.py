@@ -113,11 +113,10 @@ def pack_groups(x, ids, tokens, buffer, first, last):
 def linear_kernel(weights, places, tokens, packed, starts, buffer, sums, out, thread, num_threads):
     """A thread's share of each block's rows times its choices; checks nothing.
 
-    out[t, n] = weights[n] . x[t] of row n and choice t of a block; of `LaneSums` they are added up.
-    weights, places: `WeightBlocks` of float32, uint16 (float16) or int16 (bfloat16)
-    out: see `block_rows`
-    packed, starts: see `pack_tokens_kernel`; buffer (BUFFER_ITEMS,) like packed
-    sums (MAX_SUMS * groups * LANES,) float32, of the block with the most groups
+    out[t, n] = weights[n] . x[t] of row n and choice t of a block; of `StripeSums` they are added
+    up. weights, places: `WeightBlocks` of float32, uint16 (float16) or int16 (bfloat16) out: see
+    `block_rows` packed, starts: see `pack_tokens_kernel`; buffer (BUFFER_ITEMS,) like packed sums
+    (MAX_SUMS * groups * LANES,) float32, of the block with the most groups
     """
     start_tiles(buffer)
     for b in range(starts.shape[0] - 1):
@@ -188,7 +187,7 @@ def pack_rows_kernel(h, tokens, packed, starts, thread, num_threads):
 def combine_kernel(rows, places, tokens, packed, starts, buffer, sums, out, thread, num_threads):
     """A thread's share of the columns of each block's rows, weighted and summed; checks nothing.
 
-    out[t] = sum over rows n of h[t, n] rows[n] of choice t of a block, added up as `LaneSums` say
+    out[t] = sum over rows n of h[t, n] rows[n] of choice t of a block, added up as `StripeSums` say
     rows as `weights` in `linear_kernel`, or of ROW_FORMATS; packed, starts: see `pack_rows_kernel`,
     with `row_unit` rows behind the last one; sums (MAX_SUMS * choices,) float32 of the block with
     the most choices, rounded up to `row_unit`; the rest as in `linear_kernel`
@@ -212,15 +211,15 @@ def combine_kernel(rows, places, tokens, packed, starts, buffer, sums, out, thre
 
 
 @njit(nogil=True, cache=True, _nrt=True)
-def _sum_rows(rows, h, buffer, sums, of_lanes, b, out, ids, first, last):
+def _sum_rows(rows, h, buffer, sums, of_stripes, b, out, ids, first, last):
     """out[ids[t]] = sum over n of h[t, n] rows[n], or adds it, in columns first..last-1.
 
-    `out` are rows of `of_lanes`, `LaneSums`, for part b; where these are written they are merged at
-    once.
+    `out` are rows of `of_stripes`, `StripeSums`, for part b; where these are written they are
+    merged at once.
 
     Columns are the lanes of tiles, and so the tokens are what is broadcast to them.
     """
-    count, rows_an_item, adds = h.shape[1], numbers_an_item(buffer), adds_rows(of_lanes, b)
+    count, rows_an_item, adds = h.shape[1], numbers_an_item(buffer), adds_rows(of_stripes, b)
     (tile_rows, tile_groups), _, (most_columns, items) = shapes_of(buffer)
     block = buffer[: most_columns * (items + 1)].reshape(most_columns // LANES, items + 1, LANES)
     space = np.empty((2, CHUNK), np.float32)
@@ -252,7 +251,7 @@ def _sum_rows(rows, h, buffer, sums, of_lanes, b, out, ids, first, last):
         for t in range(ids.shape[0]):
             _store_columns(own[t], in_lanes, out[ids[t], column:end_column], adds)
             if not adds:
-                end_sums(of_lanes, b, t, t + 1, column, end_column)
+                end_sums(of_stripes, b, t, t + 1, column, end_column)
         column = end_column
 
 

@@ -52,7 +52,7 @@ def vectors_part(vectors, first, count):
 def matmul_kernel(weights, places, tokens, vectors, sums, out, thread, num_threads):
     """A thread's share of each block's rows times its choices; checks nothing.
 
-    out[t, n] = weights[n] . vectors[t] of row n and choice t of a block; of `LaneSums` they are
+    out[t, n] = weights[n] . vectors[t] of row n and choice t of a block; of `StripeSums` they are
     added up. Rows are read once for every TOKENS_AT_ONCE choices.
     weights, places: `WeightBlocks`; out: see `block_rows`; sums (TOKENS_AT_ONCE, SUM_ROWS) float32
     """
@@ -89,13 +89,13 @@ def _put_products(weights, vectors, sums, out, b, own, ids, begin, end, first, l
 
 
 @njit(nogil=True, cache=True)
-def _add_products(weights, vectors, sums, of_lanes, b, out, ids, first, last):
+def _add_products(weights, vectors, sums, of_stripes, b, out, ids, first, last):
     """out[ids[t], n] += weights[n] . vectors[t] for rows first..last-1, or = where it is whole.
 
     Panel by panel: neighbours of a row of `out` lie together, others a power of two apart.
     """
     own, size = sums[: ids.shape[0]], min(SUM_ROWS, rows_a_panel(weights, ids.shape[0]))
-    adds = adds_rows(of_lanes, b)
+    adds = adds_rows(of_stripes, b)
     for row in range(first, last, size):
         end = min(row + size, last)
         block_products(weights, vectors, own, row, end, 0)
@@ -107,4 +107,4 @@ def _add_products(weights, vectors, sums, of_lanes, b, out, ids, first, last):
             else:
                 for n in range(row, end):
                     target[n] = products[n - row]
-                end_sums(of_lanes, b, ids[t], ids[t] + 1, row, end)
+                end_sums(of_stripes, b, ids[t], ids[t] + 1, row, end)

@@ -1,6 +1,6 @@
 """The loop of an attention service's thread for prompts, layer after layer, and for many logits.
 
-The order of norms, attention and residual is that of `numba_kernels.serve.serve_attention`, whose
+The order of norms, attention and residual is that of `numba_kernels.loops.attention_loop`, whose
 steps these are, each thread for tokens of its own. Python has no part in it: a layer of a small
 model takes less time than that would.
 """
@@ -16,20 +16,16 @@ from hotcold.numba_kernels.decode.norm import norm_kernel
 from hotcold.numba_kernels.decode.router import route_tokens
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import aligned_zeros
-from hotcold.numba_kernels.prefill.attention import (
-    prompt_attention_kernel,
-    prompt_space_items,
+from hotcold.numba_kernels.loops.attention_loop import (
+    AttentionArrays,
+    layer_input,
+    layer_norm_before,
+    norm_whole,
+    rotate_and_store,
+    write_ffn_input,
 )
-from hotcold.numba_kernels.prefill.shared_rows import (
-    Tokens,
-    prepare_for_layer,
-    prepare_tokens,
-    share_layer,
-    share_rows,
-    share_unit,
-)
-from hotcold.numba_kernels.serve.doorbell import now_ns
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.doorbell import now_ns
+from hotcold.numba_kernels.loops.mailbox import (
     ATTENTION,
     FIRST_LOGIT,
     FULL,
@@ -44,15 +40,19 @@ from hotcold.numba_kernels.serve.mailbox import (
     is_for_others,
     next_share,
 )
-from hotcold.numba_kernels.serve.serve_attention import (
-    AttentionArrays,
-    layer_input,
-    layer_norm_before,
-    norm_whole,
-    rotate_and_store,
-    write_ffn_input,
+from hotcold.numba_kernels.loops.work_stealing import new_block_counters
+from hotcold.numba_kernels.prefill.attention import (
+    prompt_attention_kernel,
+    prompt_space_items,
 )
-from hotcold.numba_kernels.serve.work_stealing import new_block_counters
+from hotcold.numba_kernels.prefill.shared_rows import (
+    Tokens,
+    prepare_for_layer,
+    prepare_tokens,
+    share_layer,
+    share_rows,
+    share_unit,
+)
 
 _QKV, _QKV_SECOND, _HEADS, _OUT, _PROJECT, _HEAD = range(6)
 NUM_PROMPT_COUNTERS = 6
@@ -168,7 +168,7 @@ def prompt_request(thread, num_threads, service, buffers, arrays, scratch):
     wanted = residual[unwanted:]
     share_rows(
         counters[_OUT], thread, num_threads, weights, learned.out_bias[layer], scratch.of_out,
-        wanted[:0] if numbers.adds_late else wanted, buffers.mixed[unwanted:num_tokens], 0,
+        wanted[:0] if numbers.adds_late else wanted, buffers.ffn_residual[unwanted:num_tokens], 0,
     )  # fmt: skip
     barrier_wait(cells, service, num_threads)
     first, last = first + unwanted, last + unwanted

@@ -14,6 +14,7 @@ from hotcold.numba_kernels.decode.vectors import QuantizedVectors, aligned_zeros
 from hotcold.numba_kernels.ir.int16_ir import GROUP_PAIRS
 from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.ir.vector_ir import quantize_vector
+from hotcold.numba_kernels.loops.work_stealing import next_block
 from hotcold.numba_kernels.prefill import float_matmul, int16_matmul
 from hotcold.numba_kernels.prefill.block_tokens import is_of
 from hotcold.numba_kernels.prefill.float_items import items_in, num_items
@@ -25,7 +26,6 @@ from hotcold.numba_kernels.prefill.float_tiles import (
     stop_tiles,
 )
 from hotcold.numba_kernels.prefill.quantized_matmul import ROWS, TOKENS_AT_ONCE, vectors_part
-from hotcold.numba_kernels.serve.work_stealing import next_block
 
 _pack_items, _multiply_items = float_matmul.pack_groups, float_matmul.multiply_rows
 _pack_pairs, _multiply_pairs = int16_matmul.pack_groups, int16_matmul.multiply_rows

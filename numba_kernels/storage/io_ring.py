@@ -18,7 +18,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.serve.doorbell import atomic_load, atomic_store
+from hotcold.numba_kernels.loops.doorbell import atomic_load, atomic_store
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427  # the same on all architectures
 # One thread submits, and completions are processed when it calls (Linux 6.1).

@@ -8,7 +8,7 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate
 from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.ir.vector_ir import dot_lone_row
-from hotcold.numba_kernels.serve.doorbell import atomic_load
+from hotcold.numba_kernels.loops.doorbell import atomic_load
 from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN, NeuronFile
 from hotcold.numba_kernels.storage.read_ahead import ReadAhead, ahead_part, likeliest
 from hotcold.numba_kernels.storage.read_queue import (

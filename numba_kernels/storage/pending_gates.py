@@ -11,8 +11,8 @@ from hotcold.numba_kernels.decode.activations import activate
 from hotcold.numba_kernels.decode.candidates import FIRST, LAST, ROW
 from hotcold.numba_kernels.decode.rows import rows_ahead
 from hotcold.numba_kernels.ir.vector_ir import dot_ahead, prefetch_row
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, atomic_load
-from hotcold.numba_kernels.serve.work_stealing import block_rows, next_block
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL, atomic_load
+from hotcold.numba_kernels.loops.work_stealing import block_rows, next_block
 from hotcold.numba_kernels.storage import MAX_GAP
 from hotcold.numba_kernels.storage.offloaded_neurons import (
     LOADED_TAKEN,

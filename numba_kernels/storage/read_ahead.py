@@ -13,7 +13,7 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.predict import pack_planes_kernel, sign_scores_kernel
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.ir.bit_ir import INPUT_PLANES
-from hotcold.numba_kernels.serve.predict_team import SignPredictors, bit_rows
+from hotcold.numba_kernels.loops.predict_team import SignPredictors, bit_rows
 from hotcold.numba_kernels.storage.neuron_file import GATE
 from hotcold.numba_kernels.storage.slots import was_used
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.vectors import copy_numbers
-from hotcold.numba_kernels.serve.doorbell import (
+from hotcold.numba_kernels.loops.doorbell import (
     INTS_A_CELL,
     atomic_add,
     atomic_load,

@@ -3,7 +3,7 @@
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.serve.doorbell import now_ns
+from hotcold.numba_kernels.loops.doorbell import now_ns
 from hotcold.numba_kernels.storage.io_ring import MAX_WAIT_READS, add_read, next_completion, submit
 from hotcold.numba_kernels.storage.neuron_file import DESCRIPTOR, copy_span, read_span, span_bytes
 from hotcold.numba_kernels.storage.read_queue import (

@@ -9,7 +9,7 @@ wait for the disk meanwhile: this thread then lets its turn pass, as it comes to
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.serve.doorbell import (
+from hotcold.numba_kernels.loops.doorbell import (
     INTS_A_CELL,
     atomic_load,
     atomic_replace,
@@ -18,7 +18,7 @@ from hotcold.numba_kernels.serve.doorbell import (
     wait_change,
     wake,
 )
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.mailbox import (
     DONE,
     LAYER,
     NUM_TOKENS,

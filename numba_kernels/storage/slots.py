@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.serve.doorbell import atomic_load, atomic_store, now_ns
+from hotcold.numba_kernels.loops.doorbell import atomic_load, atomic_store, now_ns
 from hotcold.numba_kernels.storage.read_queue import (
     FAILED,
     LOADED,

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from hotcold.model.weights.memory import aligned_empty
-from hotcold.numba_kernels.measure import NOT_ANSWERED, request_in_turn, work_until_stopped
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.loops.mailbox import (
     CELLS_A_SERVICE,
     NUM_REPLY_WORDS,
     NUM_REQUEST_WORDS,
@@ -25,6 +24,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     STOP,
     post,
 )
+from hotcold.numba_kernels.measure import NOT_ANSWERED, request_in_turn, work_until_stopped
 
 _ROUNDS = 400
 _MIN_SHARE = 0.05  # of undisturbed requests

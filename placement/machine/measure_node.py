@@ -20,9 +20,9 @@ from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.ffn.in_memory import new_scratch
 from hotcold.numba_kernels.ffn_arrays import FfnArrays
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.loops.mailbox import CELLS_A_SERVICE
 from hotcold.numba_kernels.measure import gather_passes, read_passes, rows_passes
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
 
 _WIDTH = 4096  # of a row: the hidden size of 7B models
 _DENSITY = 0.1

@@ -34,7 +34,7 @@ class CudaInProcess(InProcessSystem):
 
     def gpu_spec(self) -> ServiceSpec:
         """What the GPU service is to load."""
-        return replace(super().gpu_spec(), gpu_layout=self._layout(), lanes=None)
+        return replace(super().gpu_spec(), gpu_layout=self._layout(), stripes=None)
 
     def system(self) -> SystemConfig:
         """As `InProcessSystem`, with what stays on the host."""

@@ -20,10 +20,16 @@ from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.kv_pool import num_pages_of
-from hotcold.actors.protocol.lanes import Lanes, every_lane, num_lanes, num_outputs, output_lanes
 from hotcold.actors.protocol.messages import NO_MODEL, CacheSpec, ServiceSpec, SystemConfig
+from hotcold.actors.protocol.stripes import (
+    Stripes,
+    every_stripe,
+    num_outputs,
+    num_stripes,
+    output_stripes,
+)
 from hotcold.actors.protocol.topology import Topology
-from hotcold.actors.setup.assignment import cold_shards, require_partition, service_lanes
+from hotcold.actors.setup.assignment import cold_shards, require_partition, service_stripes
 from hotcold.actors.telemetry.snapshot import num_buckets
 from hotcold.model.config import neurons
 from hotcold.model.config.build import read_config
@@ -31,7 +37,7 @@ from hotcold.model.errors import ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.embedding import load_embedding
 from hotcold.numba_kernels.decode.activations import Thresholds
-from hotcold.numba_kernels.serve.mailbox import FULL, OPERATION, STOP, WINDOWED
+from hotcold.numba_kernels.loops.mailbox import FULL, OPERATION, STOP, WINDOWED
 from hotcold.predictors.predictor import NeuronPredictor
 
 _MAX_POLLS = 600  # a minute of running; time that the whole process was stopped does not count
@@ -182,7 +188,9 @@ class InProcessSystem:
             attention=range(self.config.num_layers),
             has_head=True,
             neuron_ids=self.hot_ids(),
-            lanes=Lanes(0, num_lanes(self.config), num_lanes(self.config)) if self.hot else None,
+            stripes=Stripes(0, num_stripes(self.config), num_stripes(self.config))
+            if self.hot
+            else None,
         )
 
     def cpu_specs(self) -> list[ServiceSpec]:
@@ -197,7 +205,7 @@ class InProcessSystem:
                 self.system(),
                 neuron_ids=shard,
                 has_down_bias=i == 0,
-                lanes=self.lanes()[i],
+                stripes=self.stripes()[i],
             )
             for i, shard in enumerate(self.layer_shards())
         ]
@@ -215,8 +223,10 @@ class InProcessSystem:
 
     def num_outputs(self) -> int:
         """Sums that a CPU service passes on at most."""
-        lanes = [part.lanes for part in self.topology.parts if part.is_cpu_service and part.lanes]
-        return num_outputs(lanes, self.config.ffn_bias) if lanes else 1
+        stripes = [
+            part.stripes for part in self.topology.parts if part.is_cpu_service and part.stripes
+        ]
+        return num_outputs(stripes, self.config.ffn_bias) if stripes else 1
 
     def _gpu(self) -> Service:
         return load_attention_service(self.gpu_spec(), self.config, lambda num_bytes: None)
@@ -244,15 +254,15 @@ class InProcessSystem:
             return self.specs[0].neuron_ids
         if self.hot is None:
             return None
-        _, hot = every_lane(self.config, self.hot(self.config.num_layers, self.config.ffn_size))
+        _, hot = every_stripe(self.config, self.hot(self.config.num_layers, self.config.ffn_size))
         return hot
 
-    def lanes(self) -> list[Lanes]:
-        """Each CPU service's lanes of neurons."""
+    def stripes(self) -> list[Stripes]:
+        """Each CPU service's stripes of neurons."""
         threads = [self.num_threads] * self.num_services
         if self.system().down_transposed:
-            return output_lanes(self.config, threads, self.system().expert_pieces)
-        return service_lanes(self.config, threads, None)
+            return output_stripes(self.config, threads, self.system().expert_pieces)
+        return service_stripes(self.config, threads, None)
 
     def layer_shards(self) -> list[list[np.ndarray]]:
         """The neurons of each CPU service, layer by layer."""
@@ -260,7 +270,7 @@ class InProcessSystem:
             return [spec.neuron_ids or [] for spec in self.specs if spec.is_cpu_service]
         hot = self.hot_ids() or [np.zeros(0, np.int32)] * self.config.num_layers
         everyone = [np.arange(size, dtype=np.int32) for size in self.config.ffn_sizes]
-        shards = cold_shards(self.config, None, everyone, self.lanes())
+        shards = cold_shards(self.config, None, everyone, self.stripes())
         return [
             [ids[~np.isin(ids, own)] for ids, own in zip(shard, hot, strict=True)]
             for shard in shards

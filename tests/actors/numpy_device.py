@@ -249,12 +249,16 @@ class NumpyKernels:
             down = np.ascontiguousarray(as_floats(neurons.down).T)
             found = products(np.where(fires, h, np.float32(0)), down)
             if residual is not None:
-                mixed, biases, scale = residual
-                bias = np.zeros_like(mixed)
+                ffn_residual, biases, scale = residual
+                bias = np.zeros_like(ffn_residual)
                 for block, own in enumerate(biases if biases.size else ()):
                     factor = np.float32(1) if weights is None else of_blocks[:, block, None]
                     bias = bias + np.where(factor != 0, factor * own, np.float32(0))
-                found = mixed + found + bias if scale == 1 else mixed + scale * (found + bias)
+                found = (
+                    ffn_residual + found + bias
+                    if scale == 1
+                    else ffn_residual + scale * (found + bias)
+                )
                 found[~np.isfinite(x)] = np.nan
             out[:] = found
 

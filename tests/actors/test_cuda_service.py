@@ -15,7 +15,7 @@ import pytest
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.protocol.failures import RequestError, is_lost_device
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.mailbox import (
     ALL_NEURONS,
     BYTES_READ,
     COUNT_FFN,

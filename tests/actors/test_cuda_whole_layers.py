@@ -14,7 +14,7 @@ from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.telemetry.snapshot import NeuronWatch
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.mailbox import (
     ATTENTION,
     FFN,
     HEAD,

@@ -17,13 +17,13 @@ from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.modes import StepMode, step_mode
 from hotcold.actors.exchange.replacement import withdraw_request
 from hotcold.actors.exchange.service import Service
-from hotcold.actors.protocol import lanes
+from hotcold.actors.protocol import stripes
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.choose import default_mode
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.setup.shards import service_specs
-from hotcold.numba_kernels.serve.mailbox import BYTES_READ, DRAFT, OPERATION, STOP, TARGET
+from hotcold.numba_kernels.loops.mailbox import BYTES_READ, DRAFT, OPERATION, STOP, TARGET
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_stored_neurons import StoredSystem, packed
 from tests.quantized_models import make_model
@@ -189,14 +189,14 @@ def watch_serving(service: Service, served: list[int]) -> None:
 def test_a_draft_of_rows_of_outputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, neurons_a_piece: int
 ) -> None:
-    """Its down rows are a neuron each, its neurons those of the model's lanes: several, or one."""
-    monkeypatch.setattr(lanes, "_NEURONS_A_PIECE", neurons_a_piece)
+    """Its down rows are a neuron each, its neurons those of the model's stripes: many, or one."""
+    monkeypatch.setattr(stripes, "_NEURONS_A_PIECE", neurons_a_piece)
     path = tmp_path / "tiny.gguf"
     file_of(tiny_gguf(), path, MIXED)
     one, config = prepare_system(path, SystemOptions(context_length=128))
     assert one.down_transposed
-    num_lanes = lanes.num_output_lanes(config)
-    assert (num_lanes > 1) == (neurons_a_piece == 256)
+    num_stripes = stripes.num_output_stripes(config)
+    assert (num_stripes > 1) == (neurons_a_piece == 256)
     found = []
     for services, threads in ((1, 1), (1, 3), (2, 2)):
         system = replace(one, num_cpu_actors=services, num_threads=services * threads, draft="q4")
@@ -206,7 +206,7 @@ def test_a_draft_of_rows_of_outputs(
             found.append((logits(engine, [1, 3], [engine.mode]), draft_logits(running)))
     for target, draft in found:
         np.testing.assert_array_equal(target, found[0][0])
-        # Of one lane each thread adds up a part: what is drafted changes no bit of an answer.
+        # Of one stripe each thread adds up a part: what is drafted changes no bit of an answer.
         size = np.abs(draft).max()
-        np.testing.assert_allclose(draft, found[0][1], 0, 0 if num_lanes > 1 else 0.01 * size)
+        np.testing.assert_allclose(draft, found[0][1], 0, 0 if num_stripes > 1 else 0.01 * size)
     assert np.isfinite(draft).all() and not np.array_equal(target, draft)

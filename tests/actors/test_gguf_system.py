@@ -88,7 +88,7 @@ def test_thresholds_beside_rows_of_outputs(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_formats_by_layers_among_faults(local_ray: None, tmp_path: Path) -> None:
-    """A killed service comes back with its lanes; with fewer the answers are the same."""
+    """A killed service comes back with its stripes; with fewer the answers are the same."""
     path = tmp_path / "tiny.gguf"
     file_of(tiny(max_position_embeddings=1024), path, MIXED)
     system, _ = prepare_system(path, SystemOptions(context_length=512, num_cpu_actors=2))

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, SLEEPERS
-from hotcold.numba_kernels.serve.mailbox import ENDED, TEAM, WANTED, cell_index
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL, SLEEPERS
+from hotcold.numba_kernels.loops.mailbox import ENDED, TEAM, WANTED, cell_index
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model

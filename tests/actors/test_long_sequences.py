@@ -80,9 +80,9 @@ def test_bits_depend_on_a_tokens_own_text_alone(
             together = engine.step(last, places, [1] * 8, 8).copy()
             np.testing.assert_array_equal(together, alone)
             # A short text, the same positions of another sequence, and half of this one.
-            mixed = engine.step(
+            ffn_residual = engine.step(
                 [5, *last[:3], *last[:5]], [0, *places[:3], *places[:5]], [0, *[2] * 3, *[1] * 5], 5
             ).copy()
-            np.testing.assert_array_equal(mixed, alone[:5])
+            np.testing.assert_array_equal(ffn_residual, alone[:5])
             expected = expected or alone
             np.testing.assert_array_equal(alone, expected)

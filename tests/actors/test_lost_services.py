@@ -37,8 +37,8 @@ from hotcold.actors.protocol.failures import (
     is_killed_for_memory,
 )
 from hotcold.model.errors import HotcoldError, ServiceError
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.loops.mailbox import (
     DONE,
     NUM_REPLY_WORDS,
     OPERATION,

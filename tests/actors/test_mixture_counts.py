@@ -18,7 +18,7 @@ from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.embedding import load_embedding
-from hotcold.numba_kernels.serve.layer_loop import CHOSEN, READ
+from hotcold.numba_kernels.loops.layer_loop import CHOSEN, READ
 from tests import reference, reference_experts
 from tests.actors.in_process import InProcessSystem
 from tests.tiny_models import VOCAB_SIZE, make_tiny

@@ -132,7 +132,7 @@ def test_rows_of_outputs(tmp_path: Path, kind: str, pieces: int) -> None:
 
 
 def test_hot_neurons_without_a_gpu(tiny: Tiny) -> None:
-    """Those of the attention service are added up by lanes, too."""
+    """Those of the attention service are added up by stripes, too."""
     path = tiny("llama-relu").path
 
     def start(services: int, threads: int) -> InProcessSystem:
@@ -145,7 +145,7 @@ def test_hot_neurons_without_a_gpu(tiny: Tiny) -> None:
 
 
 def test_biases_are_added_by_a_service_without_neurons(tiny: Tiny) -> None:
-    """With twice as many services as lanes the first one, which has the biases, has no lanes."""
+    """With twice as many services as stripes the first, which has the biases, has no stripes."""
     path, ids = tiny("opt-postnorm").path, np.arange(3, 9)
     found = []
     for services in (1, 16):
@@ -157,7 +157,7 @@ def test_biases_are_added_by_a_service_without_neurons(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("bad", [1, 2, 3])
 def test_the_service_whose_numbers_are_bad_is_named(tiny: Tiny, bad: int) -> None:
-    """Also after sums of services were added to each other: three share eight lanes unevenly."""
+    """Also after sums of services were added to each other: three share eight stripes unevenly."""
     with InProcessSystem(tiny("llama-relu").path, 3, 1) as system:
         system.services[bad].arrays.down[:] = np.nan  # type: ignore[attr-defined]
         with pytest.raises(NotFiniteError, match="in layer 0") as caught:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.protocol.lanes import num_shares
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.protocol.stripes import num_shares
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup import placement_choice
 from hotcold.actors.setup.assignment import hottest_neurons

@@ -16,7 +16,7 @@ from hotcold.actors.protocol.messages import THRESHOLD
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.numba_kernels.serve.mailbox import ALL_NEURONS, NUM_IDS, read_selection
+from hotcold.numba_kernels.loops.mailbox import ALL_NEURONS, NUM_IDS, read_selection
 from hotcold.predictors.predictor import NeuronPredictor, PredictorInput
 from hotcold.predictors.stacked import AnyLayer
 from tests.actors.batching import mode_of, random_predictor

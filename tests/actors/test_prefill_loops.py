@@ -20,7 +20,7 @@ from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.setup.shards import service_specs
-from hotcold.numba_kernels.serve.mailbox import FFN, LAYER, NUM_TOKENS, OPERATION
+from hotcold.numba_kernels.loops.mailbox import FFN, LAYER, NUM_TOKENS, OPERATION
 from tests.actors.in_process import InProcessSystem
 from tests.quantized_models import make_model
 from tests.tiny_models import VOCAB_SIZE

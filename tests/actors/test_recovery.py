@@ -36,8 +36,8 @@ from hotcold.actors.protocol.messages import (
 )
 from hotcold.actors.protocol.topology import Topology
 from hotcold.model.errors import ServiceError
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.loops.mailbox import (
     DONE,
     NO_DOORBELLS,
     NUM_REQUEST_WORDS,
@@ -99,7 +99,7 @@ class Faulty(Exchange):
         if service:
             self.buffers.partials[service] = np.nan
         else:
-            self.buffers.mixed[:], self.buffers.ffn_input[:] = np.nan, np.inf
+            self.buffers.ffn_residual[:], self.buffers.ffn_input[:] = np.nan, np.inf
             self.buffers.logits[:] = np.nan
 
 

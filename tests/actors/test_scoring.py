@@ -21,7 +21,7 @@ from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.jobs.commands.perplexity import summary
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.embedding import load_embedding
-from hotcold.numba_kernels.serve.mailbox import HEAD, OPERATION
+from hotcold.numba_kernels.loops.mailbox import HEAD, OPERATION
 from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.stacked import AnyLayer
 from tests.actors.in_process import InProcessSystem, PythonExchange

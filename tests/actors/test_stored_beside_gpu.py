@@ -30,7 +30,7 @@ from hotcold.model.errors import HotcoldError, MemoryBudgetError, UsageError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.sampling import SamplingParams
-from hotcold.numba_kernels.serve.mailbox import BYTES_READ
+from hotcold.numba_kernels.loops.mailbox import BYTES_READ
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
 from hotcold.predictors.predictor_file import read_predictors
 from tests import tiny_models

@@ -34,8 +34,8 @@ from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.check import stored_config
 from hotcold.numba_kernels.decode.activations import Thresholds
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.loops.mailbox import (
     BYTES_READ,
     DRAFT,
     PARTS_GUESSABLE,

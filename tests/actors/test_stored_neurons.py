@@ -34,7 +34,7 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.check import stored_config
 from hotcold.numba_kernels.decode.activations import Thresholds, not_zero
 from hotcold.numba_kernels.decode.predict import pack_weights
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.mailbox import (
     BYTES_READ,
     FFN,
     GATE_THRESHOLD,
@@ -48,7 +48,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     PRODUCT_THRESHOLD,
     threshold_words,
 )
-from hotcold.numba_kernels.serve.predict_team import bit_rows
+from hotcold.numba_kernels.loops.predict_team import bit_rows
 from hotcold.numba_kernels.storage import io_ring
 from hotcold.numba_kernels.storage.io_ring import DESCRIPTOR, IoRing, new_ring
 from hotcold.numba_kernels.storage.read_ahead import NUM_AHEAD, NUM_USEFUL, ReadAhead

@@ -14,7 +14,7 @@ from hotcold.actors.telemetry.snapshot import (
     NeuronWatch,
 )
 from hotcold.model.sampling import SamplingParams
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.mailbox import (
     NUM_BUCKETS,
     WATCHED,
 )

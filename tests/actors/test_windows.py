@@ -18,7 +18,7 @@ from hotcold.actors.protocol.kv_pool import Window
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS as PAGE
-from hotcold.numba_kernels.serve.mailbox import WINDOWED
+from hotcold.numba_kernels.loops.mailbox import WINDOWED
 from tests.actors.batching import batching
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem

@@ -116,7 +116,7 @@ class DeviceCalls:
             fill_masks(masks, selection.ids, selection.token_masks)
         chosen = [self.to_device(each) for each in (masks, selection.block_weights)]
         if residual is not None:
-            arrays = self.to_device(residual.mixed), self.to_device(residual.bias)
+            arrays = self.to_device(residual.ffn_residual), self.to_device(residual.bias)
             residual = LayerResidual(*arrays, residual.scale)
         self.kernels.hot_ffn(
             neurons, self.to_device(x), function, thresholds, scratch, out, count,

@@ -18,8 +18,8 @@ from hotcold.numba_kernels.ffn.layer_ffn import layer_ffn
 from hotcold.numba_kernels.ffn.transposed import new_transposed_scratch
 from hotcold.numba_kernels.ffn_arrays import FfnArrays, TransposedArrays, most_rows
 from hotcold.numba_kernels.formats import row_width
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import CELLS_A_SERVICE
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.loops.mailbox import CELLS_A_SERVICE
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.quantized_rows import IN_BLOCKS, KINDS, SUMMED, random_rows
 from tests.kernels.reference import activate, activate_up, widened

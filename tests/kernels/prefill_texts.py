@@ -10,11 +10,11 @@ import numpy as np
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.numba_kernels.ir.attention_ir import CACHE_BLOCK
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.prefill.attention import (
     prompt_attention_kernel,
     prompt_space_items,
 )
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
 from tests.kernels.arrays import random_floats
 from tests.kernels.layer_numbers import layer_numbers
 from tests.kernels.reference import narrowed, widened

@@ -19,7 +19,7 @@ from hotcold.numba_kernels.decode.selection import EVERYTHING
 from hotcold.numba_kernels.ffn.in_memory import set_bias
 from hotcold.numba_kernels.formats import QUANTIZED
 from hotcold.numba_kernels.load.convert import to_float32
-from hotcold.numba_kernels.serve.layer_loop import merge_normed, merge_partials
+from hotcold.numba_kernels.loops.layer_loop import merge_normed, merge_partials
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.backends import emulated_calls
@@ -219,22 +219,22 @@ def test_a_whole_ffn_is_added_to_the_residual(
     gate = np.abs(random_floats(7, 40, 72))
     starts = np.linspace(0, 40, num_blocks + 1).astype(np.int32)
     neurons = device.neurons(gate, None, random_floats(8, 40, 72), starts=starts)
-    x, mixed = random_floats(9, num_tokens, 72), random_floats(10, num_tokens, 72)
+    x, ffn_residual = random_floats(9, num_tokens, 72), random_floats(10, num_tokens, 72)
     bias, chosen = random_floats(11, num_blocks, 72 if has_bias else 0), EVERYTHING
     if num_blocks > 1:
         weights = random_floats(12, num_tokens, num_blocks)
         chosen = EVERYTHING._replace(block_weights=np.where(weights < 0, np.float32(0), weights))
-    residual = LayerResidual(mixed, bias, scale)
+    residual = LayerResidual(ffn_residual, bias, scale)
     plain, _ = device.selected_ffn(neurons, x, chosen, RELU, not_zero("relu"))
     hidden, of_biases = np.empty_like(x), np.empty_like(x)
     set_bias(chosen.block_weights, bias, of_biases, 0, 72)
     parts = np.stack([plain, of_biases] if has_bias else [plain])
     if scale == 1:
-        merge_partials(mixed, parts, np.arange(len(parts)), 0, num_tokens, hidden)
+        merge_partials(ffn_residual, parts, np.arange(len(parts)), 0, num_tokens, hidden)
     else:
         merge_normed(
-            mixed, parts, np.arange(len(parts)), 0, num_tokens, np.int32(0), mixed[0, :0],
-            np.float32(0), np.float32(scale), hidden,
+            ffn_residual, parts, np.arange(len(parts)), 0, num_tokens, np.int32(0), ffn_residual[0,
+            :0], np.float32(0), np.float32(scale), hidden,
         )  # fmt: skip
     found, _ = device.selected_ffn(neurons, x, chosen, RELU, not_zero("relu"), residual)
     np.testing.assert_array_equal(found, hidden)
@@ -243,7 +243,7 @@ def test_a_whole_ffn_is_added_to_the_residual(
         chosen = chosen._replace(block_weights=chosen.block_weights[-1:])
     found, fired = device.selected_ffn(
         neurons, x[-1:], chosen, RELU, not_zero("relu"),
-        LayerResidual(mixed[-1:], bias, scale),
+        LayerResidual(ffn_residual[-1:], bias, scale),
     )  # fmt: skip
     assert not fired.any() and np.isnan(found[0]).nonzero()[0].tolist() == [5]
 

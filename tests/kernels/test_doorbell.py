@@ -17,7 +17,7 @@ import pytest
 from llvmlite import binding
 from numba import njit, types
 
-from hotcold.numba_kernels.serve.doorbell import (
+from hotcold.numba_kernels.loops.doorbell import (
     CLOCK_US,
     CROWDED_US,
     INTS_A_CELL,
@@ -29,7 +29,7 @@ from hotcold.numba_kernels.serve.doorbell import (
     ring,
     wait_change,
 )
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.mailbox import (
     CELLS_A_SERVICE,
     NO_COUNTERS,
     NUM_REPLY_WORDS,

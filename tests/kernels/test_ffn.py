@@ -16,10 +16,10 @@ from hotcold.numba_kernels.checks import ACTIVATION_CODES
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, activation, not_zero
 from hotcold.numba_kernels.decode.candidates import list_spans, own_part
 from hotcold.numba_kernels.decode.selection import EVERYTHING, NO_IDS, NO_MASKS, Selection
+from hotcold.numba_kernels.ffn.ffn_loop import NeuronBuckets, ffn_request
 from hotcold.numba_kernels.ffn.in_memory import new_scratch
-from hotcold.numba_kernels.ffn.serve_ffn import NeuronBuckets, ffn_request
 from hotcold.numba_kernels.load.convert import row_lengths
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.mailbox import (
     ALL_NEURONS,
     FFN,
     GATE_THRESHOLD,

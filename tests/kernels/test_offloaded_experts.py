@@ -15,7 +15,7 @@ import pytest
 from hotcold.actors.cpu.bundle_reads import BundleReads
 from hotcold.actors.cpu.expert_store import ExpertStore
 from hotcold.actors.protocol.offloaded_neurons import OffloadedShare
-from hotcold.actors.setup.assignment import cold_shards, service_lanes
+from hotcold.actors.setup.assignment import cold_shards, service_stripes
 from hotcold.model.bundles import geometry as geometries
 from hotcold.model.bundles.bundle_file import read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
@@ -30,8 +30,8 @@ from hotcold.numba_kernels.decode.activations import ALL_FIRE
 from hotcold.numba_kernels.decode.selection import NO_IDS, NO_MASKS, Selection
 from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.load.convert import row_lengths
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.loops.mailbox import (
     CELLS_A_SERVICE,
     DONE,
     LAYER,
@@ -69,8 +69,8 @@ class Stored:
         self.path = write_bundles(path, config, order, "drawn")
         self.file = read_bundle_file(self.path, self.geometry, ModelIdentity.of(path))
         every = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
-        lanes = service_lanes(config, threads, None)
-        ids = cold_shards(config, None, every, lanes)[service]
+        stripes = service_stripes(config, threads, None)
+        ids = cold_shards(config, None, every, stripes)[service]
         if "without" in share:  # an expert that others hold; None: all
             assert config.experts is not None
             left_out = share.pop("without")

@@ -11,9 +11,9 @@ import pytest
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.predict import pack_weights
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, ring
-from hotcold.numba_kernels.serve.mailbox import DONE, SharedBuffers, cell
-from hotcold.numba_kernels.serve.predict_team import (
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL, ring
+from hotcold.numba_kernels.loops.mailbox import DONE, SharedBuffers, cell
+from hotcold.numba_kernels.loops.predict_team import (
     FFN_INPUT,
     HIDDEN,
     INSIDE,
@@ -29,7 +29,7 @@ from hotcold.predictors.stacked import AnyLayer
 from tests.predictor_layers import scores_of
 
 WIDTH, MAX_TOKENS, SERVICE, MOST = 100, 8, 0, 4500
-ARRAYS = {FFN_INPUT: "ffn_input", MIXED: "mixed", HIDDEN: "hidden"}
+ARRAYS = {FFN_INPUT: "ffn_input", MIXED: "ffn_residual", HIDDEN: "hidden"}
 KINDS = ["one bit", None, "two bits", "float16", "int8", "one bit"]
 SIZES = [200, 0, 37, MOST, 300, 3]  # a layer's neurons; low-rank ones in several blocks, or in one
 
@@ -71,7 +71,7 @@ def buffers() -> SharedBuffers:
     layout = ArenaLayout(2, MAX_TOKENS, WIDTH, MOST, 50, MAX_TOKENS, 1, 1)
     buffers = layout.buffers(layout.new_arena())
     rng = np.random.default_rng(1)
-    for array in (buffers.ffn_input, buffers.mixed, buffers.hidden):
+    for array in (buffers.ffn_input, buffers.ffn_residual, buffers.hidden):
         array[:] = rng.standard_normal(array.shape)
     return buffers
 
@@ -160,7 +160,7 @@ def test_without_the_announced_reply_the_driver_scores_alone(
     team.answer(5)
     announced = layers[4]
     assert announced is not None
-    assert_same_scores(team.score(), announced, buffers.mixed[:2])
+    assert_same_scores(team.score(), announced, buffers.ffn_residual[:2])
 
 
 @pytest.mark.parametrize("at", [0, 3])

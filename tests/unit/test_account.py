@@ -34,7 +34,7 @@ from tests.tiny_models import MAX_POSITIONS, make_tiny
 GIB = 1 << 30
 NO_WEIGHTS = (
     *("keys", "values", "rope_tables", "numbers", "logit_softcap"),
-    *("starts", "first_lane", "lanes_at_once"),
+    *("starts", "first_stripe", "stripes_at_once"),
 )
 
 

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 
 from hotcold.numba_kernels.by_address import TupleByAddress
-from hotcold.numba_kernels.serve.mailbox import SharedBuffers
+from hotcold.numba_kernels.loops.mailbox import SharedBuffers
 
 
 class _Few(NamedTuple):

@@ -284,7 +284,7 @@ def test_matrices_of_a_kind_are_in_one_format(tmp_path: Path) -> None:
     ffn = load_ffn(checkpoint, config, neurons(tiny()), include_down_bias=False)
     assert attention_bytes(config) == sum(array.nbytes for array in vars(attention).values())
     assert head_bytes(config) == sum(array.nbytes for array in vars(head).values())
-    sizes = [array.nbytes for name, array in vars(ffn).items() if name not in ("starts", "lanes")]
+    sizes = [array.nbytes for name, array in vars(ffn).items() if name not in ("starts", "stripes")]
     assert ffn_bytes(config, 1024) == sum(sizes)
     keys = to_float32(attention.qkv.parts(1)[0])[256:384]
     assert np.array_equal(keys, held["model.layers.1.self_attn.k_proj.weight"])

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from hotcold.actors.cpu.expert_store import ExpertStore
-from hotcold.actors.protocol.lanes import runs_of_lanes, shard_lanes
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.protocol.stripes import runs_of_stripes, shard_stripes
 from hotcold.actors.setup import storage
 from hotcold.actors.setup.account import Account, account
 from hotcold.actors.setup.choose import choose_system
@@ -189,10 +189,10 @@ def test_slots_take_what_is_promised(name: str, services: int, pieces: int, tmp_
         share, ids = offloaded_share(spec, config), spec.neuron_ids or []
         weights = load_ffn_biases(Checkpoint(path), config, ids, spec.has_down_bias)
         layers = [layer.ffn for layer in config.layers]
-        weights.lanes = shard_lanes(
-            weights.starts, weights.neuron_ids, config, spec.lanes, of_outputs=True
+        weights.stripes = shard_stripes(
+            weights.starts, weights.neuron_ids, config, spec.stripes, of_outputs=True
         )
-        runs = runs_of_lanes(config, spec.lanes)
+        runs = runs_of_stripes(config, spec.stripes)
         store = ExpertStore(file, layers, weights, share, 1, runs=runs)
         try:
             arrays = store.arrays

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotcold.actors.protocol.lanes import output_lanes, output_shard
+from hotcold.actors.protocol.stripes import output_shard, output_stripes
 from hotcold.actors.setup.assignment import (
     require_partition,
 )
@@ -147,8 +147,8 @@ def test_two_services_share_each_expert(name: WeightDtype, sizes: set[int]) -> N
     """Evenly where a block is a group; of blocks of 256 each has the larger part in turn."""
     config = mixture_config(num_experts=16, size=768)
     config = replace(config, down_formats=tuple((name,) * 16 for _ in config.layers))
-    lanes = output_lanes(config, [2, 2], expert_pieces=2)
-    shards = [output_shard(config, own)[0] for own in lanes]
+    stripes = output_stripes(config, [2, 2], expert_pieces=2)
+    shards = [output_shard(config, own)[0] for own in stripes]
     parts = [[np.isin(ids, shard).sum() for ids in blocks_of(config, 0)] for shard in shards]
     assert {int(part) for of_service in parts for part in of_service} == sizes
     assert (np.sum(parts, axis=0) == 768).all() and sum(parts[0]) == sum(parts[1])
@@ -156,11 +156,11 @@ def test_two_services_share_each_expert(name: WeightDtype, sizes: set[int]) -> N
 
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("threads", [[2, 2], [3, 1]])
-def test_lanes_of_experts(threads: list[int], pieces: int) -> None:
+def test_stripes_of_experts(threads: list[int], pieces: int) -> None:
     """A service has its share of experts, whole or in pieces, and pieces of wide ones."""
     config = mixture_config(num_experts=8, size=768, shared_size=5000, dense_layers=(1,))
-    lanes = output_lanes(config, threads, pieces)
-    shards = [output_shard(config, own) for own in lanes]
+    stripes = output_stripes(config, threads, pieces)
+    shards = [output_shard(config, own) for own in stripes]
     require_partition(config, shards)
     for shard in shards:
         for layer in (0, 2):

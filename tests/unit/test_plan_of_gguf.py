@@ -52,7 +52,7 @@ def loaded_bytes(path: Path, is_dense: bool) -> int:
     spec = ServiceSpec("cpu0", 1, 1, SystemConfig(str(path)), neuron_ids=list(ids))
     load = load_dense_service if is_dense else load_cpu_service
     service: Any = load(spec, config, lambda count: None)
-    no_bytes = ("starts", "first_lane", "lanes_at_once")
+    no_bytes = ("starts", "first_stripe", "stripes_at_once")
     held = {name: array for name, array in service.arrays._asdict().items() if name not in no_bytes}
     return sum(array.nbytes for array in held.values()) + 4 * 1024
 

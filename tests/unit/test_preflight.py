@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotcold.actors.protocol.lanes import num_shares
 from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.stripes import num_shares
 from hotcold.actors.setup.account import account
 from hotcold.actors.setup.choose import choose_system, require_one_mode
 from hotcold.actors.setup.preflight import SystemOptions, read_model
@@ -49,7 +49,7 @@ def test_no_thread_is_left_over(num_threads: int, num_services: int, tmp_path: P
     ids = [spec.neuron_ids[0] for spec in cpus if spec.neuron_ids]
     assert np.sort(np.concatenate(ids)).tolist() == list(range(config.ffn_size))
     for count, shard in zip(counts, ids, strict=True):
-        # a share of lanes less or more, where these do not divide evenly
+        # a share of stripes less or more, where these do not divide evenly
         share = config.ffn_size * count / sum(counts)
         assert abs(shard.size - share) <= config.ffn_size / num_shares(config)
 

@@ -102,7 +102,7 @@ def test_bytes_are_known_before_loading(model: str, name: str, tmp_path: Path) -
         ),
     ]:
         arrays = {
-            kind: value for kind, value in vars(found).items() if kind not in ("starts", "lanes")
+            kind: value for kind, value in vars(found).items() if kind not in ("starts", "stripes")
         }
         assert sum(array.nbytes for array in arrays.values()) == size
     num_matrices = 3 if config.has_gate else 2

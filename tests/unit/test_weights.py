@@ -110,7 +110,7 @@ def test_sizes_known_before_loading(variant: str, tmp_path: Path) -> None:
         ),
     ]:
         arrays = {
-            name: value for name, value in vars(found).items() if name not in ("starts", "lanes")
+            name: value for name, value in vars(found).items() if name not in ("starts", "stripes")
         }
         assert sum(array.nbytes for array in arrays.values()) == size
     assert sum(seen) > 0 and min(seen) > 0

@@ -12,8 +12,8 @@ from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import AnswerFailed
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.loops.mailbox import (
     CELLS_A_SERVICE,
     NUM_COMPUTED,
     NUM_UP,

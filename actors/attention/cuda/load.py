@@ -23,8 +23,8 @@ from hotcold.model.weights.embedding import HeadWeights
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.layer_record import LayerVectors
 from hotcold.numba_kernels.layer_rows import one_format
+from hotcold.numba_kernels.loops.attention_loop import AttentionArrays
 from hotcold.numba_kernels.router_arrays import RouterArrays, no_routers, stacked_routers
-from hotcold.numba_kernels.serve.serve_attention import AttentionArrays
 
 
 class CudaLoading:

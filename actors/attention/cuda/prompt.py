@@ -17,10 +17,10 @@ from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.cuda_kernels.kernels import Layer, PagedCache
 from hotcold.cuda_kernels.matrix import DeviceMatrix
 from hotcold.cuda_kernels.neurons import DeviceNeurons, DeviceRouter
-from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
+from hotcold.model.config.layer_order import ffn_residual_and_input, layer_input
 from hotcold.numba_kernels.checks import DRELU
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
-from hotcold.numba_kernels.serve.mailbox import FULL, WINDOWED
+from hotcold.numba_kernels.loops.mailbox import FULL, WINDOWED
 
 _BLOCK_BYTES = 64 << 20  # of dequantized weights
 _MAX_FLOAT16 = np.float32(65504)
@@ -41,8 +41,9 @@ class PromptWork:
     def attention(
         self, layer: int, hidden: Any, positions: Any, slots: Any, tables: Any, last_position: int
     ) -> tuple[Any, Any, Any]:
-        """mixed, ffn_input (T, d) of hidden (T, d), and of a layer with experts what its blocks
-        weigh (T, B), else None; tables (2, slots, pages), the others (T,).
+        """ffn_residual, ffn_input (T, d) of hidden (T, d); with experts what its blocks weigh.
+
+        That is (T, B), else None; tables (2, slots, pages), the others (T,).
         """
         own, part = self._model.layers[layer], self._model.attention[layer]
         assert part is not None
@@ -61,7 +62,7 @@ class PromptWork:
             return out
 
         residual = self._layer_input(layer, hidden)
-        mixed, ffn_input = mixed_and_ffn_input(
+        ffn_residual, ffn_input = ffn_residual_and_input(
             own.numbers,
             residual,
             norm=lambda x: self._norm(own, x, vectors.norm_weight, vectors.norm_bias),
@@ -70,7 +71,7 @@ class PromptWork:
         )
         x = residual if own.numbers.routes_layer_input else ffn_input
         weights = None if part.router is None else self._route(own, part.router, x, ffn_input)
-        return mixed, ffn_input, weights
+        return ffn_residual, ffn_input, weights
 
     def _route(self, layer: Layer, router: DeviceRouter, x: Any, ffn_input: Any) -> Any:
         """(T, B): to the last bit what steps of fewer tokens choose."""

@@ -26,7 +26,7 @@ from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.cuda_kernels.device import GPU_FAILED, DeviceFailure
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.mailbox import (
     ATTENTION,
     COUNT_FFN,
     END_LAYER,
@@ -210,9 +210,12 @@ class CudaAttentionService(Service):
         key = "attention", layer, whole, length
         self._graphs.run(key, lambda: work.attention(layer, whole, length))
         self.times.mark("attention")
-        targets = buffers.mixed[:num_tokens].reshape(-1), buffers.ffn_input[:num_tokens].reshape(-1)
-        found = work.mixed_and_input[:, : targets[0].size]
-        land = self._link.download("mixed", targets, found)
+        targets = (
+            buffers.ffn_residual[:num_tokens].reshape(-1),
+            buffers.ffn_input[:num_tokens].reshape(-1),
+        )
+        found = work.residual_and_input[:, : targets[0].size]
+        land = self._link.download("ffn_residual", targets, found)
         weights = work.block_weights(layer, num_tokens)
         land_weights = self._download_weights(layer, num_tokens, weights)
         self.times.mark("copies")
@@ -243,7 +246,7 @@ class CudaAttentionService(Service):
         which = layers, has_head, *self._put_step(num_tokens), thresholds
         self._graphs.run(("layers", *which), lambda: work.whole_layers(*which), len(layers))
         self.times.mark("whole layers")
-        outputs = [("mixed", self.buffers.mixed, work.hidden)]
+        outputs = [("ffn_residual", self.buffers.ffn_residual, work.hidden)]
         if has_head:
             outputs.append(("logits", self.buffers.logits, work.logits))
         lands = []
@@ -344,7 +347,7 @@ class CudaAttentionService(Service):
         buffers = self.buffers
         with self._device.stream():
             positions, slots = self._positions.put_prompt(buffers, num_tokens)
-            mixed, ffn_input, weights = self._prompts.attention(
+            ffn_residual, ffn_input, weights = self._prompts.attention(
                 layer,
                 self._uploaded(buffers.hidden[:num_tokens]),
                 positions,
@@ -355,7 +358,7 @@ class CudaAttentionService(Service):
         lands = [
             self._link.download(name, [target[:num_tokens].reshape(-1)], found.reshape(-1))
             for name, target, found in (
-                ("mixed", buffers.mixed, mixed),
+                ("ffn_residual", buffers.ffn_residual, ffn_residual),
                 ("ffn_input", buffers.ffn_input, ffn_input),
             )
         ]

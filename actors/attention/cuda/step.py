@@ -18,10 +18,10 @@ from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.cuda_kernels.kernels import CudaKernels, Layer, PagedCache
 from hotcold.cuda_kernels.neurons import DeviceSelection, LayerResidual
-from hotcold.model.config.layer_order import layer_input, mixed_and_ffn_input
+from hotcold.model.config.layer_order import ffn_residual_and_input, layer_input
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
-from hotcold.numba_kernels.serve.mailbox import FULL, WINDOWED, SharedBuffers
+from hotcold.numba_kernels.loops.mailbox import FULL, WINDOWED, SharedBuffers
 
 _TOKENS = (1, 2, 4, 8, 16, KERNEL_TOKENS)
 
@@ -50,10 +50,10 @@ def norm_queries_and_keys(kernels: CudaKernels, layer: Layer, qkv: Any) -> None:
 class StepWork:
     """The buffers of a step on the device, and the launches over them.
 
-    For T tokens: hidden (T, d); mixed_and_input (2, T * d) with mixed and ffn_input; partial
-    (T, d); logits (T, V); num_fired (L, 2) int32. positions and slots (32,) and page_tables (2,
-    slots, pages) int32 are one array, `place`. all_weights (L, T * B) has what each layer's blocks
-    weigh (`block_weights`), which its router writes, or a request brings.
+    For T tokens: hidden (T, d); residual_and_input (2, T * d) with ffn_residual and ffn_input;
+    partial (T, d); logits (T, V); num_fired (L, 2) int32. positions and slots (32,) and page_tables
+    (2, slots, pages) int32 are one array, `place`. all_weights (L, T * B) has what each layer's
+    blocks weigh (`block_weights`), which its router writes, or a request brings.
     """
 
     def __init__(self, device: Device, model: CudaModel, layout: ArenaLayout) -> None:
@@ -72,8 +72,8 @@ class StepWork:
         is_late = any(layer.adds_late for layer in config.layers)
         self._added = floats(tokens, width if is_late else 0)
         self._heads = floats(tokens, config.attention_size)
-        self.mixed_and_input = floats(2, tokens * width)
-        self.input = self.mixed_and_input[1]
+        self.residual_and_input = floats(2, tokens * width)
+        self.input = self.residual_and_input[1]
         self.partial = floats(tokens, width)
         self.num_fired = device.empty((config.num_layers, 2), np.int32)
         self._projected = floats(tokens, config.embed_size)
@@ -97,20 +97,20 @@ class StepWork:
         self.router_scratch = floats(kernels.router_scratch_items(tokens, most_experts))
 
     def attention(self, layer: int, num_tokens: int, max_length: int) -> None:
-        """hidden → mixed_and_input, and weights of blocks of a layer with experts."""
+        """hidden → residual_and_input, and weights of blocks of a layer with experts."""
         own, normed = self._model.layers[layer], self._normed[:num_tokens]
-        mixed, ffn_input = self.outputs(num_tokens)
+        ffn_residual, ffn_input = self.outputs(num_tokens)
 
         def norm(x: Any) -> Any:
-            out = ffn_input if x is mixed else normed
+            out = ffn_input if x is ffn_residual else normed
             return self._norm(own, x, own.vectors.norm_weight, own.vectors.norm_bias, out)
 
         def add_attention(x: Any, residual: Any) -> Any:
-            self._add_attention(layer, x, residual, max_length, mixed)
-            return mixed
+            self._add_attention(layer, x, residual, max_length, ffn_residual)
+            return ffn_residual
 
         residual = self._layer_input(layer, num_tokens)
-        found = mixed_and_ffn_input(
+        found = ffn_residual_and_input(
             own.numbers,
             residual,
             norm=norm,
@@ -118,7 +118,7 @@ class StepWork:
             add_attention=add_attention,
         )
         nothing = self.place[:0]
-        for source, target in zip(found, (mixed, ffn_input), strict=True):
+        for source, target in zip(found, (ffn_residual, ffn_input), strict=True):
             if source is not target:  # a norm without weights copies, and can be in a graph
                 self._norm(own, source, nothing, nothing, target)
         self._route(layer, residual, ffn_input)
@@ -138,9 +138,9 @@ class StepWork:
         return self.all_weights[layer, : num_tokens * self._num_blocks].reshape(shape)
 
     def _add_attention(
-        self, layer: int, x: Any, residual: Any, max_length: int, mixed: Any
+        self, layer: int, x: Any, residual: Any, max_length: int, ffn_residual: Any
     ) -> None:
-        """mixed = residual + attention(x): (T, d) each."""
+        """ffn_residual = residual + attention(x): (T, d) each."""
         kernels, num_tokens = self._device.kernels, x.shape[0]
         own, part = self._model.layers[layer], self._model.attention[layer]
         assert part is not None
@@ -153,12 +153,12 @@ class StepWork:
         kernels.rope_store(own, qkv, cache)
         kernels.decode_attention(own, qkv, cache, max_length, self.attention_scratch, heads)
         if not own.numbers.adds_late:
-            kernels.gemv(part.out, own.vectors.out_bias, heads, mixed, residual)
+            kernels.gemv(part.out, own.vectors.out_bias, heads, ffn_residual, residual)
             return
         added = self._added[:num_tokens]
         kernels.gemv(part.out, own.vectors.out_bias, heads, added)
         weight = own.vectors.attention_norm_weight
-        self._norm(own, added, weight, weight[:0], mixed, residual)
+        self._norm(own, added, weight, weight[:0], ffn_residual, residual)
 
     def hot(
         self,
@@ -170,12 +170,14 @@ class StepWork:
     ) -> None:
         """ffn_input → partial, num_fired; by weights of blocks, or of all.
 
-        `ends_layer`: mixed and ffn_input → hidden, the layer's output, instead of partial.
+        `ends_layer`: ffn_residual and ffn_input → hidden, the layer's output, instead of partial.
         """
         neurons, own = self._model.ffn[layer], self._model.layers[layer]
         assert neurons is not None
-        mixed, ffn_input = self.outputs(num_tokens)
-        residual = LayerResidual(mixed, self._model.down_bias[layer], own.numbers.residual_scale)
+        ffn_residual, ffn_input = self.outputs(num_tokens)
+        residual = LayerResidual(
+            ffn_residual, self._model.down_bias[layer], own.numbers.residual_scale
+        )
         self._device.kernels.hot_ffn(
             neurons,
             ffn_input,
@@ -226,8 +228,8 @@ class StepWork:
             kernels.softcap(logits, self._model.config.logit_softcap)
 
     def outputs(self, num_tokens: int) -> tuple[Any, Any]:
-        """mixed and ffn_input: (T, d) each."""
-        flat = self.mixed_and_input[:, : num_tokens * self.width]
+        """ffn_residual and ffn_input: (T, d) each."""
+        flat = self.residual_and_input[:, : num_tokens * self.width]
         shape = num_tokens, self.width
         return flat[0].reshape(shape), flat[1].reshape(shape)
 

@@ -19,7 +19,7 @@ import numpy as np
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.decode.selection import NO_IDS, NO_MASKS, NO_WEIGHTS, Selection
-from hotcold.numba_kernels.serve.doorbell import (
+from hotcold.numba_kernels.loops.doorbell import (
     CLOCK_US,
     INTS_A_CELL,
     RUNG_US,
@@ -69,8 +69,8 @@ FULL, WINDOWED = range(2)
 # operations
 STOP, PING, ATTENTION, HEAD, FFN, COUNT_FFN = range(6)  # the last: FFN that counts what fired
 SEND, STREAM = 6, 7  # copy a CPU service's neurons to the arena; compute them from there on a GPU
-# Attention and FFN of several layers, hidden → mixed, and logits of tokens from FIRST_LOGIT on: of
-# all, or with NUM_TOKENS there of none.
+# Attention and FFN of several layers, hidden → ffn_residual, and logits of tokens from FIRST_LOGIT
+# on: of all, or with NUM_TOKENS there of none.
 LAYERS = 8
 
 # reply words
@@ -114,7 +114,7 @@ class SharedBuffers(NamedTuple):
     positions, slots (T,) int32: each token's position in its sequence, and the sequence's slot
     page_tables (2, slots, pages a sequence) int32: entry p is the page with a sequence's positions
     from p * 64 on, in layers without a window (FULL) and with one (WINDOWED)
-    hidden, mixed, ffn_input (T, d): before attention, after it, and normed for the FFN
+    hidden, ffn_residual, ffn_input (T, d): before attention, after it, and normed for the FFN
     active_ids (S, N) int32: rows of each service's shard; active_masks (S, N) uint32: bit t is
     set where that row is active for token t (only used for more than one token)
     block_weights (T, B): as in `Selection`, of the current layer; B is 0 in a dense model
@@ -123,8 +123,8 @@ class SharedBuffers(NamedTuple):
     guessed_weights (G, B): for up to G tokens, what the next layer's router says of this layer's
     state; G is 0 where nobody reads experts ahead
     partials (S, T, d), logits (R, vocab); float32 where nothing else is said
-    more_partials (S, M, T, d): more sums of a service, where it has some of the lanes of neurons
-    (`decode.lanes`)
+    more_partials (S, M, T, d): more sums of a service, where it has some of the stripes of neurons
+    (`decode.stripes`)
     neuron_counts (S, L, buckets, 4), counted_steps (S, L) uint32: see WATCHED; sums wrap around
     block_misses (S, L, B) uint32: how often a service with experts on storage had to read each
     predictor_bits (words,) uint64: the driver's sign predictors, where services use them to read
@@ -138,7 +138,7 @@ class SharedBuffers(NamedTuple):
     slots: np.ndarray
     page_tables: np.ndarray
     hidden: np.ndarray
-    mixed: np.ndarray
+    ffn_residual: np.ndarray
     ffn_input: np.ndarray
     active_ids: np.ndarray
     active_masks: np.ndarray
@@ -298,7 +298,7 @@ def finish_request(
 
     The reply also sums how long requests took since REQUEST was rung, and how much of that was lost
     to late threads: this thread's late start, and the others' waits at barriers. `counters` of
-    `numba_kernels.serve.work_stealing`, or an empty array, are zeroed for the next request.
+    `numba_kernels.loops.work_stealing`, or an empty array, are zeroed for the next request.
     """
     if atomic_add(cells, cell(service, ARRIVED) * INTS_A_CELL, np.int32(1)) == num_threads - 1:
         atomic_store(cells, cell(service, ARRIVED) * INTS_A_CELL, np.int32(0))

@@ -15,12 +15,12 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.finite import finite_pair, finite_rows
-from hotcold.numba_kernels.decode.lanes import ALL_LANES, meet
 from hotcold.numba_kernels.decode.norm import norm_kernel
+from hotcold.numba_kernels.decode.stripes import ALL_LANES, meet
 from hotcold.numba_kernels.decode.vectors import copy_numbers
-from hotcold.numba_kernels.serve import mailbox
-from hotcold.numba_kernels.serve.doorbell import now_ns
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops import mailbox
+from hotcold.numba_kernels.loops.doorbell import now_ns
+from hotcold.numba_kernels.loops.mailbox import (
     ALL_NEURONS,
     ATTENTION,
     BUSY_NS,
@@ -41,7 +41,7 @@ from hotcold.numba_kernels.serve.mailbox import (
     WEIGHS_BLOCKS,
     send_requests,
 )
-from hotcold.numba_kernels.serve.selector import announce, predicts, select
+from hotcold.numba_kernels.loops.selector import announce, predicts, select
 
 # Words of the loop's state: its position
 AT_LAYER, AT_PHASE, END_LAYER, TOKENS = range(4)
@@ -93,12 +93,11 @@ class LayerFacts(NamedTuple):
     residual: the array of the residual stream before the FFN's norm, as INPUT of `predict_team`
     block_counts (L, B, 2) int64: how often the model's own weights of each block were chosen so
     far: by tokens (CHOSEN), and by steps, which read it once for all of their tokens (READ)
-    sums (n, 3) int64: where CPU services have some lanes of neurons each, what they pass on
-    (`decode.lanes`): the service, which of its outputs, the first lane, by which they are ascending
-    head (1,) int64: the service with the head
-    end_of_whole (L,) int64: layers l to end_of_whole[l] - 1 can be one request to attention_of[l],
-    in steps of few tokens; none where that is l
-    joins_head: whether the head can be requested with the last of these
+    sums (n, 3) int64: where CPU services have some stripes of neurons each, what they pass on
+    (`decode.stripes`): the service, which of its outputs, the first stripe, by which they are
+    ascending head (1,) int64: the service with the head end_of_whole (L,) int64: layers l to
+    end_of_whole[l] - 1 can be one request to attention_of[l], in steps of few tokens; none where
+    that is l joins_head: whether the head can be requested with the last of these
     """
 
     attention_of: np.ndarray
@@ -164,8 +163,8 @@ def requested_services(layer_state, facts):
 def run_layers(layer_state, request_state, buffers, facts, selector):
     """Run the loop from where `layer_state` is; returns the reason for which it yields, or DONE.
 
-    `request_state` is of `numba_kernels.serve.mailbox`, or empty where Python sends requests.
-    `selector` is the step's (`numba_kernels.serve.selector`). After SEND_REQUESTS and RESUME Python
+    `request_state` is of `numba_kernels.loops.mailbox`, or empty where Python sends requests.
+    `selector` is the step's (`numba_kernels.loops.selector`). After SEND_REQUESTS and RESUME Python
     adds its waiting time to REQUEST_WAITED_NS. A failed loop can start again at any layer, which
     reads nothing but `hidden` of the layer before.
     """
@@ -189,7 +188,7 @@ def run_layers(layer_state, request_state, buffers, facts, selector):
 
 @njit(nogil=True, cache=True)
 def _attend(layer_state, request_state, buffers, facts, selector):
-    """Request mixed and ffn_input, and behind them the FFN where it needs no choice.
+    """Request ffn_residual and ffn_input, and behind them the FFN where it needs no choice.
 
     A GPU also starts with its hot neurons. Of whole layers request all.
     """
@@ -240,7 +239,7 @@ def _end_of_joined(layer_state, facts, selector):
 
 @njit(nogil=True, cache=True)
 def _end(layer_state, buffers, facts, selector):
-    """hidden = mixed, the output of the layers that were requested, and logits where they were.
+    """hidden = ffn_residual, the output of the layers requested, and logits where they were.
 
     The service says how many tokens chose each block of neurons.
 
@@ -253,11 +252,11 @@ def _end(layer_state, buffers, facts, selector):
     layer_state[LAYERS_BUSY_NS] += reply[BUSY_NS]
     layer_state[LAYERS_WAITED_NS] += layer_state[REQUEST_WAITED_NS]
     layer_state[IS_SENT], layer_state[AT_PHASE] = 0, _ATTEND
-    if not finite_rows(buffers.mixed, num_tokens):
+    if not finite_rows(buffers.ffn_residual, num_tokens):
         layer_state[JOINS] = 0
         return DONE
     for t in range(num_tokens):
-        copy_numbers(buffers.mixed[t], buffers.hidden[t])
+        copy_numbers(buffers.ffn_residual[t], buffers.hidden[t])
     layer_state[SUM_COMPUTED] += reply[NUM_COMPUTED]
     layer_state[SUM_UPS] += reply[NUM_UP]
     for layer in range(first, end):
@@ -326,7 +325,7 @@ def _compute(layer_state, request_state, buffers, facts):
 
 @njit(nogil=True, cache=True)
 def _add(layer_state, buffers, facts):
-    """hidden = mixed + the FFN's output, which some models norm and scale."""
+    """hidden = ffn_residual + the FFN's output, which some models norm and scale."""
     layer, num_tokens = layer_state[AT_LAYER], layer_state[TOKENS]
     first = layer_state[UNWANTED]
     services, weight = requested_services(layer_state, facts), facts.output_norm[layer]
@@ -337,11 +336,13 @@ def _add(layer_state, buffers, facts):
         while services[services.shape[0] - 1] != facts.sums[0, 0]:
             services = services[: services.shape[0] - 1]  # all of theirs are in the first one's
     if weight.shape[0] == 0 and facts.residual_scale == 1:
-        merge_partials(buffers.mixed, buffers.partials, services, first, num_tokens, buffers.hidden)
+        merge_partials(
+            buffers.ffn_residual, buffers.partials, services, first, num_tokens, buffers.hidden
+        )
     else:
         merge_normed(
-            buffers.mixed, buffers.partials, services, first, num_tokens, facts.norm_kind, weight,
-            facts.norm_epsilon, facts.residual_scale, buffers.hidden,
+            buffers.ffn_residual, buffers.partials, services, first, num_tokens, facts.norm_kind,
+            weight, facts.norm_epsilon, facts.residual_scale, buffers.hidden,
         )  # fmt: skip
     # Before the next request: a NaN gate does not fire, which would hide it.
     if not finite_pair(buffers.ffn_input[first:], buffers.hidden[first:], num_tokens - first):
@@ -405,8 +406,8 @@ def add_sums(partials, more_partials, sums, first, num_tokens):
     """
     kept, count = np.empty(sums.shape[0], np.int64), 0
     for i in range(sums.shape[0] + 1):
-        lane = sums[i, 2] if i < sums.shape[0] else ALL_LANES
-        while count > 1 and meet(sums[kept[count - 2], 2], sums[kept[count - 1], 2], 0, lane):
+        stripe = sums[i, 2] if i < sums.shape[0] else ALL_LANES
+        while count > 1 and meet(sums[kept[count - 2], 2], sums[kept[count - 1], 2], 0, stripe):
             count -= 1
             target, output, _ = sums[kept[count - 1]]
             source, other, _ = sums[kept[count]]
@@ -419,14 +420,15 @@ def add_sums(partials, more_partials, sums, first, num_tokens):
 
 
 @njit(nogil=True, cache=True)
-def merge_partials(mixed, partials, services, first, num_tokens, hidden):
-    """hidden[t] = mixed[t] + sum over s of partials[services[s], t], for t >= first; no checks.
+def merge_partials(ffn_residual, partials, services, first, num_tokens, hidden):
+    """hidden[t] = ffn_residual[t] + sum over s of partials[services[s], t], t >= first; no checks.
 
-    mixed, hidden (T, d), partials (S, T, d) float32; summed in the order of `services` int64.
+    ffn_residual, hidden (T, d), partials (S, T, d) float32; summed in the order of `services`
+    int64.
     """
     for t in range(first, num_tokens):
         target = hidden[t]
-        copy_numbers(mixed[t], target)
+        copy_numbers(ffn_residual[t], target)
         for s in services:
             part = partials[s, t]
             for i in range(target.shape[0]):
@@ -435,9 +437,9 @@ def merge_partials(mixed, partials, services, first, num_tokens, hidden):
 
 @njit(nogil=True, cache=True)
 def merge_normed(
-    mixed, partials, services, first, num_tokens, kind, weight, epsilon, scale, hidden
+    ffn_residual, partials, services, first, num_tokens, kind, weight, epsilon, scale, hidden
 ):  # fmt: skip
-    """hidden[t] = mixed[t] + scale * norm(sum over s of partials[services[s], t]).
+    """hidden[t] = ffn_residual[t] + scale * norm(sum over s of partials[services[s], t]).
 
     weight (d,) float32, or (0,) for no norm; shapes and order as in `merge_partials`. No checks.
     """
@@ -450,7 +452,7 @@ def merge_normed(
                 target[i] += part[i]
         norm_kernel(kind, target, weight, weight[:0], epsilon, target)
         for i in range(target.shape[0]):
-            target[i] = mixed[t, i] + scale * target[i]
+            target[i] = ffn_residual[t, i] + scale * target[i]
 
 
 @njit(nogil=True, cache=True)

@@ -9,8 +9,8 @@ from hotcold.numba_kernels.compiler import by_types, njit
 from hotcold.numba_kernels.decode.candidates import FIRST, LAST, list_spans, shift_of
 from hotcold.numba_kernels.ffn.expert_predictors import counting_neurons
 from hotcold.numba_kernels.ffn.layer_ffn import layer_ffn, note_reads
-from hotcold.numba_kernels.serve.doorbell import now_ns
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.doorbell import now_ns
+from hotcold.numba_kernels.loops.mailbox import (
     ALL_FIRED,
     ALL_GATES,
     FAILED,

@@ -10,8 +10,8 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.predict import select_kernel
-from hotcold.numba_kernels.serve.mailbox import ALL_NEURONS, NUM_IDS, WEIGHS_BLOCKS
-from hotcold.numba_kernels.serve.predict_team import (
+from hotcold.numba_kernels.loops.mailbox import ALL_NEURONS, NUM_IDS, WEIGHS_BLOCKS
+from hotcold.numba_kernels.loops.predict_team import (
     FFN_INPUT,
     PredictTeam,
     num_scored,

@@ -1,4 +1,4 @@
-"""Sums of lanes are added in one tree, however services divide them."""
+"""Sums of stripes are added in one tree, however services divide them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotcold.actors.protocol.lanes import (
+from hotcold.actors.protocol.messages import ServicePart
+from hotcold.actors.protocol.stripes import (
     num_outputs,
-    share_lanes,
+    share_stripes,
     sums_of_services,
 )
-from hotcold.actors.protocol.messages import ServicePart
-from hotcold.numba_kernels.decode.lanes import first_lanes
-from hotcold.numba_kernels.serve.layer_loop import add_sums
+from hotcold.numba_kernels.decode.stripes import first_stripes
+from hotcold.numba_kernels.loops.layer_loop import add_sums
 
 LANES, TOKENS, WIDTH = 64, 2, 5
 VALUES = np.random.default_rng(1).standard_normal((LANES, TOKENS, WIDTH), dtype=np.float32)
 
 
 def tree(first: int, end: int) -> np.ndarray:
-    """The sum of lanes first..end-1, a power of two of them, half by half."""
+    """The sum of stripes first..end-1, a power of two of them, half by half."""
     if end - first == 1:
         return VALUES[first]
     middle = (first + end) // 2
@@ -28,19 +28,19 @@ def tree(first: int, end: int) -> np.ndarray:
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=7), st.booleans())
-def test_services_sums_give_the_sum_of_all_lanes(threads: list[int], has_bias: bool) -> None:
-    lanes = share_lanes(LANES, threads)
+def test_services_sums_give_the_sum_of_all_stripes(threads: list[int], has_bias: bool) -> None:
+    stripes = share_stripes(LANES, threads)
     parts = [ServicePart("gpu", has_head=True)]
     parts += [
-        ServicePart(f"cpu{i}", neuron_ids=[], has_down_bias=i == 0, lanes=own)
-        for i, own in enumerate(lanes)
+        ServicePart(f"cpu{i}", neuron_ids=[], has_down_bias=i == 0, stripes=own)
+        for i, own in enumerate(stripes)
     ]
     bias = np.random.default_rng(2).standard_normal((TOKENS, WIDTH), dtype=np.float32)
     partials = np.full((len(parts), TOKENS, WIDTH), np.nan, np.float32)
-    most = num_outputs(lanes, has_bias)
+    most = num_outputs(stripes, has_bias)
     more = np.full((len(parts), most - 1, TOKENS, WIDTH), np.nan, np.float32)
-    for service, own in enumerate(lanes, start=1):
-        starts = first_lanes(own.first, own.end).tolist()
+    for service, own in enumerate(stripes, start=1):
+        starts = first_stripes(own.first, own.end).tolist()
         sums = [tree(*span) for span in zip(starts, [*starts[1:], own.end], strict=True)]
         if has_bias and service == 1:
             sums.append(bias)

@@ -18,7 +18,7 @@ from hotcold.numba_kernels.decode.predict import (
     sign_scores_kernel,
 )
 from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.serve.doorbell import (
+from hotcold.numba_kernels.loops.doorbell import (
     INTS_A_CELL,
     atomic_add,
     atomic_load,
@@ -27,8 +27,8 @@ from hotcold.numba_kernels.serve.doorbell import (
     wait_change,
     wake,
 )
-from hotcold.numba_kernels.serve.mailbox import DONE, IDLE_NS, SPINS, cell
-from hotcold.numba_kernels.serve.work_stealing import block_rows, next_block
+from hotcold.numba_kernels.loops.mailbox import DONE, IDLE_NS, SPINS, cell
+from hotcold.numba_kernels.loops.work_stealing import block_rows, next_block
 
 _POLL_NS = 50_000  # helpers leave without ringing
 _COLUMN_UNIT, _COLUMNS = 64, 2048  # of `up`: of a thread's part, of a block
@@ -211,7 +211,7 @@ def _score_task(thread, team, buffers):
     layer, num_tokens = task[LAYER], task[NUM_TOKENS]
     x = buffers.ffn_input
     if task[INPUT] == MIXED:
-        x = buffers.mixed
+        x = buffers.ffn_residual
     elif task[INPUT] == HIDDEN:
         x = buffers.hidden
     x = x[:num_tokens]

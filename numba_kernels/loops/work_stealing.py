@@ -13,7 +13,7 @@ import numpy as np
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.rows import block_products, split_range
 from hotcold.numba_kernels.decode.vectors import quantize_activations
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, atomic_add
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL, atomic_add
 
 _BLOCK_BYTES, _LEAST_BYTES = 1 << 18, 1 << 15
 _UNIT = 48  # rows; whole tiles of every format

@@ -30,9 +30,8 @@ from hotcold.numba_kernels.decode.vectors import (
 )
 from hotcold.numba_kernels.layer_record import LayerVectors
 from hotcold.numba_kernels.layer_rows import LayerRows
-from hotcold.numba_kernels.router_arrays import RouterArrays
-from hotcold.numba_kernels.serve.doorbell import INTS_A_CELL, now_ns, ring
-from hotcold.numba_kernels.serve.mailbox import (
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL, now_ns, ring
+from hotcold.numba_kernels.loops.mailbox import (
     ATTENTION,
     FIRST_LOGIT,
     FULL,
@@ -52,11 +51,12 @@ from hotcold.numba_kernels.serve.mailbox import (
     is_for_others,
     next_share,
 )
-from hotcold.numba_kernels.serve.work_stealing import (
+from hotcold.numba_kernels.loops.work_stealing import (
     next_block,
     work_stealing_layer,
     work_stealing_rows,
 )
+from hotcold.numba_kernels.router_arrays import RouterArrays
 
 _QKV, _QKV_SECOND, _HEADS, _OUT, _PROJECT, _HEAD, _ROUTER, _NEXT_ROUTER = range(8)
 NUM_COUNTERS = 8
@@ -290,29 +290,34 @@ def _merge(thread, num_threads, layer, buffers, arrays, scratch, num_tokens):
 
 @njit(nogil=True, cache=True)
 def write_ffn_input(t, layer, buffers, arrays, residual, normed):
-    """Token t's `ffn_input`, and its `mixed` as far as attention's output is still to be added."""
+    """Token t's `ffn_input`; its `ffn_residual`, to which attention's output may still be added."""
     numbers, vectors = arrays.numbers[layer], arrays.vectors
     kind, epsilon = numbers.norm_kind, numbers.norm_eps
     weight, bias = vectors.ffn_norm_weight[layer], vectors.ffn_norm_bias[layer]
     x = buffers.ffn_input[t]
     if numbers.adds_late:
         weights = vectors.attention_norm_weight[layer]
-        norm_kernel(kind, buffers.mixed[t], weights, weights[:0], epsilon, x)
+        norm_kernel(kind, buffers.ffn_residual[t], weights, weights[:0], epsilon, x)
         for i in range(x.shape[0]):
-            buffers.mixed[t, i] = residual[t, i] + numbers.residual_scale * x[i]
+            buffers.ffn_residual[t, i] = residual[t, i] + numbers.residual_scale * x[i]
     if numbers.norms_sum:
         norm_kernel(
-            kind, buffers.mixed[t], vectors.norm_weight[layer], vectors.norm_bias[layer], epsilon, x
+            kind,
+            buffers.ffn_residual[t],
+            vectors.norm_weight[layer],
+            vectors.norm_bias[layer],
+            epsilon,
+            x,
         )
-        copy_numbers(x, buffers.mixed[t])
+        copy_numbers(x, buffers.ffn_residual[t])
     if numbers.norms_ffn_input and numbers.is_parallel:
         norm_kernel(kind, residual[t], weight, bias, epsilon, x)
     elif numbers.norms_ffn_input:
-        norm_kernel(kind, buffers.mixed[t], weight, bias, epsilon, x)
+        norm_kernel(kind, buffers.ffn_residual[t], weight, bias, epsilon, x)
     elif numbers.is_parallel:
         copy_numbers(normed[t], x)
     else:
-        copy_numbers(buffers.mixed[t], x)
+        copy_numbers(buffers.ffn_residual[t], x)
 
 
 @njit(nogil=True, cache=True)
@@ -369,7 +374,7 @@ def _guess_next(
     if numbers.num_experts == 0:
         return
     barrier_wait(buffers.cells, service, num_threads)
-    x = (buffers.mixed if numbers.routes_layer_input else buffers.ffn_input)[:num_tokens]
+    x = (buffers.ffn_residual if numbers.routes_layer_input else buffers.ffn_input)[:num_tokens]
     counters = scratch.counters[_NEXT_ROUTER]
     _score_experts(counters, thread, num_threads, following, routers, x, scratch)
     barrier_wait(buffers.cells, service, num_threads)
@@ -384,7 +389,7 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
     layer = buffers.requests[service, LAYER]
     num_tokens = buffers.requests[service, NUM_TOKENS]
     residual, normed = scratch.residual[thread, :num_tokens], scratch.normed[thread, :num_tokens]
-    qkv, mixed = scratch.qkv[:num_tokens], buffers.mixed[:num_tokens]
+    qkv, ffn_residual = scratch.qkv[:num_tokens], buffers.ffn_residual[:num_tokens]
     layer_input(buffers.hidden[:num_tokens], layer, arrays, residual)
     layer_norm_before(residual, layer, arrays, normed)
     numbers, routers = arrays.numbers[layer], arrays.routers
@@ -419,7 +424,7 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
     added = residual[:0] if numbers.adds_late else residual
     work_stealing_rows(
         scratch.counters[_OUT], thread, num_threads, weights, arrays.vectors.out_bias[layer], heads,
-        added, mixed, 0,
+        added, ffn_residual, 0,
     )  # fmt: skip
     barrier_wait(buffers.cells, service, num_threads)
     for t in range(thread, num_tokens, num_threads):
