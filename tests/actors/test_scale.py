@@ -202,6 +202,8 @@ def test_services_that_are_lost_while_others_come(kept: KeptSystem) -> None:
         assert [one.end().ids for one in running] == expected
         assert system.call("describe").num_cpu_actors == count
         assert [system.complete(request).ids for request in requests] == expected
+    in_driver(system, forget_failures)
+    system.call("scale", 2)  # as other tests find it
 
 
 def config_of(path: Path, **options: Any) -> SystemConfig:
