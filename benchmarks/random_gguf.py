@@ -11,7 +11,7 @@ is chosen does: that layer, embeddings and head are those of `hotcold make-model
 at the shape's rates, and experts are chosen with a skew, and kept from token to token.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,11 @@ from hotcold.model.config.build import build_config
 from hotcold.model.config.families.tensor_names import ExpertNames
 from hotcold.model.config.gguf_architectures import ARCHITECTURES as READ
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.synthetic.layers import LayerMaker
+from hotcold.model.synthetic.layers import LayerMaker, written_names
 from hotcold.model.synthetic.random_source import NormalSource
 from hotcold.model.synthetic.router import RoutingStats
 from hotcold.model.synthetic.shape import SHAPES as KNOWN
 from hotcold.model.synthetic.shape import SyntheticShape, config_json
-from hotcold.model.synthetic.tensor_specs import written_names
 from hotcold.model.synthetic.topics import Topics
 
 _SEED = 2026
@@ -122,9 +121,6 @@ class _Drawn(dict[str, np.ndarray]):
     def write(self, name: str, tensor: torch.Tensor) -> None:
         self[name] = tensor.numpy()
 
-    def write_parts(self, name: str, shape: Any, parts: Iterable[torch.Tensor]) -> None:
-        self[name] = np.stack([part.numpy() for part in parts])
-
     def experts(self, layout: ExpertNames, count: int) -> Iterator[tuple[str, np.ndarray]]:
         """Gate, up and down of all experts (E, rows, columns), by roles."""
         if "{}" in layout.gate:
@@ -156,8 +152,7 @@ def layer_of(shape: SyntheticShape, config: ModelConfig) -> tuple[Json, dict[str
     head = topics.head(config.vocab_size, outputs, text, source)
     ends = {"token_embd": embedding, "output": head}
     wanted = RoutingStats(shape.skew, shape.kept)
-    writer: Any = drawn
-    maker = LayerMaker(config, shape.density, source, writer, text, topics, wanted)
+    maker = LayerMaker(config, shape.density, source, drawn.write, text, topics, wanted)
     ours = written_names(config).of_layer(0)
     maker.make(config.layers[0], ours, inputs)
     theirs, found = READ[ARCHITECTURES[shape.family]].names.layer, dict[str, np.ndarray]()

@@ -5,23 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from hotcold.jobs.support.console import json_option, print_json, progress_bar
 from hotcold.model.byte_sizes import size_text
 from hotcold.model.errors import UsageError
-from hotcold.model.synthetic.shape import (
-    DTYPES,
-    SHAPES,
-    SYNTHETIC_FAMILIES,
-    SyntheticShape,
-    resolve_shape,
-)
-
-if TYPE_CHECKING:
-    from hotcold.model.synthetic.make import SyntheticReport
+from hotcold.model.synthetic.shape import DTYPES, SHAPES, SYNTHETIC_FAMILIES, resolve_shape
 
 _ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "relu2")
 
@@ -83,18 +74,21 @@ def make_model(
     started = time.monotonic()
     with progress_bar(str(out)) as on_bytes:
         report = write_model(
-            out,
-            shape,
-            dtype=DTYPES[dtype],
-            seed=seed,
-            force=force,
-            on_bytes=on_bytes,
+            out, shape, dtype=DTYPES[dtype], seed=seed, force=force, on_bytes=on_bytes
         )
     seconds = time.monotonic() - started
+    routing, found, asked = "", report.routing, None
+    if found is not None:
+        asked = {"skew": shape.skew, "kept": shape.kept}
+        routing = (
+            f", random routers made so that the busier half of the experts has {found.skew:.2f} of "
+            f"choices (asked {shape.skew}) and {found.kept:.2f} are kept from token to token "
+            f"(asked {shape.kept})"
+        )
     click.echo(
         f"{out}: {report.num_parameters / 1e6:,.2f} million parameters, "
         f"{size_text(report.num_bytes)}, density {report.density:.3f} (asked {shape.density})"
-        f"{_routing(report, shape)}, {seconds:.1f} s"
+        f"{routing}, {seconds:.1f} s"
     )
     if as_json:
         print_json(
@@ -105,23 +99,8 @@ def make_model(
                 "seconds": round(seconds, 3),
                 "asked_density": shape.density,
                 "density": report.density,
-                "asked_routing": _asked_routing(shape),
-                "routing": report.routing and asdict(report.routing),
+                "asked_routing": asked,
+                "routing": found and asdict(found),
                 "layers": [asdict(layer) for layer in report.layers],
             }
         )
-
-
-def _routing(report: SyntheticReport, shape: SyntheticShape) -> str:
-    found = report.routing
-    if found is None:
-        return ""
-    return (
-        f", random routers made so that the busier half of the experts has {found.skew:.2f} of "
-        f"choices (asked {shape.skew}) and {found.kept:.2f} are kept from token to token "
-        f"(asked {shape.kept})"
-    )
-
-
-def _asked_routing(shape: SyntheticShape) -> dict[str, float] | None:
-    return {"skew": shape.skew, "kept": shape.kept} if shape.experts else None

@@ -99,21 +99,6 @@ class SafetensorsWriter:
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write the next tensor. `tensor` is of any float dtype, on the CPU."""
         self._begin(name, tuple(tensor.shape))
-        self._write_floats(tensor)
-
-    def write_parts(self, name: str, shape: tuple[int, ...], parts: Iterable[torch.Tensor]) -> None:
-        """Write the next tensor from its `shape[0]` parts, one at a time."""
-        self._begin(name, shape)
-        count = 0
-        for part in parts:
-            if tuple(part.shape) != shape[1:]:
-                raise ValueError(f"got a part {tuple(part.shape)} of {name} {shape}")
-            self._write_floats(part)
-            count += 1
-        if count != shape[0]:
-            raise ValueError(f"got {count} parts of {name} {shape}")
-
-    def _write_floats(self, tensor: torch.Tensor) -> None:
         for block in tensor.contiguous().view(-1).split(_BLOCK_ITEMS):
             self._write(block.to(self._dtype).view(torch.uint8).numpy())
 

@@ -18,8 +18,6 @@ from hotcold.model.synthetic.random_source import NormalSource
 LOW_RANK = 64
 LOW_RANK_SHARE = 0.8  # of the variance of z; the rest is noise to a low-rank predictor
 _SHIFT_BISECTIONS = 16  # of a range of 8 deviations
-
-
 _PREDICTOR_SHIFT = 0.5  # deviations of z, by which a predictor favours neurons
 
 
@@ -53,8 +51,16 @@ def make_gate_rows(
     """
     fitted = inputs[:num_fitted]
     direction = torch.nn.functional.normalize(fitted.mean(dim=0), dim=0)
-    low_rank = _LowRank.draw(num_neurons, inputs.shape[1], direction, rank, source)
-    rows = low_rank.rows
+    hidden = inputs.shape[1]
+    rank = max(1, min(rank, hidden // 8))
+    rows = source.normal((num_neurons, hidden), ((1 - LOW_RANK_SHARE) / hidden) ** 0.5)
+    left = source.normal((num_neurons, rank), (LOW_RANK_SHARE / rank) ** 0.5)
+    right = source.normal((rank, hidden), hidden**-0.5)
+    rows.addmm_(left, right)
+    rows.addr_(rows @ direction, direction, alpha=-1)
+    lengths = rows.norm(dim=1, keepdim=True)
+    rows.div_(lengths)
+    left.div_(lengths)
     along = inputs @ direction
     across = inputs @ rows.T
     if bias is not None:
@@ -64,45 +70,12 @@ def make_gate_rows(
     weights = _fit_weights(rates, along[:num_fitted], across[:num_fitted], density)
     shift = _PREDICTOR_SHIFT * float(across.std() / along.mean())
     rows.addr_(weights, direction)
-    predictor = low_rank.predictor(direction, weights + shift)
-    return GateRows(rows, across.addr_(along, weights), predictor)
-
-
-@dataclass(frozen=True)
-class _LowRank:
-    """Low-rank plus noise rows (N, D) of length 1, orthogonal to a direction.
-
-    left (N, r) @ right (r, D) is their low-rank part, but for what it has along the direction.
-    """
-
-    rows: torch.Tensor
-    left: torch.Tensor
-    right: torch.Tensor
-
-    @classmethod
-    def draw(
-        cls, num_neurons: int, hidden: int, direction: torch.Tensor, rank: int, source: NormalSource
-    ) -> _LowRank:
-        rank = max(1, min(rank, hidden // 8))
-        rows = source.normal((num_neurons, hidden), ((1 - LOW_RANK_SHARE) / hidden) ** 0.5)
-        left = source.normal((num_neurons, rank), (LOW_RANK_SHARE / rank) ** 0.5)
-        right = source.normal((rank, hidden), hidden**-0.5)
-        rows.addmm_(left, right)
-        rows.addr_(rows @ direction, direction, alpha=-1)
-        lengths = rows.norm(dim=1, keepdim=True)
-        return cls(rows.div_(lengths), left.div_(lengths), right)
-
-    def predictor(
-        self, direction: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return fc1 and fc2 of low-rank parts, p = relu(p) - relu(-p), and `weights` (N,) * s.x.
-
-        s is `direction`, along which all inputs are positive. It is there twice, each for half of
-        its part: 2 r + 2 rows can be whole groups of quantized weights.
-        """
-        half = (weights - self.left @ (self.right @ direction))[:, None] / 2
-        fc1 = torch.cat([self.right, -self.right, direction[None], direction[None]])
-        return fc1, torch.cat([self.left, -self.left, half, half], dim=1)
+    # A low-rank part p is relu(p) - relu(-p). All inputs are positive along the direction, which is
+    # there twice, each for half of its part: 2 r + 2 rows can be whole groups of quantized weights.
+    half = (weights + shift - left @ (right @ direction))[:, None] / 2
+    fc1 = torch.cat([right, -right, direction[None], direction[None]])
+    fc2 = torch.cat([left, -left, half, half], dim=1)
+    return GateRows(rows, across.addr_(along, weights), (fc1, fc2))
 
 
 def _fit_weights(

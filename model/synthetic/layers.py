@@ -7,50 +7,47 @@ values stay bounded at any depth. Each gate is fitted to the layer's own inputs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
 
-from hotcold.model.config.activations import activated, activated_up
-from hotcold.model.config.families.tensor_names import LayerNames
-from hotcold.model.config.layer_spec import LayerSpec
+from hotcold.model.config.families import FAMILIES, tensor_names
+from hotcold.model.config.families.tensor_names import ExpertNames, LayerNames, TensorNames
+from hotcold.model.config.layer_spec import LayerSpec, RouterSpec
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.files.safetensors_writer import SafetensorsWriter
-from hotcold.model.sparsity import MAX_DENSITY, hot_share
-from hotcold.model.synthetic.experts import ExpertsMaker
-from hotcold.model.synthetic.gate import make_gate_rows
+from hotcold.model.synthetic.ffn import BIAS_SCALE, FfnMaker, FiringStats, ffn_names
 from hotcold.model.synthetic.random_source import NormalSource
-from hotcold.model.synthetic.router import RoutingStats, make_router
+from hotcold.model.synthetic.router import Router, RoutingStats, make_router
 from hotcold.model.synthetic.topics import SampleText, Topics
 
 # All updates together have this deviation, against 1 of the embedding that they are added to. With
 # a tied head it is large: e_a . (w * e_b) is symmetric, so embeddings alone would say a b a b a b.
 _UPDATES_RMS, _TIED_UPDATES_RMS = 0.5, 1.4
-_BIAS_SCALE = 0.1  # of what the bias is added to
 
 
-@dataclass(frozen=True)
-class FiringStats:
-    """The share of neurons that fires on tokens that were not fitted, and its skew.
-
-    Of a mixture's, the neurons of chosen experts, and how those are chosen.
-    """
-
-    density: float
-    hot_share: float  # share of the neurons that makes 80% of the activations
-    routing: RoutingStats | None = None
+def written_names(config: ModelConfig) -> TensorNames:
+    """Return the names of the family's tensors, with its checkpoints' prefix."""
+    names, prefix = tensor_names(config), FAMILIES[config.family].prefixes[0]
+    return replace(
+        names,
+        tokens=prefix + names.tokens,
+        layers=prefix + names.layers,
+        final_norm=prefix + names.final_norm,
+        positions=names.positions and prefix + names.positions,
+        head="" if config.tied_embeddings else names.head,
+    )
 
 
 class LayerMaker:
-    """Writes layers in the order of `tensor_specs`."""
+    """Writes layers one by one; all have tensors of the same shapes."""
 
     def __init__(
         self,
         config: ModelConfig,
         density: float,
         source: NormalSource,
-        writer: SafetensorsWriter,
+        write: Callable[[str, torch.Tensor], None],
         text: SampleText,
         topics: Topics | None = None,
         routing: RoutingStats | None = None,
@@ -59,7 +56,7 @@ class LayerMaker:
         self._config = config
         self._density = density
         self._source = source
-        self._writer = writer
+        self._write = write
         self._text = text
         self._topics = topics
         self._routing = routing
@@ -69,11 +66,11 @@ class LayerMaker:
     def make(self, spec: LayerSpec, names: LayerNames, hidden_states: torch.Tensor) -> FiringStats:
         """Write one layer and apply it to `hidden_states` (T, D), in place."""
         has_own = self._config.has_ffn_norm
-        attention_norm = self._norm(names.norm, _BIAS_SCALE if has_own else 1.0)
+        attention_norm = self._norm(names.norm, BIAS_SCALE if has_own else 1.0)
         ffn_norm = self._norm(names.ffn_norm, 1.0) if has_own else attention_norm
         if self._config.qk_norm:
             for name, vector in ((names.q_norm, "q_norm_weight"), (names.k_norm, "k_norm_weight")):
-                self._writer.write(f"{name}.weight", torch.ones(spec.vectors[vector]))
+                self._write(f"{name}.weight", torch.ones(spec.vectors[vector]))
         layer_input = hidden_states.clone() if spec.ffn.router is not None else hidden_states
         update = self._attention(names, attention_norm(hidden_states))
         if self._config.parallel_ffn:
@@ -82,22 +79,21 @@ class LayerMaker:
         else:
             hidden_states += update
             ffn_input = ffn_norm(hidden_states)
+        ffn, router, fitted = ffn_names(names, spec.ffn), None, self._text.num_fitted
         if spec.ffn.router is not None:
-            stats, update = self._experts(spec, names, ffn_input, layer_input)
-        else:
-            fires, update = self._ffn(names, ffn_input)
-            stats = _firing_stats(fires[self._text.num_fitted :])
-        hidden_states += update
-        return stats
+            router = self._router(spec.ffn.router, ffn, ffn_input, layer_input)
+        maker = FfnMaker(spec.ffn, ffn, self._density, fitted, self._source, self._write)
+        hidden_states += maker.make(ffn_input, router, self._update_rms)
+        return maker.stats(None if router is None else router.stats)
 
     def _norm(self, name: str, bias_rms: float) -> Callable[[torch.Tensor], torch.Tensor]:
         """Write a norm and return it. Its bias gives every input the direction that gates use."""
         hidden = self._config.hidden_size
-        self._writer.write(f"{name}.weight", torch.ones(hidden))
+        self._write(f"{name}.weight", torch.ones(hidden))
         if not self._config.norm_bias:
             return lambda x: functional.rms_norm(x, (hidden,))
         bias = self._source.normal((hidden,), bias_rms)
-        self._writer.write(f"{name}.bias", bias)
+        self._write(f"{name}.bias", bias)
         return lambda x: functional.layer_norm(x, (hidden,), bias=bias)
 
     def _attention(self, names: LayerNames, x: torch.Tensor) -> torch.Tensor:
@@ -124,58 +120,23 @@ class LayerMaker:
         rms, has_bias = self._update_rms, config.out_bias
         update = self._linear(names.out, mixed, config.hidden_size, has_bias, rms)
         if sinks is not None:
-            self._writer.write(names.sinks, sinks)
+            self._write(names.sinks, sinks)
         return update
 
-    def _experts(
-        self, spec: LayerSpec, names: LayerNames, x: torch.Tensor, layer_input: torch.Tensor
-    ) -> tuple[FiringStats, torch.Tensor]:
-        """Write router and experts; return what fires, and the update (T, D)."""
-        router_spec, layout, text = spec.ffn.router, names.experts[0], self._text
-        assert router_spec is not None and self._topics is not None and self._routing is not None
-        bias = self._bias(router_spec.num_experts) if router_spec.has_bias else None
+    def _router(
+        self, spec: RouterSpec, names: ExpertNames, x: torch.Tensor, layer_input: torch.Tensor
+    ) -> Router:
+        """Write a router and return it; `x` are the FFN's inputs."""
+        assert self._topics is not None and self._routing is not None
+        bias = self._bias(spec.num_experts) if spec.has_bias else None
+        inputs = layer_input if spec.reads == "layer_input" else x
         router = make_router(
-            layer_input if router_spec.reads == "layer_input" else x,
-            self._topics,
-            text,
-            router_spec,
-            self._routing,
-            bias,
-            self._source,
+            inputs, self._topics, self._text, spec, self._routing, bias, self._source
         )
-        self._writer.write(layout.router, router.rows)
+        self._write(names.router, router.rows)
         if bias is not None:
-            self._writer.write(layout.router_bias, bias)
-        maker = ExpertsMaker(
-            spec.ffn, layout, self._density, text.num_fitted, self._source, self._writer
-        )
-        update = maker.make(x, router, self._update_rms)
-        counts, num_choices = maker.counts()
-        density = float(counts.sum()) / max(1, num_choices * counts.shape[1])
-        stats = FiringStats(density, hot_share(counts.flatten().numpy()), router.stats)
-        return stats, update
-
-    def _ffn(self, names: LayerNames, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return firing neurons (T, N), those of relu, and the update (T, D)."""
-        num_neurons, has_bias = self._config.ffn_size, self._config.ffn_bias
-        bias = self._bias(num_neurons) if has_bias else None
-        is_drelu = self._config.activation_fn == "drelu"  # half of up . x is negative
-        density = min(2 * self._density, MAX_DENSITY) if is_drelu else self._density
-        gate = make_gate_rows(x, self._text.num_fitted, num_neurons, density, bias, self._source)
-        self._writer.write(f"{names.gate}.weight", gate.rows)
-        if bias is not None:
-            self._writer.write(f"{names.gate}.bias", bias)
-        pre_activations, fires = gate.pre_activations, gate.pre_activations > 0
-        del gate  # one large matrix at a time
-        name = self._config.activation_fn
-        neurons = activated(name, pre_activations, self._config.activation_threshold)
-        if names.up:
-            factors = activated_up(name, self._linear(names.up, x, num_neurons, has_bias))
-            fires = fires & (factors > 0) if is_drelu else fires
-            neurons *= factors
-        return fires, self._linear(
-            names.down, neurons, self._config.hidden_size, has_bias, self._update_rms
-        )
+            self._write(names.router_bias, bias)
+        return router
 
     def _linear(
         self,
@@ -188,14 +149,14 @@ class LayerMaker:
         """Write a random matrix scaled to `output_rms` for `x`; return its output."""
         std = output_rms / float(x.square().sum(dim=1).mean().sqrt())
         weight = self._source.normal((num_rows, x.shape[1]), std)
-        self._writer.write(f"{name}.weight", weight)
+        self._write(f"{name}.weight", weight)
         bias = self._bias(num_rows, output_rms) if has_bias else None
         if bias is not None:
-            self._writer.write(f"{name}.bias", bias)
+            self._write(f"{name}.bias", bias)
         return functional.linear(x, weight, bias)
 
     def _bias(self, num_rows: int, output_rms: float = 1.0) -> torch.Tensor:
-        return self._source.normal((num_rows,), _BIAS_SCALE * output_rms)
+        return self._source.normal((num_rows,), BIAS_SCALE * output_rms)
 
 
 def _attended(
@@ -210,8 +171,3 @@ def _attended(
     mask = torch.zeros(len(sinks), tokens, tokens + 1).masked_fill_(~seen, -torch.inf)
     mask[:, :, tokens] = sinks[:, None]
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-def _firing_stats(fires: torch.Tensor) -> FiringStats:
-    """Summarise which neurons fired: `fires` (T, N), bool."""
-    return FiringStats(float(fires.float().mean()), hot_share(fires.sum(dim=0).numpy()))

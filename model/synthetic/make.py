@@ -7,9 +7,9 @@ experts are chosen with a skew, and some are kept from token to token; see topic
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,13 +19,13 @@ from hotcold.model.config.build import build_config
 from hotcold.model.config.families.tensor_names import TensorNames
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, UsageError
-from hotcold.model.files.safetensors_writer import SafetensorsWriter, require_disk_space
+from hotcold.model.files.safetensors_writer import SafetensorsWriter, TensorSpec, require_disk_space
 from hotcold.model.sparsity import MAX_DENSITY, MIN_DENSITY
-from hotcold.model.synthetic.layers import FiringStats, LayerMaker
+from hotcold.model.synthetic.ffn import FiringStats
+from hotcold.model.synthetic.layers import LayerMaker, written_names
 from hotcold.model.synthetic.random_source import NormalSource
 from hotcold.model.synthetic.router import RoutingStats
 from hotcold.model.synthetic.shape import SyntheticShape, config_json, generation_config_json
-from hotcold.model.synthetic.tensor_specs import tensor_specs, written_names
 from hotcold.model.synthetic.topics import SampleText, Topics
 from hotcold.numba_kernels.formats import WeightDtype
 
@@ -33,6 +33,9 @@ _DENSE_TEXT = SampleText(num_sequences=16, sequence_tokens=12)
 _POSITIONS_RMS = 0.3
 _LOGITS_RMS = 3.0  # about a trained model's
 _OUR_FILES = ("model*.safetensors", "model*.part", "model.safetensors.index.json", "*config.json")
+
+
+_Write = Callable[[str, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,11 @@ class SyntheticReport:
         )
 
 
+@torch.inference_mode()
 def make_model(
     out: Path,
     shape: SyntheticShape,
     *,
-    density: float | None = None,
     dtype: WeightDtype = "float16",
     seed: int = 0,
     force: bool = False,
@@ -72,24 +75,35 @@ def make_model(
 ) -> SyntheticReport:
     """Write a Hugging Face directory with random weights to `out`.
 
-    `density` is the shape's where it is None. `on_bytes` gets the bytes written and their
-    total. config.json is written last, so an incomplete directory is no model.
-    Units:   needs about twice the largest tensor's float32 bytes of memory
+    `on_bytes` gets the bytes written and their total. config.json is written last, so an incomplete
+    directory is no model.
+    Units:   needs about the bytes of one layer and of twice the largest float32 tensor in memory
     Errors:  UsageError for a density out of range or a directory in use; HotcoldError where the
              disk has too little space. After any error no file of the new model is left
     """
-    density = shape.density if density is None else density
-    if not MIN_DENSITY <= density <= MAX_DENSITY:
+    if not MIN_DENSITY <= shape.density <= MAX_DENSITY:
         raise UsageError(
-            f"--density must be between {MIN_DENSITY} and {MAX_DENSITY}, not {density}"
+            f"--density must be between {MIN_DENSITY} and {MAX_DENSITY}, not {shape.density}"
         )
     written_config = config_json(shape, dtype)
     config = build_config(written_config)
-    specs = tensor_specs(config)
+    _require_free(out, force)
+    drawn = dict[str, torch.Tensor]()
+    writer: SafetensorsWriter | None = None
+
+    def write(name: str, tensor: torch.Tensor) -> None:
+        if writer is None:
+            drawn[name] = tensor.to(getattr(torch, dtype))
+        else:
+            writer.write(name, tensor)
+
+    made = _layers(config, shape, NormalSource(seed), write)
+    layers = [next(made)]
+    specs = _tensor_specs(config, drawn)
     num_parameters = sum(spec.num_items for spec in specs)
     total_bytes = num_parameters * getattr(torch, dtype).itemsize
     is_new = not out.exists()
-    _prepare_directory(out, total_bytes, force)
+    _prepare_directory(out, total_bytes)
     written = 0
 
     def count(num_bytes: int) -> None:
@@ -98,9 +112,10 @@ def make_model(
         on_bytes(written, total_bytes)
 
     try:
-        with torch.inference_mode(), SafetensorsWriter(out, specs, dtype, on_bytes=count) as writer:
-            wanted = RoutingStats(shape.skew, shape.kept)
-            layers = _write_tensors(config, density, wanted, NormalSource(seed), writer)
+        with SafetensorsWriter(out, specs, dtype, on_bytes=count) as writer:
+            for name in list(drawn):
+                writer.write(name, drawn.pop(name))
+            layers.extend(made)
         _write_json(out / "generation_config.json", generation_config_json(shape))
         report = SyntheticReport(total_bytes, num_parameters, tuple(layers))
         share = {"firing_share": round(report.density, 4)}
@@ -116,40 +131,52 @@ def make_model(
     return report
 
 
-def _write_tensors(
-    config: ModelConfig,
-    density: float,
-    wanted: RoutingStats,
-    source: NormalSource,
-    writer: SafetensorsWriter,
-) -> list[FiringStats]:
+def _tensor_specs(config: ModelConfig, drawn: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
+    """Return all tensors in the order of writing: other layers are as the first, which is drawn."""
+    names, hidden = written_names(config), config.hidden_size
+    specs = [TensorSpec(name, tuple(tensor.shape)) for name, tensor in drawn.items()]
+    first = names.layers.format(0)
+    of_layer = [spec for spec in specs if spec.name.startswith(first)]
+    for layer in range(1, config.num_layers):
+        prefix = names.layers.format(layer)
+        specs += [replace(one, name=prefix + one.name.removeprefix(first)) for one in of_layer]
+    specs.append(TensorSpec(f"{names.final_norm}.weight", (hidden,)))
+    if config.norm_bias:
+        specs.append(TensorSpec(f"{names.final_norm}.bias", (hidden,)))
+    if names.head:
+        specs.append(TensorSpec(f"{names.head}.weight", (config.vocab_size, hidden)))
+    return specs
+
+
+def _layers(
+    config: ModelConfig, shape: SyntheticShape, source: NormalSource, write: _Write
+) -> Iterator[FiringStats]:
+    """Write embeddings and layers, one by one, then the head."""
     names, topics, text = written_names(config), None, _DENSE_TEXT
     if config.experts is None:
-        hidden_states = _embed(config, names, source, writer)
+        hidden_states = _embed(config, names, source, write)
     else:
         topics = Topics.draw(config.vocab_size, config.hidden_size, source)
         embedding = topics.embedding(config.vocab_size, source)
-        writer.write(f"{names.tokens}.weight", embedding)
+        write(f"{names.tokens}.weight", embedding)
         ids, text = topics.sample(config.vocab_size, source)
         hidden_states = embedding[ids]
         del embedding
-    maker = LayerMaker(config, density, source, writer, text, topics, wanted)
-    layers = [
-        maker.make(spec, names.of_layer(layer), hidden_states)
-        for layer, spec in enumerate(config.layers)
-    ]
+    wanted = RoutingStats(shape.skew, shape.kept)
+    maker = LayerMaker(config, shape.density, source, write, text, topics, wanted)
+    for layer, spec in enumerate(config.layers):
+        yield maker.make(spec, names.of_layer(layer), hidden_states)
     if topics is None:
-        _write_head(config, names, hidden_states, source, writer)
+        _write_head(config, names, hidden_states, source, write)
     else:
-        writer.write(f"{names.final_norm}.weight", torch.ones(config.hidden_size))
+        write(f"{names.final_norm}.weight", torch.ones(config.hidden_size))
         outputs = functional.rms_norm(hidden_states, (config.hidden_size,))
         head = topics.head(config.vocab_size, outputs, text, source)
-        writer.write(f"{names.head}.weight", head)
-    return layers
+        write(f"{names.head}.weight", head)
 
 
 def _embed(
-    config: ModelConfig, names: TensorNames, source: NormalSource, writer: SafetensorsWriter
+    config: ModelConfig, names: TensorNames, source: NormalSource, write: _Write
 ) -> torch.Tensor:
     """Write the embeddings and return those of random tokens, (T, D).
 
@@ -160,13 +187,13 @@ def _embed(
     if not config.norm_bias:
         embedding += source.normal((config.hidden_size,))
         embedding *= 0.5**0.5
-    writer.write(f"{names.tokens}.weight", embedding)
+    write(f"{names.tokens}.weight", embedding)
     num_tokens = _DENSE_TEXT.num_tokens
     hidden_states = embedding[source.token_ids((num_tokens,), config.vocab_size)]
     if names.positions:
         rows = config.max_positions + config.position_offset
         positions = source.normal((rows, config.hidden_size), _POSITIONS_RMS)
-        writer.write(f"{names.positions}.weight", positions)
+        write(f"{names.positions}.weight", positions)
         hidden_states += positions[source.token_ids((num_tokens,), rows)]
     return hidden_states
 
@@ -176,7 +203,7 @@ def _write_head(
     names: TensorNames,
     hidden_states: torch.Tensor,
     source: NormalSource,
-    writer: SafetensorsWriter,
+    write: _Write,
 ) -> None:
     """Write final norm and head, such that greedy decoding does not repeat a few tokens.
 
@@ -187,23 +214,26 @@ def _write_head(
     hidden = config.hidden_size
     scale = _LOGITS_RMS * hidden**-0.5
     if not names.head:
-        weight = scale * source.signs(hidden)
+        weight = scale * source.normal((hidden,)).sign()
         outputs = functional.layer_norm(hidden_states, (hidden,), weight)
-        writer.write(f"{names.final_norm}.weight", weight)
-        writer.write(f"{names.final_norm}.bias", -outputs.mean(dim=0))
+        write(f"{names.final_norm}.weight", weight)
+        write(f"{names.final_norm}.bias", -outputs.mean(dim=0))
         return
-    writer.write(f"{names.final_norm}.weight", torch.ones(hidden))
+    write(f"{names.final_norm}.weight", torch.ones(hidden))
     outputs = functional.rms_norm(hidden_states, (hidden,))
     direction = functional.normalize(outputs.mean(dim=0), dim=0)
     head = source.normal((config.vocab_size, hidden), scale)
-    writer.write(f"{names.head}.weight", head.addr_(head @ direction, direction, alpha=-1))
+    write(f"{names.head}.weight", head.addr_(head @ direction, direction, alpha=-1))
 
 
-def _prepare_directory(out: Path, num_bytes: int, force: bool) -> None:
+def _require_free(out: Path, force: bool) -> None:
     if out.is_dir() and any(out.iterdir()) and not force:
         raise UsageError(f"{out} is not empty; name another directory or give --force")
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file; name a directory")
+
+
+def _prepare_directory(out: Path, num_bytes: int) -> None:
     old = _old_files(out)
     freed_bytes = sum(path.lstat().st_size for path in old)
     require_disk_space(out, num_bytes, "give fewer --layers or another disk", freed_bytes)

@@ -28,10 +28,6 @@ class NormalSource:
         list(self._pool.map(_fill, blocks, seeds, [np.float32(std)] * len(blocks)))
         return torch.from_numpy(items.reshape(shape))
 
-    def signs(self, num_items: int) -> torch.Tensor:
-        """Return float32 ones, each with a random sign."""
-        return self.normal((num_items,)).sign()
-
     def permutation(self, num_items: int) -> torch.Tensor:
         """Return 0 .. num_items - 1 in random order, int64."""
         return torch.from_numpy(self._generator().permutation(num_items))

@@ -77,11 +77,6 @@ class SyntheticShape:
         if not 0 <= self.kept <= 1:
             raise UsageError(f"--kept must be between 0 and 1, not {self.kept}")
 
-    @property
-    def has_grouped_kv(self) -> bool:
-        """Whether a Falcon has the architecture with several KV heads."""
-        return self.family == "falcon" and self.kv_heads > 1
-
 
 @dataclass(frozen=True)
 class SyntheticFamily:
@@ -162,11 +157,6 @@ def _llama(shape: SyntheticShape) -> dict[str, Any]:
     }
 
 
-def _bamboo(shape: SyntheticShape) -> dict[str, Any]:
-    """Its config.json names the gate's function, which applies to up, too."""
-    return _llama(shape) | {"hidden_act": "relu", "sliding_window": None}
-
-
 def _mixture(shape: SyntheticShape, theta: float) -> dict[str, Any]:
     return _llama(shape) | {"num_experts_per_tok": shape.chosen, "rope_theta": theta}
 
@@ -190,9 +180,9 @@ def _mixtral(shape: SyntheticShape) -> dict[str, Any]:
     return _mixture(shape, 1e6) | {"num_local_experts": shape.experts, "sliding_window": None}
 
 
-def _turbosparse(shape: SyntheticShape) -> dict[str, Any]:
-    """Its config.json names the gate's function, which applies to up, too."""
-    return _mixtral(shape) | {"hidden_act": "relu"}
+def _gate_alone(config: dict[str, Any]) -> dict[str, Any]:
+    """TurboSparse's config.json names the gate's function, which applies to up, too."""
+    return config | {"hidden_act": "relu", "sliding_window": None}
 
 
 def _gpt_oss(shape: SyntheticShape) -> dict[str, Any]:
@@ -250,6 +240,7 @@ def _opt(shape: SyntheticShape) -> dict[str, Any]:
 
 
 def _falcon(shape: SyntheticShape) -> dict[str, Any]:
+    is_grouped = shape.kv_heads > 1
     return {
         "ffn_hidden_size": shape.ffn,
         "num_kv_heads": shape.kv_heads,
@@ -258,8 +249,8 @@ def _falcon(shape: SyntheticShape) -> dict[str, Any]:
         "rope_theta": _ROPE_THETA,
         "alibi": False,
         "bias": False,
-        "multi_query": not shape.has_grouped_kv,
-        "new_decoder_architecture": shape.has_grouped_kv,
+        "multi_query": not is_grouped,
+        "new_decoder_architecture": is_grouped,
         "parallel_attn": True,
         "tie_word_embeddings": True,
     }
@@ -268,7 +259,7 @@ def _falcon(shape: SyntheticShape) -> dict[str, Any]:
 SYNTHETIC_FAMILIES: dict[str, SyntheticFamily] = {
     "llama": SyntheticFamily(_llama),
     "qwen3": SyntheticFamily(_llama, activation="silu"),
-    "bamboo": SyntheticFamily(_bamboo, activation="drelu"),
+    "bamboo": SyntheticFamily(lambda shape: _gate_alone(_llama(shape)), activation="drelu"),
     "arcee": SyntheticFamily(_llama, has_gate=False, activation="relu2"),
     "opt": SyntheticFamily(
         _opt, has_gate=False, rotates=False, free_head_dim=False, shares_kv_heads=False
@@ -277,7 +268,9 @@ SYNTHETIC_FAMILIES: dict[str, SyntheticFamily] = {
     "qwen3_moe": SyntheticFamily(_qwen3_moe, activation="silu", has_experts=True),
     "olmoe": SyntheticFamily(_olmoe, free_head_dim=False, activation="silu", has_experts=True),
     "mixtral": SyntheticFamily(_mixtral, activation="silu", has_experts=True),
-    "turbosparsemixtral": SyntheticFamily(_turbosparse, activation="drelu", has_experts=True),
+    "turbosparsemixtral": SyntheticFamily(
+        lambda shape: _gate_alone(_mixtral(shape)), activation="drelu", has_experts=True
+    ),
     "gpt_oss": SyntheticFamily(_gpt_oss, activation="silu", has_experts=True),
     "smallthinker": SyntheticFamily(_smallthinker, has_experts=True),
 }

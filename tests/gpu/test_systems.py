@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Two layers of falcon-40b's shape: 1.4 GB a layer and the head."""
     shape = resolve_shape("falcon-40b-like", {"layers": 2, "vocab": 4096})
     path = tmp_path_factory.mktemp("falcon") / "model"
-    make_model(path, shape, density=0.05, dtype=DTYPES["f16"], seed=1)
+    make_model(path, replace(shape, density=0.05), dtype=DTYPES["f16"], seed=1)
     yield path
 
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hotcold.model.errors import HotcoldError, UsageError
-from hotcold.model.files.safetensors_writer import SafetensorsWriter, TensorSpec
 from hotcold.model.synthetic.make import SyntheticReport, make_model
-from hotcold.model.synthetic.shape import SHAPES, SyntheticShape, config_json, resolve_shape
-from hotcold.numba_kernels.formats import WeightDtype
+from hotcold.model.synthetic.shape import SHAPES, resolve_shape
+from hotcold.numba_kernels.formats import QUANT_GROUP
+from tests import reference_experts
 from tests.full_disk import files_of_at_most
 from tests.patched_models import load_model
+from tests.reference import reference_logits
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
+MIXTURES = ("olmoe", "mixtral", "gpt_oss", "smallthinker", "turbosparsemixtral")
 TINY: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-silu": {"activation": "silu", "kv_heads": 1, "head_dim": 8},
@@ -27,18 +32,25 @@ TINY: dict[str, dict[str, Any]] = {
     "opt": {"family": "opt"},
     "falcon-7b": {"family": "falcon"},
     "falcon-40b": {"family": "falcon", "kv_heads": 2, "activation": "gelu"},
-    **{name: {"family": name, "experts": 8, "chosen": 3} for name in ("qwen3_moe", "olmoe")},
-    **{name: {"family": name, "experts": 8, "chosen": 2} for name in ("mixtral", "gpt_oss")},
-    **{
-        name: {"family": name, "experts": 8, "chosen": 2}
-        for name in ("smallthinker", "turbosparsemixtral")
-    },
+    "qwen3_moe": {"family": "qwen3_moe", "experts": 8, "chosen": 3},
+    **{name: {"family": name, "experts": 8, "chosen": 2} for name in MIXTURES},
 }
 PATCHED = ("bamboo", "smallthinker", "turbosparsemixtral")
 SMALL = {"hidden": 256, "ffn": 1024, "heads": 8, "layers": 3, "vocab": 1000}
-# Arcee's first matrix is called up_proj, and Llama's second one too.
-GATE_ENDINGS = (".mlp.gate_proj", ".fc1", ".mlp.dense_h_to_4h")
-ARCEE_ENDINGS = (".mlp.up_proj",)
+DOWN_ENDINGS = (".mlp.down_proj", ".fc2", ".mlp.dense_4h_to_h")
+MIXTURE: dict[str, Any] = {
+    "hidden": 256,
+    "ffn": 64,
+    "heads": 8,
+    "kv_heads": 2,
+    "head_dim": 32,
+    "layers": 2,
+    "vocab": 16384,
+    "context": 512,
+    "experts": 32,
+    "chosen": 4,
+}
+REQUESTS, TOKENS = 6, 160
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -51,46 +63,11 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model.eval()
 
 
-def gate_endings(model: Any) -> tuple[str, ...]:
-    """How the names of the first matrices end."""
-    return ARCEE_ENDINGS if model.config.model_type == "arcee" else GATE_ENDINGS
-
-
-def firing_rates(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Return, per layer, how often each neuron's pre-activation is positive."""
-    rates: list[torch.Tensor] = []
-    hooks = [
-        module.register_forward_hook(
-            lambda _module, _inputs, output: rates.append(
-                (output.reshape(-1, output.shape[-1]) > 0).float().mean(dim=0)
-            )
-        )
-        for name, module in model.named_modules()
-        if name.endswith(gate_endings(model))
-    ]
-    with torch.inference_mode():
-        model(ids)
-    for hook in hooks:
-        hook.remove()
-    return rates
-
-
-@pytest.fixture(scope="module", params=["llama", "arcee", "opt", "falcon-7b", "falcon-40b"])
-def small_model(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Any, SyntheticReport]:
-    shape = resolve_shape("tiny", {**SMALL, **TINY[request.param], "activation": "relu"})
-    path = tmp_path_factory.mktemp("small") / request.param
-    report = make_model(path, shape, density=0.1, dtype="float16", seed=3)
-    return load(path), report
-
-
 @pytest.mark.parametrize("name", TINY)
-@pytest.mark.parametrize("dtype", ["bfloat16"])
-def test_transformers_reads_every_family(tmp_path: Path, name: str, dtype: WeightDtype) -> None:
+def test_transformers_reads_every_family(tmp_path: Path, name: str) -> None:
     shape = resolve_shape("tiny", TINY[name])
-    report = make_model(tmp_path, shape, dtype=dtype)
-    model = load(tmp_path, getattr(torch, dtype))
+    report = make_model(tmp_path, shape, dtype="bfloat16")
+    model = load(tmp_path, torch.bfloat16)
     ids = torch.arange(20)[None]
     with torch.inference_mode():
         logits = model(ids).logits.float()
@@ -100,30 +77,25 @@ def test_transformers_reads_every_family(tmp_path: Path, name: str, dtype: Weigh
         assert model.num_parameters() == report.num_parameters
 
 
-def test_density_of_drelu_is_of_gate_and_up(tmp_path: Path) -> None:
-    shape = resolve_shape("tiny", {**SMALL, **TINY["bamboo"]})
-    report = make_model(tmp_path, shape, density=0.1, dtype="float16", seed=3)
+@pytest.mark.parametrize("name", ["llama", "bamboo", "arcee", "opt", "falcon-7b", "falcon-40b"])
+def test_density_is_met_on_greedy_text(tmp_path: Path, name: str) -> None:
+    changes = {} if name == "bamboo" else {"activation": "relu"}
+    shape = resolve_shape("tiny", {**SMALL, **TINY[name], **changes, "density": 0.1})
+    report = make_model(tmp_path, shape, dtype="float16", seed=3)
     model, found = load(tmp_path), list[float]()
-    for layer in model.model.layers:
-        layer.mlp.down_proj.register_forward_pre_hook(
-            lambda module, inputs: found.append(float((inputs[0] != 0).float().mean()))
-        )
-    with torch.inference_mode():
-        model(torch.randint(1000, (8, 48), generator=torch.Generator().manual_seed(5)))
-    assert found == pytest.approx([0.1] * 3, rel=0.25)
-    assert found == pytest.approx([layer.density for layer in report.layers], rel=0.2)
-
-
-def test_density_is_met_on_greedy_text(small_model: tuple[Any, SyntheticReport]) -> None:
-    model, _report = small_model
     ids = torch.randint(1000, (8, 4), generator=torch.Generator().manual_seed(6))
     with torch.inference_mode():
         text = model.generate(ids, max_new_tokens=60, do_sample=False)
-        assert model(text).logits.isfinite().all()
     assert text.shape == (8, 64)
     assert all(len(set(row.tolist())) > 4 for row in text)  # not one token again and again
-    for rates in firing_rates(model, text):
-        assert float(rates.mean()) == pytest.approx(0.1, rel=0.2)
+    for module in (each for n, each in model.named_modules() if n.endswith(DOWN_ENDINGS)):
+        module.register_forward_pre_hook(
+            lambda module, inputs: found.append(float((inputs[0] != 0).float().mean()))
+        )
+    with torch.inference_mode():
+        assert model(text).logits.isfinite().all()
+    assert found == pytest.approx([0.1] * 3, rel=0.25)
+    assert found == pytest.approx([layer.density for layer in report.layers], rel=0.25)
 
 
 def test_the_seed_decides_everything(tmp_path: Path) -> None:
@@ -131,21 +103,6 @@ def test_the_seed_decides_everything(tmp_path: Path) -> None:
         make_model(tmp_path / name, SHAPES["tiny"], seed=seed)
     a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert a == b != c
-
-
-def test_writer_refuses_a_wrong_order_and_leaves_nothing(tmp_path: Path) -> None:
-    specs = [TensorSpec("a", (2,)), TensorSpec("b", (2,))]
-    with (
-        pytest.raises(ValueError, match="expected"),
-        SafetensorsWriter(tmp_path, specs, "float32") as writer,
-    ):
-        writer.write("b", torch.zeros(2))
-    with (
-        pytest.raises(ValueError, match="missing"),
-        SafetensorsWriter(tmp_path, specs, "float32") as writer,
-    ):
-        writer.write("a", torch.zeros(2))
-    assert not (tmp_path / "model.safetensors").exists()
 
 
 def test_a_directory_in_use_is_kept(tmp_path: Path) -> None:
@@ -223,16 +180,121 @@ def test_impossible_shapes(name: str, changes: dict[str, Any], text: str) -> Non
         resolve_shape(name, changes)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_named_shapes_are_what_transformers_takes(shape: SyntheticShape) -> None:
-    from transformers import AutoConfig
+def made(path: Path, **changes: Any) -> SyntheticReport:
+    shape = resolve_shape("tiny-moe", MIXTURE | changes)
+    return make_model(path, shape, dtype="float32", seed=4)
 
-    config = config_json(shape, "float16")
-    like = {"bamboo": "mistral", "smallthinker": "smollm3"}  # which their own code resembles
-    like["turbosparsemixtral"] = "mixtral"
-    known = like.get(shape.family, shape.family)
-    loaded = AutoConfig.for_model(**(config | {"model_type": known}))
-    assert loaded.hidden_size == shape.hidden
-    assert loaded.num_hidden_layers == shape.layers
-    if shape.family != "opt":
-        assert loaded.head_dim == shape.head_dim
+
+def written_text(model: Any) -> torch.Tensor:
+    """What the model says, drawn at temperature 1 after a few random tokens."""
+    torch.manual_seed(7)
+    prompts = torch.randint(MIXTURE["vocab"], (REQUESTS, 4))
+    with torch.inference_mode():
+        text = model.generate(
+            prompts, max_new_tokens=TOKENS, do_sample=True, temperature=1.0, top_k=0
+        )
+    return text[:, 4:]
+
+
+def routes(path: Path, model: Any, text: torch.Tensor, chosen: int) -> list[torch.Tensor]:
+    """Each layer's chosen experts (requests, tokens, k), from inputs that transformers computes."""
+    is_early = (path / "config.json").read_text().count("moe_enable_early_router") > 0
+    router = "block_sparse_moe.primary_router" if is_early else "mlp.gate"
+    tensors = load_file(path / "model.safetensors")
+    found = list[torch.Tensor]()
+    for number, layer in enumerate(model.model.layers):
+        module = layer if is_early else layer.mlp
+        rows = tensors[f"model.layers.{number}.{router}.weight"]
+
+        def choose(_module: Any, inputs: tuple[Any, ...], rows: torch.Tensor = rows) -> None:
+            found.append((inputs[0] @ rows.T).topk(chosen, dim=-1).indices)
+
+        module.register_forward_pre_hook(choose)
+    with torch.inference_mode():
+        model(text)
+    return found
+
+
+def kept_and_skew(chosen: torch.Tensor, experts: int) -> tuple[float, float]:
+    """Of one layer, by counting sets."""
+    kept, counts = list[float](), np.zeros(experts)
+    for request in chosen.tolist():
+        for before, now in pairwise(request):
+            kept.append(len(set(before) & set(now)) / len(now))
+            counts[now] += 1
+    busier = np.sort(counts)[experts // 2 :]
+    return float(np.mean(kept)), float(busier.sum() / counts.sum())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_moe", {"kept": 0.7, "skew": 0.85}),
+        ("smallthinker", {}),
+    ],
+)
+def test_experts_repeat_as_asked_in_text_of_the_model(
+    tmp_path: Path, family: str, changes: dict[str, float]
+) -> None:
+    report = made(tmp_path, family=family, **changes)
+    asked = {"kept": 0.45, "skew": 0.77} | changes
+    assert report.routing is not None
+    assert report.routing.kept == pytest.approx(asked["kept"], abs=0.02)
+    assert report.routing.skew == pytest.approx(asked["skew"], abs=0.02)
+    model = load_model(tmp_path, torch.float32)
+    text = written_text(model)
+    assert all(len(set(row.tolist())) > TOKENS / 2 for row in text)
+    for chosen in routes(tmp_path, model, text, 4):
+        kept, skew = kept_and_skew(chosen, 32)
+        assert kept == pytest.approx(asked["kept"], abs=0.08)
+        assert skew == pytest.approx(asked["skew"], abs=0.07)
+
+
+@pytest.mark.parametrize(("family", "density"), [("smallthinker", 0.4), ("gpt_oss", 0.3)])
+def test_density_inside_chosen_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, density: float
+) -> None:
+    """By the float64 reference, which computes a token's chosen experts alone."""
+    report = made(tmp_path, family=family, density=density)
+    fired = list[tuple[float, int]]()
+    plain = reference_experts.activated
+
+    def watched(name: str, x: torch.Tensor, threshold: float) -> torch.Tensor:
+        fired.append((float((x > 0).sum()), x.numel()))
+        return plain(name, x, threshold)
+
+    monkeypatch.setattr(reference_experts, "activated", watched)
+    ids = np.random.default_rng(3).integers(MIXTURE["vocab"], size=100)
+    assert np.isfinite(reference_logits(tmp_path, ids)).all()
+    positive, computed = np.sum(fired, axis=0)
+    assert computed == 100 * 4 * 64 * 2
+    assert positive / computed == pytest.approx(density, rel=0.2)
+    assert report.density == pytest.approx(density, rel=0.2)
+
+
+def test_predictors_of_turbosparse_leave_few_out(tmp_path: Path) -> None:
+    """Beside a count by hand of what gate, up and predictor of its first layer say."""
+    report = made(tmp_path, family="turbosparsemixtral", density=0.1, experts=8, chosen=2)
+    assert report.density == pytest.approx(0.1, rel=0.25)
+    model, inputs = load_model(tmp_path, torch.float32), list[torch.Tensor]()
+    layer, tensors = model.model.layers[0], load_file(tmp_path / "model.safetensors")
+    layer.post_attention_layernorm.register_forward_hook(lambda _m, _i, out: inputs.append(out[0]))
+    with torch.inference_mode():
+        model(torch.randint(MIXTURE["vocab"], (1, 100)))
+    block = "model.layers.0.block_sparse_moe."
+    chosen = (inputs[0] @ tensors[f"{block}gate.weight"].T).topk(2, dim=-1).indices
+    fired, counted, right = 0, 0, 0
+    for expert in range(8):
+        x = inputs[0][(chosen == expert).any(1)]
+        names = ("w1", "w3", "predictor.fc1", "predictor.fc2")
+        w1, w3, fc1, fc2 = (tensors[f"{block}experts.{expert}.{n}.weight"] for n in names)
+        fires = (x @ w1.T > 0) & (x @ w3.T > 0)
+        counts = (x @ fc1.T).relu() @ fc2.T > 0
+        fired, counted = fired + int(fires.sum()), counted + int(counts.sum())
+        right += int((fires & counts).sum())
+    assert right > 0.9 * fired
+    assert counted < 0.45 * 100 * 2 * 64
+    assert right / (100 * 2 * 64) == pytest.approx(0.1, rel=0.3)
+    rank, hidden = fc1.shape
+    assert rank == hidden // 4
+    assert rank % QUANT_GROUP == 0, "--dtype q4 takes whole groups"
