@@ -313,7 +313,7 @@ def _choose_slot(slots):
         slot = state[HAND]
         state[HAND] = slot + 1 if slot + 1 < num_slots else 0
         num_seen += 1
-        unit, weight = slots.unit_of[slot], slots.slot_weights[slot]
+        unit, weight = np.int64(slots.unit_of[slot]), slots.slot_weights[slot]
         if unit < 0:
             return slot
         if slots.used[slot] == state[EPOCH] or (found >= 0 and weight >= least):
