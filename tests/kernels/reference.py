@@ -169,9 +169,9 @@ def sample_shares(
         shares[int(np.argmax(logits))] = 1
         return shares
     z = [float(logit) for logit in logits]
-    ids = sorted(range(len(z)), key=lambda one: -z[one])
+    ids = sorted((one for one in range(len(z)) if z[one] > -math.inf), key=lambda one: -z[one])
     if top_n_sigma > 0:
-        finite = np.array([one for one in z if one > -math.inf])
+        finite = np.array([z[one] for one in ids])
         ids = [one for one in ids if z[one] >= finite.max() - top_n_sigma * finite.std()]
     ids = ids[:top_k] if top_k else ids
     if typical_p < 1:
