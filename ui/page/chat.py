@@ -150,8 +150,7 @@ class Chat:
         on(self._undo.click, lambda visit: visit.history.undo_remove())
         on(self._search.change, _search, [self._search], "always_last")
         on(self._rename.click, self._begin_naming)
-        on(self._name.submit, self._end_naming, [self._name])
-        on(self._name.blur, self._end_naming, [self._name])
+        on(self._name.blur, self._end_naming, [self._name])  # Enter leaves the field, too
         self._export.click(None, self._saved, None, js=_EXPORT, **private)
         self._question.stop(self._stop, None, None, queue=False, **private)
         page.load(self._handler(lambda visit: None), kept, **quick)
@@ -270,7 +269,6 @@ class Chat:
         return {self._name: gr.Textbox(named.name or named.title, visible=True)}
 
     def _end_naming(self, visit: Visit, name: str) -> Updates:
-        """Whether by Enter or by leaving the field, which Enter makes one do, too."""
         visit.history.rename(name)
         return {self._name: gr.Textbox(visible=False)}
 

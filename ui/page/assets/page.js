@@ -163,7 +163,8 @@ document.addEventListener("keydown", (event) => {
     const pressed = key === "escape" ? cancel : key === "enter" && !event.shiftKey ? submit : null;
     if (pressed) event.preventDefault();
     pressed?.click();
-  } else if (key === "escape" && !wide.matches && body.dataset.side === "open") turn("side", false)();
+  } else if (key === "enter" && event.target.closest("#name")) event.target.blur(); // names it, once
+  else if (key === "escape" && !wide.matches && body.dataset.side === "open") turn("side", false)();
   else if (key === "escape") last("#question .stop-button").click();
   if (!(event.ctrlKey || event.metaKey) || event.altKey || key !== (event.shiftKey ? "o" : "k")) return;
   event.preventDefault();
