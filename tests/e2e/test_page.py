@@ -108,7 +108,7 @@ def test_two_conversations_stay_apart(open_page, system, long_winded) -> None:
             wait_for_answer(page)
     asked = [request.prompt_ids for request in system.requests[-2:]]
     assert asked == [ids_of({"role": "user", "content": q}) for q in (QUESTION, OTHER)]
-    click_in_row(page, OTHER, "Delete")
+    click_in_row(page, OTHER, "Delete", OTHER)
     page.wait_for_function("document.querySelectorAll('#rows label').length == 1")
     until(lambda: QUESTION in kept(page) and OTHER not in kept(page))
     page.reload()

@@ -66,7 +66,7 @@ def test_axe_finds_no_violation(open_page, book, scheme, rules) -> None:
     book.num_tokens, book.error = 0, ServiceError("the cpu0 service died")
     ask(page, QUESTION)
     page.wait_for_selector("#chat .problem")
-    click_in_row(page, QUESTION, "Delete")
+    click_in_row(page, QUESTION, "Delete", QUESTION)
     page.locator("#acts button:enabled", has_text="Undo").wait_for()
     page.get_by_role("tab", name="Placement").click()
     page.wait_for_selector("#placement table")
