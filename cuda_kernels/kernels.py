@@ -10,10 +10,8 @@ import numpy as np
 from hotcold.cuda_kernels.launch import NULL, Argument, CupyLauncher, Launcher, record
 from hotcold.cuda_kernels.matrix import ITEM_BYTES, DeviceMatrix
 from hotcold.cuda_kernels.neurons import (
-    ALL,
     DeviceNeurons,
     DeviceRouter,
-    DeviceSelection,
     LayerResidual,
 )
 from hotcold.cuda_kernels.sizes import (
@@ -261,7 +259,7 @@ class CudaKernels:
         scratch: Any,
         out: Any,
         num_fired: Any,
-        selection: DeviceSelection = ALL,
+        block_weights: Any = None,
         residual: LayerResidual | None = None,
     ) -> None:
         """The FFN of the hot neurons, those on the device, without the layer's down bias.
@@ -272,11 +270,13 @@ class CudaKernels:
         out[t] = sum over n of fn(gate[n] . x[t] + bias) (up[n] . x[t] + bias) weight[t, n] down[n]
 
         function, thresholds: `Activation` and `Thresholds` of numba_kernels; drelu applies relu to
-        both factors. weight: of the neuron's block, 1 without `selection.block_weights`. A neuron
-        that is selected for no token costs nothing; one whose gate passes for none its gate row;
+        both factors. weight: of the neuron's block, 0 where the token does not choose it; 1 without
+        `block_weights`. A neuron whose block no token chooses costs nothing; one whose gate passes
+        for none its gate row;
         one that only fails the product threshold also its up row. num_fired is set to the number of
         neurons that fire for any token, and of up rows read. scratch: `ffn_scratch_items`.
-        Shapes:  x, out (T, d); num_fired (2,) int32; there may be no neurons
+        Shapes:  x, out (T, d); num_fired (2,) int32; block_weights (T, B) float32; there may be
+                 no neurons
         """
         layout = FfnLayout(_checked_tokens(x), neurons.num_neurons, neurons.gate.width)
         if layout.num_neurons:
@@ -287,7 +287,7 @@ class CudaKernels:
                 product_threshold=np.float32(thresholds.product),
                 code=np.int32(function.code),
             )
-            self._gates(neurons, vectors, rule, selection, self._places_of(scratch, layout))
+            self._gates(neurons, vectors, rule, block_weights, self._places_of(scratch, layout))
             self._down(neurons.down, layout, self._places_of(scratch, layout))
         cells, places = layout.num_tokens * layout.width, self._places_of(scratch, layout)
         sums = record(
@@ -303,7 +303,7 @@ class CudaKernels:
             ffn_residual=self._at(ffn_residual),
             input=self._at(x),
             bias=self._at(bias),
-            block_weights=self._at(selection.block_weights),
+            block_weights=self._at(block_weights),
             scale=np.float32(scale),
             width=np.int32(layout.width),
             num_blocks=np.int32(0 if bias is None else bias.shape[0]),
@@ -316,7 +316,7 @@ class CudaKernels:
         neurons: DeviceNeurons,
         vectors: np.ndarray,
         rule: np.ndarray,
-        selection: DeviceSelection,
+        block_weights: Any,
         places: _FfnPlaces,
     ) -> None:
         gate, up = neurons.gate, neurons.up
@@ -334,12 +334,9 @@ class CudaKernels:
             num_neurons=np.int32(neurons.num_neurons),
             num_blocks=np.int32(max(1, neurons.starts.size - 1)),
         )
-        chosen = record(
-            token_masks=self._at(selection.token_masks),
-            block_weights=self._at(selection.block_weights),
-        )
         arguments = (
-            rows, vectors, rule, chosen, np.int32(tiles.num_tiles), places.h, places.is_fired,
+            rows, vectors, rule, self._at(block_weights), np.int32(tiles.num_tiles), places.h,
+            places.is_fired,
         )  # fmt: skip
         entry = _entry("gates", "GATES", gate.format, is_vector, tiles.tokens)
         grid = ceil_div(neurons.num_neurons, product_rows_a_block(gate.format, tiles))

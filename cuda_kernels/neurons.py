@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from hotcold.cuda_kernels.matrix import DeviceMatrix
 
 
@@ -63,21 +61,6 @@ class DeviceRouter:
     shared: DeviceMatrix | None
 
 
-class DeviceSelection(NamedTuple):
-    """As `numba_kernels.decode.selection.Selection`, with a mask for each neuron of the layer.
-
-    token_masks (N,) uint32: bit t where a neuron is computed for token t; None: all, for all
-    block_weights (T, B) float32: the factors of activations, 0 where a block is not computed for
-    the token; None: all blocks, without factors
-    """
-
-    token_masks: Any = None
-    block_weights: Any = None
-
-
-ALL = DeviceSelection()
-
-
 class LayerResidual(NamedTuple):
     """What the FFN's sum is added to where a device computes all of it: ffn_residual + scale * FFN.
 
@@ -88,9 +71,3 @@ class LayerResidual(NamedTuple):
     ffn_residual: Any
     bias: Any
     scale: float
-
-
-def fill_masks(masks: np.ndarray, ids: np.ndarray, token_masks: np.ndarray) -> None:
-    """Fill masks (N,) uint32 of a `Selection` that lists `ids`; 0 where a neuron is not listed."""
-    masks[:] = 0
-    masks[ids] = token_masks if token_masks.size else np.uint32(0xFFFFFFFF)

@@ -30,8 +30,8 @@ class FfnArrays(NamedTuple):
     down_norms (N,) or (0,) float32: norms of the down rows, for product thresholds
     stripes (L, B, n + 1) int64: first rows of the shard's n stripes in each block
     (`decode.stripes`), and ends; NO_STRIPES: each thread's part of the rows is one. first_stripe:
-    the first one's number stripes_at_once: so many neighbours are one stripe in prompts;
-    first_stripe and n are multiples
+    the first one's number
+    stripes_at_once: so many neighbours are one stripe in prompts; first_stripe and n are multiples
     """
 
     starts: np.ndarray
@@ -57,9 +57,10 @@ class TransposedArrays(NamedTuple):
 
     A block has a matrix for each stripe of the shard, its own weights of each row: down's place
     b * n + i is of stripe i. Stripes are whole numbers of groups of each format, or end with the
-    block. Of experts in slots down's places follow what is in them. down_norms: norms of down's
-    columns; stripes: none, so that threads share other work evenly cuts (L, B, n + 1) int64: first
-    rows of the shard's n stripes in each block, and ends; NO_STRIPES: a block is one
+    block. Of experts in slots down's places follow what is in them.
+    down_norms: norms of down's columns; stripes: none, so that threads share other work evenly
+    cuts (L, B, n + 1) int64: first rows of the shard's n stripes in each block, and ends;
+    NO_STRIPES: a block is one
     """
 
     starts: np.ndarray

@@ -193,7 +193,8 @@ class _Shard(NamedTuple):
     """A layer's rows of a shard; block b's are widths[b] from firsts[b] on.
 
     ends (B, stripes + 1): where stripes begin in each block, and end; first_stripe: the first's
-    number down: for each format, and whether they are a row an output
+    number
+    down: for each format, and whether they are a row an output
     """
 
     function: Activation
@@ -311,7 +312,8 @@ class _Tree(NamedTuple):
 
     out (T, d), more (H, T, d): sums that are not complete, level by level
     steps (stripes, 2): the level of each stripe's sum, and how many levels are merged once it is
-    there num_left: how many sums are left over at the end
+    there
+    num_left: how many sums are left over at the end
     """
 
     out: np.ndarray

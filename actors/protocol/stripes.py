@@ -189,7 +189,7 @@ def shard_stripes(
     `of_outputs`: of stripes of down rows that are an output each, as `TransposedArrays` has them.
     Shapes:  starts (L, B + 1): of `FfnWeights`, neuron_ids its (N,); stripes (L, B, stripes + 1)
     Errors:  ValueError unless each block's neurons come stripe after stripe, and are in these
-    stripes
+             stripes
     """
     if stripes is None:
         return ShardStripes()

@@ -50,28 +50,20 @@ struct GateRows {
     int num_neurons, num_blocks;
 };
 
-// Which neurons a step computes for which of its tokens; null: all.
-struct Chosen {
-    const u32* token_masks;      // bit t: whether the neuron is computed for token t
-    const float* block_weights;  // (T, B): factors of h; 0: the block is not computed for the token
-
-    DEVICE bool is_all() const { return !token_masks && !block_weights; }
-};
-
 struct FiringRule {
     float threshold;  // of the function
     float gate_threshold, product_threshold;
     int code;  // of the function
 };
 
-DEVICE float block_weight(const GateRows& from, const Chosen& chosen, i64 row, int token) {
+DEVICE float block_weight(const GateRows& from, const float* weights, i64 row, int token) {
     int block = 0;
     for (int end = from.num_blocks; end - block > 1;) {
         int middle = (block + end) / 2;
         if (load(from.starts + middle) <= row) block = middle;
         else end = middle;
     }
-    return load(chosen.block_weights + token * from.num_blocks + block);
+    return load(weights + token * from.num_blocks + block);
 }
 
 // Bits of the warp's rows that any of its own lanes has.
@@ -101,24 +93,20 @@ DEVICE u32 rows_that_fire(bool fires, const WarpTile<ROWS, TOKENS>& tile, int ti
 }
 
 // h (N, T): rows of neurons that fire for no token are left as they are. is_fired (N,): bit 0 where
-// a neuron fires, bit 1 where its up row was read. Rows that no token chose are not read.
+// a neuron fires, bit 1 where its up row was read. block_weights (T, B): factors of h; 0: the block
+// is not computed for the token, and rows that no token chose are not read. Null: all are computed.
 template <int FORMAT, bool VECTOR, int TOKENS>
 DEVICE void gates(
-    const GateRows& from, const Input& in, const FiringRule& rule, const Chosen& chosen, int tiles,
-    float* h, int* is_fired) {
+    const GateRows& from, const Input& in, const FiringRule& rule,
+    const float* block_weights, int tiles, float* h, int* is_fired) {
     constexpr int ROWS = rows_of(FORMAT, TOKENS);
     WarpTile<ROWS, TOKENS> tile(tiles, from.num_neurons);
     Rows rows = tile.rows(from.gate, from.row_bytes);
     i64 row = tile.first_row + tile.row();
     bool is_valid = tile.is_valid(in.num_tokens), is_active = is_valid;
     float value = 0.0f;
-    if (!chosen.is_all()) {
-        if (is_active && chosen.token_masks) {
-            is_active = load(chosen.token_masks + row) >> tile.token() & 1;
-        }
-        if (is_active && chosen.block_weights) {
-            is_active = block_weight(from, chosen, row, tile.token()) != 0.0f;
-        }
+    if (block_weights) {
+        is_active = is_active && block_weight(from, block_weights, row, tile.token()) != 0.0f;
         rows.active &= rows_of_lanes<ROWS, TOKENS>(is_active);
     }
     if (rows.active) {
@@ -137,7 +125,7 @@ DEVICE void gates(
         if (is_valid && from.up_bias) factor += load(from.up_bias + row);
         if (fires) value *= activate_up(rule.code, rule.threshold, factor);
     }
-    if (fires && chosen.block_weights) value *= block_weight(from, chosen, row, tile.token());
+    if (fires && block_weights) value *= block_weight(from, block_weights, row, tile.token());
     if (from.up && rule.product_threshold >= 0.0f) {
         float norm = is_valid && from.down_norms ? load(from.down_norms + row) : 1.0f;
         fires = fires && passes(value * norm, rule.product_threshold);
@@ -156,7 +144,7 @@ DEVICE void gates(
 #define GATES(FORMAT, VECTOR, TOKENS)                                                              \
     ENTRY(THREADS)                                                                                 \
     gates_##FORMAT##_##VECTOR##_##TOKENS(                                                          \
-        GateRows from, Input in, FiringRule rule, Chosen chosen, int tiles, float* h,              \
+        GateRows from, Input in, FiringRule rule, const float* block_weights, int tiles, float* h, \
         int* is_fired) {                                                                           \
-        gates<FORMAT, VECTOR, TOKENS>(from, in, rule, chosen, tiles, h, is_fired);                 \
+        gates<FORMAT, VECTOR, TOKENS>(from, in, rule, block_weights, tiles, h, is_fired);          \
     }

@@ -15,7 +15,7 @@ from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.candidates import BLOCK, END_ROW, FIRED_END, ROW
 
 OF_BIASES = 1 << 20
-ALL_LANES = OF_BIASES << 1  # an end behind them
+ALL_STRIPES = OF_BIASES << 1  # an end behind them
 
 
 @njit(nogil=True, cache=True)
@@ -47,8 +47,7 @@ def list_by_stripe(rows, begin, end, spans, fired_ids, order, ends):
 
     Those of stripe i are order[:ends[i - begin]] behind those of the stripe before.
     Shapes:  rows (B, stripes + 1) int64: first rows of a layer's stripes in each block, and ends,
-    or
-             (0, 0) where all is one stripe
+             or (0, 0) where all is one stripe
              fired_ids (N,) int32, ascending; order (N,) int32
     """
     count, found = fired_ids.shape[0], 0

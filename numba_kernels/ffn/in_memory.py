@@ -38,7 +38,7 @@ from hotcold.numba_kernels.decode.ffn import (
 )
 from hotcold.numba_kernels.decode.rows import add_in_order, split_range
 from hotcold.numba_kernels.decode.selection import Selection
-from hotcold.numba_kernels.decode.stripes import ALL_LANES, list_by_stripe, meet
+from hotcold.numba_kernels.decode.stripes import ALL_STRIPES, list_by_stripe, meet
 from hotcold.numba_kernels.decode.vectors import ActivationSpace, activation_space, aligned_zeros
 from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.formats import CHUNK, whole_chunks
@@ -67,9 +67,11 @@ class FfnScratch(NamedTuple):
     of thread t from firsts[t] on; firsts, counts, up_counts (threads,) int64: counts of neurons
     that fired, and of up rows read; order (N,) int32: of a thread's neurons that fired, by stripe;
     stripes end at stripe_ends (threads, stripes) int64; added (threads, 2, threads * S) int64: work
-    space spans (threads, B, 7) int64: of `decode.candidates` lists: each token's neurons; inputs:
-    for `quantize_activations`; counters (kinds, threads * 16) int32 of blocks taken rows (threads,
-    S, T, 240) float32: of transposed ones, sums of stripes of some rows
+    space
+    spans (threads, B, 7) int64: of `decode.candidates`
+    lists: each token's neurons; inputs: for `quantize_activations`; counters (kinds, threads * 16)
+    int32 of blocks taken
+    rows (threads, S, T, 240) float32: of transposed ones, sums of stripes of some rows
     """
 
     sums: np.ndarray
@@ -438,7 +440,7 @@ def add_up(source, share, scratch):
     out, more, sums, rows, stripes = share.out, share.more, scratch.sums, share.rows, share.stripes
     begin, end = split_range(out.shape[1], share.thread, share.num_threads, CHUNK)
     added, biases = scratch.added[share.thread], rows.down_bias[share.layer]
-    end_stripe = rows.first_stripe + stripes.shape[1] - 1 if stripes.shape[0] else ALL_LANES
+    end_stripe = rows.first_stripe + stripes.shape[1] - 1 if stripes.shape[0] else ALL_STRIPES
     count = _add_sums(
         sums, scratch.first_stripes, scratch.num_sums, rows.first_stripe, end_stripe, out.shape[0],
         begin, begin + (end - begin + CHUNK - 1) // CHUNK * CHUNK, added,

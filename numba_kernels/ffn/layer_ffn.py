@@ -124,8 +124,7 @@ def layer_ffn(
     Neurons are added up by `decode.stripes`: `out` is the sum that is left over first, `more`
     others.
     Shapes:  x, out (T, d), T <= 32; more (M, at least T, d), M = 0 where the service has all
-    stripes;
-             cells of `SharedBuffers`
+             stripes; cells of `SharedBuffers`
     Dtypes:  x, out, more float32; up as gate, down `is_summed` unless it is transposed
     Units:   reads d weights for each candidate, 2 d more (one matrix up, one down) if it fired
     Source:  PowerInfer section 5.4; the early stop at a silent gate: PowerInfer-2 section 4.4

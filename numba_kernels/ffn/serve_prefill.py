@@ -49,8 +49,9 @@ class PromptFfnScratch(NamedTuple):
     """Work space for T tokens and N neurons: gates, ups, columns (T * N,) float32.
 
     inputs, values: the vectors of gate and down rows; columns: what values are made of, stripe
-    after stripe, a row for each token sums (threads, S, TOKENS_AT_ONCE, SUM_ROWS) float32,
-    first_stripes (threads, S): of stripes counters of blocks taken
+    after stripe, a row for each token
+    sums (threads, S, TOKENS_AT_ONCE, SUM_ROWS) float32, first_stripes (threads, S): of stripes
+    counters of blocks taken
     """
 
     gates: np.ndarray

@@ -446,6 +446,29 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
 
 
 @njit(nogil=True, cache=True)
+def final_norm(hidden, arrays, residual, normed):
+    """normed (T, d) = what the head is computed of, of hidden; residual (T, d): work space."""
+    num_layers = arrays.numbers.shape[0]
+    last = arrays.numbers[num_layers - 1]
+    layer_input(hidden, num_layers, arrays, residual)
+    for t in range(hidden.shape[0]):
+        norm_kernel(
+            last.norm_kind, residual[t], arrays.final_norm_weight, arrays.final_norm_bias,
+            last.norm_eps, normed[t],
+        )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def cap_logits(thread, num_threads, service, buffers, arrays, logits):
+    """Soft-cap logits (T, V), once all threads have written theirs, where the model does so."""
+    if arrays.logit_softcap > 0:
+        barrier_wait(buffers.cells, service, num_threads)
+        first, end = split_range(arrays.head.shape[0], thread, num_threads, 16)
+        for t in range(logits.shape[0]):
+            softcap_kernel(logits[t, first:end], arrays.logit_softcap)
+
+
+@njit(nogil=True, cache=True)
 def _projected(thread, num_threads, service, buffers, project_out, no_bias, normed, scratch):
     """What the head is multiplied with: `normed` (T, d), or project_out . normed; None: no such."""
     if project_out is None:
@@ -465,28 +488,17 @@ def head_request(thread, num_threads, service, buffers, arrays, scratch):
     begin, end = buffers.requests[service, FIRST_LOGIT], buffers.requests[service, NUM_TOKENS]
     count = end - begin
     residual, normed = scratch.residual[thread, :count], scratch.normed[thread, :count]
-    num_layers = arrays.numbers.shape[0]
-    last = arrays.numbers[num_layers - 1]
-    layer_input(buffers.hidden[begin:end], num_layers, arrays, residual)
-    for t in range(count):
-        norm_kernel(
-            last.norm_kind, residual[t], arrays.final_norm_weight, arrays.final_norm_bias,
-            last.norm_eps, normed[t],
-        )  # fmt: skip
+    final_norm(buffers.hidden[begin:end], arrays, residual, normed)
     no_bias = arrays.final_norm_weight[:0]
     vectors = _projected(
         thread, num_threads, service, buffers, arrays.project_out, no_bias, normed, scratch
     )
-    x = quantize_activations(arrays.head, vectors, scratch.inputs, thread)
+    x, logits = quantize_activations(arrays.head, vectors, scratch.inputs, thread), buffers.logits
     work_stealing_rows(
         scratch.counters[_HEAD], thread, num_threads, arrays.head, no_bias, x, normed[:0],
-        buffers.logits[:count], 0,
+        logits[:count], 0,
     )  # fmt: skip
-    if arrays.logit_softcap > 0:
-        barrier_wait(buffers.cells, service, num_threads)
-        first, end = split_range(arrays.head.shape[0], thread, num_threads, 16)
-        for t in range(count):
-            softcap_kernel(buffers.logits[t, first:end], arrays.logit_softcap)
+    cap_logits(thread, num_threads, service, buffers, arrays, logits[:count])
 
 
 @njit(nogil=True, cache=True)

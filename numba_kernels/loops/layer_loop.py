@@ -16,7 +16,7 @@ import numpy as np
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.finite import finite_pair, finite_rows
 from hotcold.numba_kernels.decode.norm import norm_kernel
-from hotcold.numba_kernels.decode.stripes import ALL_LANES, meet
+from hotcold.numba_kernels.decode.stripes import ALL_STRIPES, meet
 from hotcold.numba_kernels.decode.vectors import copy_numbers
 from hotcold.numba_kernels.loops import mailbox
 from hotcold.numba_kernels.loops.doorbell import now_ns
@@ -95,9 +95,11 @@ class LayerFacts(NamedTuple):
     far: by tokens (CHOSEN), and by steps, which read it once for all of their tokens (READ)
     sums (n, 3) int64: where CPU services have some stripes of neurons each, what they pass on
     (`decode.stripes`): the service, which of its outputs, the first stripe, by which they are
-    ascending head (1,) int64: the service with the head end_of_whole (L,) int64: layers l to
-    end_of_whole[l] - 1 can be one request to attention_of[l], in steps of few tokens; none where
-    that is l joins_head: whether the head can be requested with the last of these
+    ascending
+    head (1,) int64: the service with the head
+    end_of_whole (L,) int64: layers l to end_of_whole[l] - 1 can be one request to attention_of[l],
+    in steps of few tokens; none where that is l
+    joins_head: whether the head can be requested with the last of these
     """
 
     attention_of: np.ndarray
@@ -406,7 +408,7 @@ def add_sums(partials, more_partials, sums, first, num_tokens):
     """
     kept, count = np.empty(sums.shape[0], np.int64), 0
     for i in range(sums.shape[0] + 1):
-        stripe = sums[i, 2] if i < sums.shape[0] else ALL_LANES
+        stripe = sums[i, 2] if i < sums.shape[0] else ALL_STRIPES
         while count > 1 and meet(sums[kept[count - 2], 2], sums[kept[count - 1], 2], 0, stripe):
             count -= 1
             target, output, _ = sums[kept[count - 1]]

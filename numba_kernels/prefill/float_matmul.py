@@ -114,9 +114,11 @@ def linear_kernel(weights, places, tokens, packed, starts, buffer, sums, out, th
     """A thread's share of each block's rows times its choices; checks nothing.
 
     out[t, n] = weights[n] . x[t] of row n and choice t of a block; of `StripeSums` they are added
-    up. weights, places: `WeightBlocks` of float32, uint16 (float16) or int16 (bfloat16) out: see
-    `block_rows` packed, starts: see `pack_tokens_kernel`; buffer (BUFFER_ITEMS,) like packed sums
-    (MAX_SUMS * groups * LANES,) float32, of the block with the most groups
+    up.
+    weights, places: `WeightBlocks` of float32, uint16 (float16) or int16 (bfloat16)
+    out: see `block_rows`
+    packed, starts: see `pack_tokens_kernel`; buffer (BUFFER_ITEMS,) like packed
+    sums (MAX_SUMS * groups * LANES,) float32, of the block with the most groups
     """
     start_tiles(buffer)
     for b in range(starts.shape[0] - 1):

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.attention import softcap_kernel
-from hotcold.numba_kernels.decode.norm import norm_kernel
 from hotcold.numba_kernels.decode.router import route_tokens
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import aligned_zeros
 from hotcold.numba_kernels.loops.attention_loop import (
     AttentionArrays,
+    cap_logits,
+    final_norm,
     layer_input,
     layer_norm_before,
     norm_whole,
@@ -206,17 +206,11 @@ def _project(thread, num_threads, service, buffers, project_out, no_bias, normed
 def prompt_head_request(thread, num_threads, service, buffers, arrays, scratch):
     """`head_request` of many tokens; no checks."""
     begin, end = buffers.requests[service, FIRST_LOGIT], buffers.requests[service, NUM_TOKENS]
-    count, num_layers = end - begin, arrays.numbers.shape[0]
-    last_layer = arrays.numbers[num_layers - 1]
+    count = end - begin
     residual, normed = scratch.residual[:count], scratch.normed[:count]
     first, last = split_range(count, thread, num_threads, share_unit(scratch.of_head))
     hidden = buffers.hidden[begin + first : begin + last]
-    layer_input(hidden, num_layers, arrays, residual[first:last])
-    for t in range(first, last):
-        norm_kernel(
-            last_layer.norm_kind, residual[t], arrays.final_norm_weight, arrays.final_norm_bias,
-            last_layer.norm_eps, normed[t],
-        )  # fmt: skip
+    final_norm(hidden, arrays, residual[first:last], normed[first:last])
     no_bias = arrays.final_norm_weight[:0]
     x = _project(
         thread, num_threads, service, buffers, arrays.project_out, no_bias, normed, scratch
@@ -228,11 +222,7 @@ def prompt_head_request(thread, num_threads, service, buffers, arrays, scratch):
         scratch.counters[_HEAD], thread, num_threads, arrays.head, no_bias, scratch.of_head,
         residual[:0], logits, 0,
     )  # fmt: skip
-    if arrays.logit_softcap > 0:
-        barrier_wait(buffers.cells, service, num_threads)
-        first, last = split_range(arrays.head.shape[0], thread, num_threads, 16)
-        for t in range(count):
-            softcap_kernel(logits[t, first:last], arrays.logit_softcap)
+    cap_logits(thread, num_threads, service, buffers, arrays, logits)
 
 
 @njit(nogil=True, cache=True)

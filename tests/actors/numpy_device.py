@@ -19,7 +19,6 @@ import torch
 
 from hotcold.cuda_kernels.device import DeviceMemoryError
 from hotcold.cuda_kernels.matrix import FORMATS, ITEM_BYTES, DeviceMatrix
-from hotcold.cuda_kernels.neurons import ALL
 from hotcold.model.config import activations
 from hotcold.model.config.layer_spec import RouterSpec
 from hotcold.numba_kernels.checks import ACTIVATION_CODES
@@ -218,7 +217,7 @@ class NumpyKernels:
         self._device.run(run)
 
     def hot_ffn(
-        self, neurons, x, function, thresholds, scratch, out, num_fired, selection=ALL,
+        self, neurons, x, function, thresholds, scratch, out, num_fired, block_weights=None,
         residual=None,
     ):  # fmt: skip
         size = neurons.num_neurons
@@ -231,7 +230,7 @@ class NumpyKernels:
         def run() -> None:
             h = activated(function, linear(neurons.gate, neurons.gate_bias))
             fires = ~(np.abs(h) <= thresholds.gate)
-            weights = selection.block_weights
+            weights = block_weights
             of_blocks = weights
             if weights is not None:
                 starts = neurons.starts if neurons.starts.size else [0, size]

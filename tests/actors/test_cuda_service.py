@@ -237,18 +237,30 @@ def test_quantized_weights_with_cudas_kernels(
     assert relative_difference(found[1], found[0]) < 0.02
 
 
-def test_a_request_does_not_depend_on_its_company(tiny: Tiny, device: Devices) -> None:
+def two_thirds(num_layers: int, num_neurons: int) -> list[np.ndarray]:
+    """Hot neurons: two of three, some of each block."""
+    ids = np.arange(num_neurons, dtype=np.int32)
+    return [ids[ids % 3 != layer % 3] for layer in range(num_layers)]
+
+
+@pytest.mark.parametrize(
+    ("variant", "hot", "slots"),
+    [("llama-gqa", a_third, [1, 0]), ("gpt-oss", two_thirds, [1, 2, 3, 0])],
+)
+def test_a_request_does_not_depend_on_its_company(
+    tiny: Tiny, device: Devices, variant: str, hot: Any, slots: list[int]
+) -> None:
     """To the last bit, whatever stands beside it in a step; and hot neurons too."""
-    checkpoint = tiny("llama-gqa", "float16")
+    checkpoint = tiny(variant, "float16")
     one, other = checkpoint.ids[:6].tolist(), checkpoint.ids[20:26].tolist()
     with CudaInProcess(
-        checkpoint.path, hot=a_third, device=device(), kv_dtype="float16", num_slots=2
+        checkpoint.path, hot=hot, device=device(), kv_dtype="float16", num_slots=len(slots)
     ) as system:
         engine = system.engine("exact")
         alone = [engine.step([token], [at], [0]).copy() for at, token in enumerate(one)]
         for at in range(6):
-            tokens, positions, slots = [other[at], one[at]], [at, at], [1, 0]
-            found = engine.step(tokens, positions, slots)
+            tokens = [other[at - i] for i in range(len(slots) - 1)] + [one[at]]
+            found = engine.step(tokens, [at] * len(slots), slots)
             np.testing.assert_array_equal(found, alone[at])
 
 
@@ -331,12 +343,6 @@ __all__ = ["small_bundles"]  # a fixture
 IDS = np.random.default_rng(1).integers(0, VOCAB_SIZE, 42)
 
 
-def two_thirds(num_layers: int, num_neurons: int) -> list[np.ndarray]:
-    """Hot neurons: two of three, some of each block."""
-    ids = np.arange(num_neurons, dtype=np.int32)
-    return [ids[ids % 3 != layer % 3] for layer in range(num_layers)]
-
-
 def every_one(num_layers: int, num_neurons: int) -> list[np.ndarray]:
     return [np.arange(num_neurons, dtype=np.int32)] * num_layers
 
@@ -371,21 +377,6 @@ def test_part_of_the_model_on_the_host(tiny: Tiny) -> None:
     with CudaInProcess(checkpoint.path, **options) as system:
         found = system.logits("exact", ids, [34, 3, 1])
         assert relative_difference(found, expected) < 1e-4
-
-
-def test_a_mixtures_request_does_not_depend_on_its_company(tiny: Tiny, device: Devices) -> None:
-    """To the last bit, whatever stands beside it in a step."""
-    checkpoint = tiny("gpt-oss", "float16")
-    one, other = checkpoint.ids[:5].tolist(), checkpoint.ids[20:25].tolist()
-    with CudaInProcess(
-        checkpoint.path, hot=two_thirds, device=device(), kv_dtype="float16", num_slots=4
-    ) as system:
-        engine = system.engine("exact")
-        alone = [engine.step([token], [at], [0]).copy() for at, token in enumerate(one)]
-        for at in range(5):
-            tokens, slots = [other[at], other[-at], other[2], one[at]], [1, 2, 3, 0]
-            found = engine.step(tokens, [at] * 4, slots)
-            np.testing.assert_array_equal(found, alone[at])
 
 
 def test_mxfp4_as_on_the_cpu(tmp_path: Path, device: Devices) -> None:

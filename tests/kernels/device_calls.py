@@ -13,7 +13,7 @@ import numpy as np
 
 from hotcold.cuda_kernels.kernels import LAYER_NORM, MAX_TOKENS, RMS_NORM, PagedCache
 from hotcold.cuda_kernels.matrix import DeviceMatrix, padded_items
-from hotcold.cuda_kernels.neurons import DeviceNeurons, DeviceSelection, LayerResidual, fill_masks
+from hotcold.cuda_kernels.neurons import DeviceNeurons, LayerResidual
 from hotcold.cuda_kernels.sizes import FfnLayout
 from hotcold.numba_kernels.checks import float_array, optional_floats, require, weight_rows
 from hotcold.numba_kernels.decode.activations import (
@@ -106,21 +106,18 @@ class DeviceCalls:
         thresholds: Thresholds,
         residual: LayerResidual | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The output (T, d), and whether each neuron fires for any token (N,)."""
+        """The output (T, d), and whether each neuron fires for any token (N,); none is listed."""
+        assert not selection.is_listed
         layout = FfnLayout(len(x), neurons.num_neurons, x.shape[1])
         items = self.kernels.ffn_scratch_items(len(x), neurons.num_neurons, x.shape[1])
         scratch = self.to_device(np.full(items, np.nan, np.float32))
         out, count = self.to_device(np.full_like(x, np.nan)), self.to_device(np.full(2, -1, "i4"))
-        masks = np.empty(neurons.num_neurons * selection.is_listed, np.uint32)
-        if selection.is_listed:
-            fill_masks(masks, selection.ids, selection.token_masks)
-        chosen = [self.to_device(each) for each in (masks, selection.block_weights)]
         if residual is not None:
             arrays = self.to_device(residual.ffn_residual), self.to_device(residual.bias)
             residual = LayerResidual(*arrays, residual.scale)
         self.kernels.hot_ffn(
             neurons, self.to_device(x), function, thresholds, scratch, out, count,
-            DeviceSelection(*chosen), residual,
+            self.to_device(selection.block_weights), residual,
         )  # fmt: skip
         first = layout.offsets[1]
         flags = self.to_host(scratch)[first : first + layout.num_neurons].view(np.int32)

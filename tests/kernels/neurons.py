@@ -25,6 +25,7 @@ from tests.kernels.quantized_rows import IN_BLOCKS, KINDS, SUMMED, random_rows
 from tests.kernels.reference import activate, activate_up, widened
 
 SELECTIONS = "all", "ids", "masked ids", "blocks", "masked ids of blocks"
+OF_BLOCKS = "all", "blocks"  # that a GPU takes
 BEFORE = 3  # rows of the layer before
 _POISON = 0xFF  # bytes that are NaN in every format: as a number, or as a scale
 

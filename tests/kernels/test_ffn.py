@@ -40,6 +40,7 @@ from tests.kernels import backends, reference
 from tests.kernels.arrays import BITS, random_floats
 from tests.kernels.neurons import (
     BEFORE,
+    OF_BLOCKS,
     SELECTIONS,
     Matrix,
     Neurons,
@@ -116,7 +117,8 @@ def test_random_layers(source: str, seed: int, request: pytest.FixtureRequest) -
     is_emulated, is_transposed = way == "emulated", way == "transposed"
     for turn in range(4 if is_emulated else 15):
         neurons = Neurons.random(rng, kind, is_transposed, 120 if is_emulated else 400)
-        selected = SELECTIONS[(turn + seed) % len(SELECTIONS)]
+        kinds = SELECTIONS if way in ("rows", "transposed") else OF_BLOCKS
+        selected = kinds[(turn + seed) % len(kinds)]
         name, num_tokens = NAMES[rng.integers(len(NAMES))], int(rng.choice([1, 2, 7, 32]))
         if way not in ("rows", "transposed"):
             neurons.down_biases = neurons.down_biases[:, :0]

@@ -17,7 +17,7 @@ from hotcold.actors.attention.cuda.model import CudaModel
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.cuda_kernels.kernels import CudaKernels, Layer, PagedCache
-from hotcold.cuda_kernels.neurons import DeviceSelection, LayerResidual
+from hotcold.cuda_kernels.neurons import LayerResidual
 from hotcold.model.config.layer_order import ffn_residual_and_input, layer_input
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
@@ -186,9 +186,7 @@ class StepWork:
             self._ffn_scratch,
             self.hidden[:num_tokens] if ends_layer else self.partial[:num_tokens],
             self.num_fired[layer],
-            DeviceSelection(
-                block_weights=self.block_weights(layer, num_tokens) if has_weights else None
-            ),
+            self.block_weights(layer, num_tokens) if has_weights else None,
             residual if ends_layer else None,
         )
 
