@@ -170,13 +170,15 @@ def plain(gate: np.ndarray, down: np.ndarray, up: np.ndarray | None = None) -> N
 def test_functions_far_from_zero(way: str, request: pytest.FixtureRequest) -> None:
     values = [-1e4, -200, -90, -20, -5, -1e-3, 0, 1e-3, 5, 20, 200, 1e4]
     one = np.ones((len(values), 1), np.float32)
-    ffn = ffn_of(way, plain(np.array(values, np.float32)[:, None], one), request)
+    neurons = plain(np.array(values, np.float32)[:, None], one)
+    neurons.starts = np.arange(len(values) + 1)  # a block each
+    neurons.down_biases = np.empty((len(values), 0), np.float32)
+    ffn, each = ffn_of(way, neurons, request), np.eye(len(values), dtype=np.float32)
     for name in NAMES:
-        for i, value in enumerate(values):
-            chosen = Selection(True, np.array([i], np.int32), NO_MASKS, EVERYTHING.block_weights)
-            found, _ = ffn(one[:1], chosen, name, ALL_FIRE, 1)
-            wanted = reference.activate(np.array([value]), name, LIMITS.get(name, 0.0))
-            np.testing.assert_allclose(found[0], wanted, rtol=1e-5, atol=1e-7)
+        chosen = EVERYTHING._replace(block_weights=each)
+        found, _ = ffn(one, chosen, name, ALL_FIRE, 1)
+        wanted = reference.activate(np.array(values), name, LIMITS.get(name, 0.0))
+        np.testing.assert_allclose(found[:, 0], wanted, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("way", ["rows", *backends.DEVICES])
@@ -198,11 +200,13 @@ def test_a_nan_is_not_swallowed(way: str, request: pytest.FixtureRequest) -> Non
 def test_nothing_is_selected_or_fires(way: str, request: pytest.FixtureRequest) -> None:
     ffn = ffn_of(way, plain(np.ones((40, 72), np.float32), random_floats(1, 40, 72)), request)
     x = np.full((3, 72), -1, np.float32)
-    for selection, thresholds in (
-        (EVERYTHING._replace(is_listed=True), ALL_FIRE),
+    cases = [
         (EVERYTHING._replace(block_weights=np.zeros((3, 1), np.float32)), ALL_FIRE),
         (EVERYTHING, not_zero("relu")),
-    ):
+    ]
+    if way == "rows":
+        cases.append((EVERYTHING._replace(is_listed=True), ALL_FIRE))
+    for selection, thresholds in cases:
         found, fired = ffn(x, selection, "relu", thresholds, 2)
         assert not found.any() and not fired.any()
 
