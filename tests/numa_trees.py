@@ -27,8 +27,3 @@ def write_tree(
         if distances:
             (folder / "distance").write_text(" ".join(map(str, distances[node])) + "\n")
     return root
-
-
-def cores_as_nodes(root: Path, num_nodes: int) -> Path:
-    """Core n is node n, of which only node 0 is there in truth on most machines."""
-    return write_tree(root, {node: str(node) for node in range(num_nodes)})

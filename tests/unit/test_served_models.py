@@ -29,7 +29,6 @@ from hotcold.ui.app import create_app
 from hotcold.ui.model_loading import ModelLoader, Need
 
 WAIT_S = 30.0
-Post = Callable[..., Awaitable[httpx.Response]]
 
 
 class StandIn:
