@@ -125,8 +125,8 @@ def running() -> list[Record]:
     folder = found_folder()
     if folder is None:
         return []
-    found, has_stale = _read_all(folder)
-    if has_stale:
+    found, stale = _read_all(folder)
+    if stale:
         with suppress(OSError, UsageError), _locked(folder):
             return _remove_dead(folder)
     return found
@@ -247,33 +247,38 @@ def _free_name(folder: Path, wanted: str, own: str = "") -> str:
 
 def _remove_dead(folder: Path) -> list[Record]:
     """Remove what ended processes have left; the running systems. Within `_locked`."""
-    for path in folder.glob(f"*{_SUFFIX}"):
-        with suppress(OSError):
-            if not _is_locked(path):
-                path.unlink()
-    found, _ = _read_all(folder)
+    found, stale = _read_all(folder)
     used = {record.socket for record in found}
+    # While a process ends, its socket may still listen when its record's lock is gone.
+    ended = set()
+    for path in stale:
+        with suppress(OSError, ValueError, TypeError, AttributeError):
+            ended.add(_read(path).socket)
+        path.unlink(missing_ok=True)
     for path in folder.glob(f"*{_SOCKET}"):
-        if path.name not in used and not _is_listening(path):
+        if path.name not in used and (path.name in ended or not _is_listening(path)):
             path.unlink(missing_ok=True)
     return found
 
 
-def _read_all(folder: Path) -> tuple[list[Record], bool]:
-    """The running systems, and whether there are stale records.
-
-    Of a record of another version what is known here is read.
-    """
-    known, found, has_stale = {one.name for one in fields(Record)}, [], False
+def _read_all(folder: Path) -> tuple[list[Record], list[Path]]:
+    """The running systems, and the stale records."""
+    found, stale = [], []
     for path in sorted(folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stem):
         with suppress(OSError, ValueError, TypeError, AttributeError):  # it may end meanwhile
             if _is_locked(path):
-                values = json.loads(path.read_bytes()).items()
-                record = Record(**{key: value for key, value in values if key in known})
-                found.append(replace(record, socket=record.socket or f"{path.stem}{_SOCKET}"))
+                found.append(_read(path))
             else:
-                has_stale = True
-    return found, has_stale
+                stale.append(path)
+    return found, stale
+
+
+def _read(path: Path) -> Record:
+    """A record's content; of one of another version what is known here."""
+    known = {one.name for one in fields(Record)}
+    values = json.loads(path.read_bytes()).items()
+    record = Record(**{key: value for key, value in values if key in known})
+    return replace(record, socket=record.socket or f"{path.stem}{_SOCKET}")
 
 
 def _write(folder: Path, record: Record) -> int:

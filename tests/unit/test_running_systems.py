@@ -70,11 +70,10 @@ def claim(base: Path) -> Iterator[Any]:
 
 
 def kill(registration: Registration) -> None:
-    """Have it end as where its process is killed."""
+    """Have it end as where its process is killed: its socket may listen a moment longer."""
     for _, lock in registration._locks.values():
         os.close(lock)
     registration._locks.clear()
-    registration.listener.close()
 
 
 def names() -> list[str]:
