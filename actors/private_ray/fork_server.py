@@ -2,8 +2,9 @@
 
 A worker takes two seconds to import Ray, NumPy, Numba and our actors. In place of one the raylet
 runs `forked_worker.py`, which requests a fork at a socket, and becomes a plain worker if it gets
-none. A command imports everything, and its fork is the server (`share_imports`): nothing is
-imported twice, and none of the processes has a copy of its own but of pages that it writes. A
+none. A command that ends soon starts the server first, and both import at once
+(`ForkServer.begin`). One that stays imports everything, and its fork is the server
+(`share_imports`): none of the processes has a copy of its own but of pages that it writes. A
 program that uses the Python API has a server that is started beside it.
 """
 
@@ -69,8 +70,16 @@ class ForkServer:
         self._process_id, self._control = process_id, control
 
     @classmethod
+    def begin(cls) -> None:
+        """Start a server early, for the next `take`: it imports while this process does, too."""
+        if "RAY_ADDRESS" not in os.environ and cls._begun is None:
+            with suppress(OSError):  # `take` reports it
+                cls._begun = cls.start()
+                atexit.register(cls._begun.end)
+
+    @classmethod
     def take(cls) -> ForkServer:
-        """The server that `share_imports` made, else a new one. Errors: OSError."""
+        """The server begun, or made by `share_imports`, else a new one. Errors: OSError."""
         begun, cls._begun = cls._begun, None
         if begun is None:
             return cls.start()

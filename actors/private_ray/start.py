@@ -59,6 +59,9 @@ _SETTINGS: dict[str, Any] = {
     "report_worker_backlog_interval_ms": 10_000,
     "debug_dump_period_milliseconds": 0,
     "raylet_death_check_interval_milliseconds": 10_000,
+    # The raylet may look for its object store before that listens, and would look again after 1 s.
+    "raylet_client_connect_timeout_milliseconds": 10,
+    "raylet_client_num_connect_attempts": 1000,
     "ray_syncer_message_refresh_interval_ms": 60_000,
     "health_check_period_ms": 30_000,
     "start_python_gc_manager_thread": False,

@@ -28,7 +28,7 @@ from hotcold.jobs.support.options import (
     system_options,
 )
 from hotcold.jobs.support.settings import GroupedCommand
-from hotcold.jobs.support.shared_imports import share_imports
+from hotcold.jobs.support.shared_imports import begin_workers
 from hotcold.model.errors import PromptError
 from hotcold.model.files.locate import locate_model, model_name
 from hotcold.model.sampling import SamplingParams
@@ -130,7 +130,7 @@ def _entered(
 @contextmanager
 def _started(path: Path, options: SystemOptions, name: str) -> Iterator[tuple[System, Facts]]:
     """A system of this command's own."""
-    share_imports()
+    begin_workers()
     from hotcold.actors.driver.prompts import Prompts
     from hotcold.actors.setup.preflight import prepare_system
     from hotcold.jobs.support.loading import running_system

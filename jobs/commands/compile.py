@@ -12,7 +12,7 @@ from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.support.console import json_option, print_json, steps_bar
 from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand
-from hotcold.jobs.support.shared_imports import share_imports
+from hotcold.jobs.support.shared_imports import begin_workers
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.locate import locate_model
 
@@ -36,7 +36,7 @@ def compile_kernels(model: str | None, as_json: bool, **values: Any) -> None:
     as any other.
     """
     path = locate_model(model)
-    share_imports()
+    begin_workers()
     from hotcold.actors.setup.preflight import prepare_system
     from hotcold.jobs.support.loading import running_system
     from hotcold.numba_kernels.own_cache import own_folder

@@ -29,7 +29,7 @@ from hotcold.jobs.support.options import (
     system_options,
 )
 from hotcold.jobs.support.settings import GroupedCommand
-from hotcold.jobs.support.shared_imports import share_imports
+from hotcold.jobs.support.shared_imports import begin_workers
 from hotcold.model.errors import PromptError, ServiceError, require_nonempty
 from hotcold.model.files.locate import locate_model
 from hotcold.model.sampling import SamplingParams
@@ -97,13 +97,12 @@ def _answer_here(
     path: Path, options: SystemOptions, asked: GenerateRequest
 ) -> tuple[Generation, dict[str, Any]]:
     """Answer with a system of this command's own; also what is said of that system."""
-    from hotcold.actors.setup.preflight import prepare_system
-
-    system, config = prepare_system(path, options)
-    share_imports()
+    begin_workers()
     from hotcold.actors.driver.prompts import Prompts
+    from hotcold.actors.setup.preflight import prepare_system
     from hotcold.jobs.running.own import start_prepared
 
+    system, config = prepare_system(path, options)
     prompts = Prompts(path, config, system.context_length)
     request = prompts.checked(asked)
     connection = start_prepared(system)

@@ -20,7 +20,7 @@ from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.support.console import json_option, print_json, steps_bar
 from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand
-from hotcold.jobs.support.shared_imports import share_imports
+from hotcold.jobs.support.shared_imports import begin_workers
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import locate_model
 
@@ -70,7 +70,7 @@ def perplexity(
 ) -> None:
     """Score MODEL on a text, and compare the mode with dense (the embedded model without MODEL)."""
     path = locate_model(model)
-    share_imports()
+    begin_workers()
     from hotcold.actors.driver.prompts import Prompts
     from hotcold.actors.setup.choose import require_one_mode
     from hotcold.jobs.support.loading import running_system

@@ -1,4 +1,4 @@
-"""Lets a command import once what it and the workers of its Ray need."""
+"""How a command has what its Ray's workers import: beside its own imports, or shared with them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,21 @@ _MODULES = (
 )
 
 
+def begin_workers() -> None:
+    """Import what workers need in another process, meanwhile: a start is 0.2 s shorter.
+
+    For a command that ends soon. To be called once it is known that a system is to start.
+    """
+    forget_api_key()  # what this process starts does not need it
+    fork_server.ForkServer.begin()
+
+
 def share_imports(*modules: str) -> None:
     """Import these, and what a system's start takes; see `fork_server.share_imports`.
 
-    To be called once it is known that a system is to start, and before other threads are.
+    For a command that stays: 100 MB less. To be called once it is known that a system is to start,
+    and before other threads are.
     """
-    forget_api_key()  # forks of this process, and what they start, do not need it
+    forget_api_key()
     with interrupts_after():
         fork_server.share_imports(*_MODULES, *modules)
