@@ -63,7 +63,8 @@ def test_the_demo_model(local_ray: None) -> None:
     assert (
         done.out.startswith("ppl ") and " ± " in done.out and "recall" not in done.out.split("{")[0]
     )
-    assert "same likeliest token 100.000% ± 0.000%" in done.out and not done.err
+    assert "same likeliest token 100.000% ± 0.000%" in done.out
+    assert all(line.startswith("compiling kernels") for line in done.err.splitlines())
     # float16 weights are the same numbers in both, but the KV cache is float16 here.
     assert found["ppl"] == pytest.approx(perplexity(DEMO, windows), rel=1e-3)
     assert found["ppl_dense"] == pytest.approx(found["ppl"], rel=1e-5)

@@ -249,7 +249,8 @@ def test_restart(
     arguments: list[str | Path] = [words, "--text", text, "--out", out, "--inputs-out"]
     arguments += [tmp_path / "i", "--window", f"{WINDOW}", "--inputs", f"{NUM_INPUTS}"]
     report, err = profiled(*arguments, "--restart")
-    assert report["resumed_at"] == 0 and err == ""
+    assert report["resumed_at"] == 0
+    assert all(line.startswith("compiling kernels") for line in err.splitlines())
     windows = [ids[first : first + WINDOW - 1] for first in range(0, NUM_TOKENS, WINDOW - 1)]
     found = read_profile(out, ModelIdentity.of(words), config)
     np.testing.assert_array_equal(found.counts, reference(words, windows)[0])
