@@ -27,6 +27,11 @@ from hotcold.numba_kernels.load.convert import to_float32
 from tests.reference_experts import experts_output
 
 
+def relative_difference(found: np.ndarray, expected: np.ndarray) -> float:
+    """Largest difference as a share of the largest logit."""
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
 def reference_logits(
     checkpoint_dir: str | Path,
     ids: Sequence[int] | np.ndarray,

@@ -172,9 +172,6 @@ VARIANTS: dict[str, Variant] = {
     "llama-rope-theta": Variant(_llama, rope_parameters=_ROPES["theta"]),
     "llama-rope-linear": Variant(_llama, rope_parameters=_ROPES["linear"]),
     "llama-rope-llama3": Variant(_llama, rope_parameters=_ROPES["llama3"]),
-    "llama-rope-theta-old": Variant(_llama, rope_parameters=_ROPES["theta"]),
-    "llama-rope-linear-old": Variant(_llama, rope_parameters=_ROPES["linear"]),
-    "llama-rope-llama3-old": Variant(_llama, rope_parameters=_ROPES["llama3"]),
     "llama-head-dim": Variant(_llama, head_dim=20, num_key_value_heads=1),
     "opt-prenorm": Variant(_opt),
     "opt-postnorm": Variant(_opt, do_layer_norm_before=False, word_embed_proj_dim=32),
@@ -411,24 +408,14 @@ def make_tiny(
     `dtype` is float32, float16 or bfloat16; about `shards` files are written where it is above 1.
     """
     made = (VARIANTS | MIXTURES)[variant]
-    is_old = variant.endswith("-old")
-    asked = (
-        made.func.__name__,
-        made.args,
-        sorted(made.keywords.items()),
-        is_old,
-        dtype,
-        seed,
-        shards,
-    )
+    keywords = sorted(made.keywords.items())
+    asked = (made.func.__name__, made.args, keywords, dtype, seed, shards)
     name = f"model-{digest_of(repr(asked))}"
-    copy_kept(name, Path(path), lambda kept: _write(made, kept, is_old, dtype, seed, shards))
+    copy_kept(name, Path(path), lambda kept: _write(made, kept, dtype, seed, shards))
     return Path(path)
 
 
-def _write(
-    made: Variant, directory: Path, is_old: bool, dtype: str, seed: int, shards: int
-) -> None:
+def _write(made: Variant, directory: Path, dtype: str, seed: int, shards: int) -> None:
     import torch
 
     torch.manual_seed(seed)
@@ -450,8 +437,6 @@ def _write(
         file.write_text(json.dumps(json.loads(file.read_text()) | published))
     if tensors := getattr(model, "published_tensors", None):
         _replace_ffn(directory / "model.safetensors", tensors)
-    if is_old:
-        _write_old_rope_keys(directory / "config.json")
 
 
 def _replace_ffn(file: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -472,16 +457,3 @@ def _random_like(name: str, parameter: torch.Tensor) -> torch.Tensor:
     if name.endswith("bias"):
         return torch.randn_like(parameter) * 0.3
     return 1 + torch.randn_like(parameter) * 0.3
-
-
-def _write_old_rope_keys(file: Path) -> None:
-    """Spell the rope as files did before rope_parameters."""
-    config = json.loads(file.read_text())
-    rope = config.pop("rope_parameters")
-    config["rope_theta"] = rope.pop("rope_theta")
-    kind = rope.pop("rope_type")
-    if kind == "linear":
-        config["rope_scaling"] = {"type": kind, **rope}
-    elif kind != "default":
-        config["rope_scaling"] = {"rope_type": kind, **rope}
-    file.write_text(json.dumps(config, indent=1))

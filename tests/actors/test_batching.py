@@ -22,8 +22,8 @@ from hotcold.model.errors import PromptError, PromptTooLongError, ServiceError
 from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import CONTEXT, Background, batching, complete, random_request, start
 from tests.conftest import TinyCheckpoint
+from tests.reference import relative_difference
 from tests.tiny_models import VOCAB_SIZE
-from tests.unit.test_reference import relative_difference
 
 Tiny = Callable[..., TinyCheckpoint]
 

@@ -38,9 +38,8 @@ from tests.actors.test_stored_experts import StoredExperts, answers, packed, sma
 from tests.conftest import TinyCheckpoint
 from tests.mxfp4_models import make_mxfp4
 from tests.quantized_models import make_model
-from tests.reference import reference_logits
+from tests.reference import reference_logits, relative_difference
 from tests.tiny_models import VOCAB_SIZE
-from tests.unit.test_reference import relative_difference
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 Tiny = Callable[..., TinyCheckpoint]

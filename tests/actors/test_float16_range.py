@@ -14,8 +14,7 @@ from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_prefill_loops import IDS
 from tests.quantized_models import make_model
-from tests.reference import reference_logits
-from tests.unit.test_reference import relative_difference
+from tests.reference import reference_logits, relative_difference
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])

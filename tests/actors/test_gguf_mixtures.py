@@ -13,11 +13,10 @@ from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.setup.shards import service_specs
 from tests.actors.in_process import InProcessSystem
-from tests.reference import reference_logits
+from tests.reference import reference_logits, relative_difference
 from tests.tiny_checkpoint import TinyCheckpoint
 from tests.tiny_models import MIXTURES, Variant, make_tiny
 from tests.unit.test_mixtures import FILES, write_gguf
-from tests.unit.test_reference import relative_difference
 
 WAYS = [1], [4], [40]
 

@@ -16,9 +16,8 @@ from hotcold.numba_kernels.ir.target import has_feature
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 from tests.patched_models import load_model
-from tests.reference import reference_logits
+from tests.reference import reference_logits, relative_difference
 from tests.tiny_models import MIXTURES, VARIANTS, VOCAB_SIZE, Variant, make_tiny
-from tests.unit.test_reference import relative_difference
 
 Tiny = Callable[..., TinyCheckpoint]
 # How many tokens each step takes, in turn. Steps take up to 32, prompts more.

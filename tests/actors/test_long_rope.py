@@ -14,8 +14,8 @@ from hotcold.actors.setup.choose import choose_system
 from hotcold.model.config.build import read_config
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
+from tests.reference import relative_difference
 from tests.tiny_models import VARIANTS, VOCAB_SIZE, Variant, make_tiny
-from tests.unit.test_reference import relative_difference
 
 TRAINED, LONGEST = 64, 512
 IDS = np.random.default_rng(17).integers(0, VOCAB_SIZE, LONGEST)

@@ -29,8 +29,8 @@ from tests.actors.batching import complete
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 from tests.placement_cases import layout_of
+from tests.reference import relative_difference
 from tests.tiny_models import make_tiny
-from tests.unit.test_reference import relative_difference
 
 NODES = tuple(CpuNode(f"node{i}", 1, 16 << 30, 8 << 30, 40.0 + i, 38.0, 30.0) for i in range(2))
 MACHINE = Machine("a machine", NODES, (), 20.0, "")

@@ -29,9 +29,8 @@ from tests.actors.batching import complete, random_request, start
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
-from tests.reference import reference_logits
+from tests.reference import reference_logits, relative_difference
 from tests.tiny_models import make_tiny
-from tests.unit.test_reference import relative_difference
 
 Tiny = Callable[..., TinyCheckpoint]
 VARIANTS = ["llama-silu", "gemma3", "olmo2"]

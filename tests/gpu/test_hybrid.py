@@ -22,9 +22,8 @@ from tests.actors.test_stored_beside_gpu import StoredBesideGpu
 from tests.actors.test_stored_neurons import assert_same_bits, packed
 from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model as make_quantizable
-from tests.reference import reference_logits
+from tests.reference import reference_logits, relative_difference
 from tests.tiny_models import VARIANTS
-from tests.unit.test_reference import relative_difference
 
 _GPUS, _REASON = list_gpus()
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

@@ -96,13 +96,10 @@ def test_a_tensor_or_fact_that_is_not_as_expected(file: Path) -> None:
         assert str(file) in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("kind", COMMANDS)
-def test_missing(kind: str, tmp_path: Path) -> None:
-    assert f"there is no {kind} file" in refused(tmp_path / "none", kind)
-    assert f"there is no {kind} file" in refused(tmp_path, kind)
-
-
-def test_truncated_anywhere(file: Path) -> None:
+def test_missing_or_truncated_anywhere(file: Path) -> None:
+    for kind in COMMANDS:
+        assert f"there is no {kind} file" in refused(file.parent / "none", kind)
+    assert "there is no profile file" in refused(file.parent)
     content = file.read_bytes()
     for length in {0, 1, 7, 8, 9, 100, len(content) // 2, len(content) - 9, len(content) - 1}:
         file.write_bytes(content[:length])
@@ -111,7 +108,7 @@ def test_truncated_anywhere(file: Path) -> None:
     assert "damaged" in refused(file)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(at=st.integers(0, 600), value=st.integers(0, 255))
 def test_a_changed_byte_of_the_header_is_refused_or_harmless(
     at: int, value: int, tmp_path_factory: pytest.TempPathFactory
@@ -188,16 +185,9 @@ def test_a_moved_model_is_the_same(model: Path, tmp_path: Path) -> None:
     assert moved.digest == found.digest and moved.content == found.content
     write_artifact(tmp_path / "f", "plan", found, {}, {})
     read_artifact(tmp_path / "f", "plan", moved)
-
-
-def test_another_config_is_another_model(model: Path, tmp_path: Path) -> None:
-    path = shutil.copytree(model, tmp_path / "copy")
-    config = json.loads((path / "config.json").read_text())
-    config["eos_token_id"] = 77
-    (path / "config.json").write_text(json.dumps(config))
-    write_artifact(tmp_path / "f", "predictors", ModelIdentity.of(model), {}, {})
-    text = refused(tmp_path / "f", "predictors", ModelIdentity.of(path))
-    assert f"belongs to the model '{model.name}'" in text and "not to 'copy'" in text
+    (path / "config.json").write_text(json.dumps(config | {"eos_token_id": 77}))
+    text = refused(tmp_path / "f", "plan", ModelIdentity.of(path))
+    assert f"belongs to the model '{model.name}'" in text and "not to 'moved'" in text
 
 
 def change_in_place(file: Path, place: int) -> None:
@@ -291,10 +281,9 @@ def unwritable(path: Path) -> str:
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("")
     unwritable(tmp_path / "text" / "file")
-    (tmp_path / "folder").mkdir()
-    unwritable(tmp_path / "folder")
+    unwritable(tmp_path)
     unwritable(tmp_path / ("n" * 250))
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "text"]
+    assert [each.name for each in tmp_path.iterdir()] == ["text"]
 
 
 def test_a_full_disk_leaves_the_old_file(file: Path) -> None:

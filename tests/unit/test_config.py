@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hotcold.model.config.build import build_config, read_config
+from hotcold.model.config.build import build_config
 from hotcold.model.config.model_config import RopeConfig
 from tests.unit.family_configs import (
     BAMBOO,
@@ -112,35 +110,3 @@ def test_longrope_takes_long_factors_for_long_contexts() -> None:
 def test_ropes_that_stretch_the_context(rope: dict[str, Any], longest: int) -> None:
     config = build_config(LLAMA | {"max_position_embeddings": 1500, "rope_scaling": rope})
     assert config.max_positions == longest
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_theta": 5e5, "rope_scaling": LLAMA3},
-        {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
-        {"rope_theta": 300.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"rope_theta": 1e4, "rope_scaling": YARN | {"truncate": False, "beta_fast": 3.0}},
-        {"rope_theta": 1e4, "rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}},
-        {"rope_theta": 1e4, "rope_scaling": YARN | {"mscale": 0.7, "factor": 0.5}},
-        {"rope_theta": 1e4, "rope_scaling": YARN | {"attention_factor": 1.3}},
-    ],
-)
-def test_inv_freq_equals_transformers(rope: dict[str, Any], tmp_path: Path) -> None:
-    from transformers import AutoConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | rope))
-    config = read_config(tmp_path)
-    theirs = AutoConfig.from_pretrained(tmp_path)
-    assert config.rope is not None
-    found = config.rope.inv_freq(config.head_dim)
-    assert found.dtype == np.float32 and found.shape == (8,)
-    kind = theirs.rope_parameters["rope_type"]
-    if kind == "default":
-        expected = 1 / (theirs.rope_parameters["rope_theta"] ** (np.arange(0, 16, 2) / 16))
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
-    else:
-        expected, scale = ROPE_INIT_FUNCTIONS[kind](theirs)
-        np.testing.assert_array_equal(found, expected.numpy())
-        assert config.rope.table_scale == pytest.approx(scale, rel=1e-12)

@@ -16,6 +16,7 @@ from hotcold.model.errors import ConfigError
 from tests.gguf_files import LlamaFile
 from tests.reference import reference_logits
 from tests.tiny_models import make_tiny
+from tests.unit.test_mixtures import FILES
 
 IDS = [3, 7, 1, 90, 55, 20, 3, 3, 64, 17, 5]
 IDS_OF_TINY = [3, 7, 1, 40, 33, 20, 3]
@@ -32,7 +33,8 @@ SIZES: dict[str, Any] = {
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # class, what its configuration changes, how its file is written, keys beside the common ones.
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+Case = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
+CASES: dict[str, Case] = {
     "llama": ("Llama", {}, {}, {}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}, {"pairs_rows": False}, {}),
     "qwen3": ("Qwen3", {}, {"pairs_rows": False}, {}),
@@ -77,60 +79,64 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def made(
-    case: str, path: Path, arch: str | None = None, extra: dict[str, np.ndarray] | None = None
-) -> np.ndarray:
-    """Write a random model as a file; returns transformers' logits of it."""
+def random_model(name: str, config: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """transformers' logits of a random model of that class, and its tensors."""
     import torch
     import transformers
 
-    name, changes, how, keys = CASES[case]
-    config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
     torch.manual_seed(3)
-    class_name = f"{name.removesuffix('Text')}ForCausalLM"
-    model = getattr(transformers, class_name)._from_config(config, attn_implementation="eager")
-    model.eval()
+    model_class = getattr(transformers, f"{name}ForCausalLM")
+    model = model_class._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
         logits = model(torch.tensor([IDS])).logits[0].numpy()
-    tensors = {key: value.numpy() for key, value in model.state_dict().items()}
+    return logits, {key: value.numpy() for key, value in model.state_dict().items()}
+
+
+def made(
+    case: Case, path: Path, arch: str, extra: dict[str, np.ndarray] | None = None
+) -> np.ndarray:
+    """Write a random model as a file; returns transformers' logits of it."""
+    import transformers
+
+    name, changes, how, keys = case
+    config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
+    logits, tensors = random_model(name.removesuffix("Text"), config)
     if config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     values = SIZES | config.to_dict()
-    LlamaFile(values, tensors, keys=keys, extra=extra or {}, arch=arch or case, **how).write(path)
+    LlamaFile(values, tensors, keys=keys, extra=extra or {}, arch=arch, **how).write(path)
     return logits
 
 
-def falcon(path: Path, kv_heads: int, powerinfer: bool) -> np.ndarray:
+def require_same_logits(path: Path, expected: np.ndarray) -> None:
+    largest = float(np.abs(expected).max())
+    assert largest > 0.1
+    assert np.abs(reference_logits(path, IDS) - expected).max() < 1e-4 * max(1.0, largest)
+
+
+def falcon(path: Path, powerinfer: bool) -> np.ndarray:
     """As `made`, of Falcon, whose q, k and v the converter takes apart."""
-    import torch
     import transformers
 
     config = transformers.FalconConfig(
         vocab_size=101, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_kv_heads=kv_heads, new_decoder_architecture=kv_heads > 1, multi_query=kv_heads == 1,
+        num_kv_heads=2, new_decoder_architecture=True, multi_query=False,
         ffn_hidden_size=64, activation="relu" if powerinfer else "gelu", alibi=False, bias=False,
     )  # fmt: skip
-    torch.manual_seed(3)
-    model = transformers.FalconForCausalLM._from_config(config, attn_implementation="eager")
-    model.eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-        logits = model(torch.tensor([IDS])).logits[0].numpy()
+    logits, held = random_model("Falcon", config)
     tensors, extra = {}, {}
-    for name, value in model.state_dict().items():
-        values = value.numpy()
+    for name, rows in held.items():
         if "query_key_value" in name:
-            heads = values.reshape(kv_heads, 4 // kv_heads + 2, 8, 32)
+            heads = rows.reshape(2, 4, 8, 32)
             parts = (heads[:, :-2], heads[:, -2:-1], heads[:, -1:])
             tensors[name] = np.concatenate([part.reshape(-1, 32) for part in parts])
         elif powerinfer and "dense_4h_to_h" in name:
-            extra[f"blk.{name.split('.')[2]}.ffn_down_t.weight"] = np.ascontiguousarray(values.T)
+            extra[f"blk.{name.split('.')[2]}.ffn_down_t.weight"] = np.ascontiguousarray(rows.T)
         elif name != "lm_head.weight":
-            tensors[name] = values
-    sizes = {"num_key_value_heads": kv_heads, "intermediate_size": 64, "head_dim": 8}
+            tensors[name] = rows
+    sizes = {"num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 8}
     keys = {"falcon.attention.layer_norm_epsilon": 1e-5}
     values = SIZES | {"num_hidden_layers": 2} | sizes
     LlamaFile(values, tensors, keys=keys, extra=extra, arch="falcon", pairs_rows=False).write(path)
@@ -138,12 +144,8 @@ def falcon(path: Path, kv_heads: int, powerinfer: bool) -> np.ndarray:
 
 
 @pytest.mark.parametrize("powerinfer", [False, True])
-@pytest.mark.parametrize("kv_heads", [2])
-def test_falcons_logits_are_transformers(kv_heads: int, powerinfer: bool, tmp_path: Path) -> None:
-    expected = falcon(tmp_path / "tiny.gguf", kv_heads, powerinfer)
-    found = reference_logits(tmp_path / "tiny.gguf", IDS)
-    assert np.abs(found - expected).max() < 1e-4 * max(1.0, float(np.abs(expected).max()))
-    assert np.abs(expected).max() > 0.1
+def test_falcons_logits_are_transformers(powerinfer: bool, tmp_path: Path) -> None:
+    require_same_logits(tmp_path / "m.gguf", falcon(tmp_path / "m.gguf", powerinfer))
 
 
 def minicpm(folder: Path, **keys: Any) -> Path:
@@ -181,16 +183,13 @@ def test_minicpm_s_is_not_taken_for_another(tmp_path: Path) -> None:
 
 def test_every_architecture_is_compared() -> None:
     """Bamboo is PowerInfer's alone (test_powerinfer_files.py); mixtures: test_mixtures.py."""
-    found = {name for name, one in ARCHITECTURES.items() if not one.names.layer.experts}
-    assert {*CASES, "falcon", "bamboo", "minicpm"} == found
+    mixtures = {arch for _, arch, _, _ in FILES.values()}
+    assert {*CASES, "falcon", "bamboo", "minicpm", *mixtures} == ARCHITECTURES.keys()
 
 
 @pytest.mark.parametrize("arch", CASES)
 def test_logits_are_transformers(arch: str, tmp_path: Path) -> None:
-    expected = made(arch, tmp_path / "tiny.gguf")
-    found = reference_logits(tmp_path / "tiny.gguf", IDS)
-    assert np.abs(found - expected).max() < 1e-4 * max(1.0, float(np.abs(expected).max()))
-    assert np.abs(expected).max() > 0.1
+    require_same_logits(tmp_path / "m.gguf", made(CASES[arch], tmp_path / "m.gguf", arch))
 
 
 @pytest.mark.parametrize("keys", [{}, {"phi3.rope.scaling.attn_factor": 1.25}])
@@ -201,31 +200,17 @@ def test_lists_of_factors_of_the_rope(keys: dict[str, float], tmp_path: Path) ->
     own = {"attention_factor": 1.25} if keys else {}
     rope = scaling | own | {"rope_theta": 10000.0, "original_max_position_embeddings": 8}
     changes = {"head_dim": 8, "rope_parameters": rope, "original_max_position_embeddings": 8}
-    CASES["longrope"] = (
-        "Phi3", changes, {"pairs_rows": False},
-        {"phi3.rope.scaling.original_context_length": 8} | keys,
-    )  # fmt: skip
+    keys = {"phi3.rope.scaling.original_context_length": 8} | keys
     extra = {
         f"rope_factors_{name}.weight": np.array(factors, np.float32)
         for name, factors in (("short", short), ("long", long))
     }
-    try:
-        expected = made("longrope", tmp_path / "tiny.gguf", "phi3", extra)
-    finally:
-        del CASES["longrope"]
-    found = reference_logits(tmp_path / "tiny.gguf", IDS)
-    assert np.abs(found - expected).max() < 1e-4 * max(1.0, float(np.abs(expected).max()))
+    case = ("Phi3", changes, {"pairs_rows": False}, keys)
+    require_same_logits(tmp_path / "m.gguf", made(case, tmp_path / "m.gguf", "phi3", extra))
 
 
 def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
     """llama.cpp has no architecture of Mistral's, and leaves the window out."""
-    CASES["mistral"] = (
-        "Mistral", {"sliding_window": 4}, {}, {"llama.attention.sliding_window": 4}
-    )  # fmt: skip
-    try:
-        expected = made("mistral", tmp_path / "tiny.gguf", "llama")
-    finally:
-        del CASES["mistral"]
-    assert read_config(tmp_path / "tiny.gguf").windows == (4,) * SIZES["num_hidden_layers"]
-    found = reference_logits(tmp_path / "tiny.gguf", IDS)
-    assert np.abs(found - expected).max() < 1e-4 * max(1.0, float(np.abs(expected).max()))
+    path, keys = tmp_path / "m.gguf", {"llama.attention.sliding_window": 4}
+    require_same_logits(path, made(("Mistral", {"sliding_window": 4}, {}, keys), path, "llama"))
+    assert read_config(path).windows == (4,) * SIZES["num_hidden_layers"]

@@ -78,9 +78,12 @@ def test_a_wrong_file_is_refused_in_one_line(content: str, told: str) -> None:
     assert str(own_file()) in str(found.value) and "\n" not in str(found.value)
 
 
-def test_the_embedded_model_has_a_name_and_a_prompt_is_no_model(home: Path) -> None:
+def test_the_embedded_model_has_a_name_and_prompts_and_lost_paths_are_no_models() -> None:
     assert locate_model("demo") == locate_model(None) == DEMO_DIRECTORY
     assert model_text("demo") == str(DEMO_DIRECTORY)
+    for typed in ("/no/where", "~/zzz", "a/b/c/d"):
+        with pytest.raises(UsageError, match=f"^'{typed}': there is no such file or folder$"):
+            locate_model(typed)
     for prompt in ("Why is the sky blue?", "What does cat /etc/passwd do?"):
         with pytest.raises(UsageError, match="is no model; a prompt stands behind MODEL"):
             locate_model(prompt)
@@ -102,13 +105,6 @@ def test_an_unknown_name_is_answered_with_those_like_it(typed: str, meant: str) 
         locate_model(typed)
     told = str(found.value).partition("an org/repo id of Hugging Face")[2]
     assert told.removeprefix("; ").startswith(meant) and bool(told) == bool(meant)
-
-
-@pytest.mark.parametrize("typed", ["/no/where", "~/zzz", "a/b/c/d"])
-def test_of_a_path_it_is_told_that_nothing_is_there(typed: str) -> None:
-    with pytest.raises(UsageError) as found:
-        locate_model(typed)
-    assert str(found.value) == f"{typed!r}: there is no such file or folder"
 
 
 def test_all_names_are_listed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,86 +10,6 @@ from hypothesis import strategies as st
 from hotcold.actors.protocol.kv_pool import KvPool, Window, namespace_key, page_keys
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 
-_PROMPTS = [[a, b, c, d] for a in (1, 2) for b in (1, 2) for c in (1, 2) for d in (1, 2)]
-_STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["start", "start", "fill", "fill", "end", "hold", "let go", "forget"]),
-        st.integers(0, 99),
-    ),
-    max_size=80,
-)
-
-
-@given(st.integers(4, 14), _STEPS)
-def test_a_page_that_is_found_holds_what_its_key_says(
-    num_pages: int, steps: list[tuple[str, int]]
-) -> None:
-    """Beside a model that knows every page's content; prompts are of four pages."""
-    both = np.full((2, 4, 4), -1, np.int32)
-    pool, tables = KvPool(num_pages, both), both[0]
-
-    def pages_of(slot: int) -> list[int]:
-        return [page for (page,) in pool.pages(slot, 0, 4)]
-
-    content: dict[int, tuple[int, ...]] = {}
-    running: dict[int, list[int]] = {}  # prompts by slot
-    done: dict[int, int] = {}
-    held: list[tuple[int, ...]] = []
-    for what, number in steps:
-        slot = sorted(running)[number % len(running)] if running else -1
-        if what == "start":
-            prompt = _PROMPTS[number % len(_PROMPTS)]
-            found = _keys(prompt)[: pool.find(_keys(prompt)[:3])]
-            free = pool.num_free_pages
-            new = pool.allocate(4 * PAGE_POSITIONS, 0, found)
-            in_use = {page for each in running for page in pages_of(each)} | {
-                page for (page,) in held
-            }
-            num_new = 4 - sum(_page(pool, key) in in_use for key in found)
-            assert (new is None) == (num_new > free or len(running) == 4)
-            if new is not None:
-                running[new], done[new] = prompt, len(found)
-        elif what == "fill" and running and done[slot] < 4:
-            prompt, at = running[slot], done[slot]
-            if pool.find(_keys(prompt)[at : at + 1], at):
-                pool.replace(slot, at, _keys(prompt)[at : at + 1])
-            else:
-                page = pages_of(slot)[at]
-                users = [each for each in running if page in pages_of(each)]
-                assert users == [slot] and (page,) not in held  # nobody else sees it change
-                content[page] = tuple(prompt[: at + 1])
-                assert pool.name(slot, at, _keys(prompt)[at])
-            done[slot] += 1
-        elif what == "end" and running:
-            pool.free(slot)
-            del running[slot], done[slot]
-        elif what == "hold" and running:
-            key = _keys(running[slot])[number % 4]
-            if (found_page := pool.hold(key)) is not None:
-                held.append(found_page)
-        elif what == "let go" and held:
-            pool.let_go(held.pop(number % len(held)))
-        elif what == "forget":
-            pool.forget()
-            assert not any(pool.find(_keys(prompt)) for prompt in _PROMPTS)
-        for each, prompt in running.items():
-            assert tables[each].tolist() == pages_of(each)
-            for at in range(done[each]):
-                assert content[pages_of(each)[at]] == tuple(prompt[: at + 1])
-        for prompt in _PROMPTS:
-            for at in range(pool.find(_keys(prompt))):
-                assert content[_page(pool, _keys(prompt)[at])] == tuple(prompt[: at + 1])
-        in_use = {page for each in running for page in pages_of(each)} | {page for (page,) in held}
-        assert pool.num_free_pages == num_pages - len(in_use)
-        assert pool.usage == pytest.approx(len(in_use) / num_pages)
-
-
-def _page(pool: KvPool, key: bytes) -> int:
-    page = pool.hold(key)
-    assert page is not None
-    pool.let_go(page)
-    return page[0]
-
 
 def _keys(prompt: list[int]) -> list[bytes]:
     return page_keys(b"", [token for token in prompt for _ in range(PAGE_POSITIONS)])
@@ -130,15 +50,11 @@ def test_keys_say_all_tokens_before() -> None:
     assert last[:2] == keys[:2] and last[2] != keys[2]
 
 
-# --- layers with a window --------------------------------------------------------------------
-
 _LENGTH = 10  # pages of a prompt
-_WINDOWED_PROMPTS = [[a] * 4 + [b] * 4 + [c] * 2 for a in (1, 2) for b in (1, 2) for c in (1, 2)]
-_WINDOWED_STEPS = st.lists(
+_PROMPTS = [[a] * 4 + [b] * 4 + [c] * 2 for a in (1, 2) for b in (1, 2) for c in (1, 2)]
+_STEPS = st.lists(
     st.tuples(
-        st.sampled_from(
-            ["start", "start", "step", "step", "step", "step", "end", "hold", "let go"]
-        ),
+        st.sampled_from(["start", "start", *["step"] * 4, "end", "hold", "let go", "forget"]),
         st.integers(0, 999),
     ),
     max_size=120,
@@ -149,20 +65,25 @@ _WINDOWED_STEPS = st.lists(
     st.integers(10, 30),
     st.integers(1, 3 * PAGE_POSITIONS),
     st.integers(1, 3 * PAGE_POSITIONS),
-    st.integers(0, 12),
+    st.integers(0, 12) | st.none(),
     st.sampled_from([1, 2]),
-    _WINDOWED_STEPS,
+    _STEPS,
 )
-def test_a_window_holds_what_its_tokens_see(
-    num_pages: int, size: int, step: int, num_more: int, together: int, steps: list[tuple[str, int]]
-) -> None:
+def test_pages_hold_what_tokens_see(
+    num_pages: int, size: int, step: int, more: int | None, together: int,
+    steps: list[tuple[str, int]],
+) -> None:  # fmt: skip
     """Beside a model of every page's content, by group and position.
 
     A step writes its positions and reads what its tokens see: in the first layers all before, in
-    the others a window.
+    the others, where there are such, a window.
     """
     window, tables = Window(size, step), np.full((2, 4, _LENGTH), -1, np.int32)
-    pool = KvPool(num_pages, tables, window, window.num_pages + num_more)
+    if more is None:
+        pool = KvPool(num_pages, tables)
+    else:
+        pool = KvPool(num_pages, tables, window, window.num_pages + more)
+    groups = range(len(pool._groups))
     content: dict[tuple[int, int, int], tuple[int, ...]] = {}  # group, page, row: tokens until it
     running: dict[int, list[int]] = {}  # tokens by slot
     done: dict[int, int] = {}
@@ -184,7 +105,7 @@ def test_a_window_holds_what_its_tokens_see(
     for what, number in steps:
         slot = sorted(running)[number % len(running)] if running else -1
         if what == "start":
-            prompt = _WINDOWED_PROMPTS[number % len(_WINDOWED_PROMPTS)]
+            prompt = _PROMPTS[number % len(_PROMPTS)]
             keys = _keys(prompt)[: _LENGTH - 1]
             count = pool.find(keys, 0, together)
             assert count % together == 0
@@ -195,7 +116,7 @@ def test_a_window_holds_what_its_tokens_see(
                 assert len(running) or held
                 continue
             running[new], done[new] = prompt, count * PAGE_POSITIONS
-            for group in range(2):
+            for group in groups:
                 require(group, new, first_seen(group, done[new]), done[new])
         elif what == "step" and running and done[slot] < _LENGTH * PAGE_POSITIONS:
             prompt, first = running[slot], done[slot]
@@ -205,7 +126,7 @@ def test_a_window_holds_what_its_tokens_see(
                 if count := pool.find(keys, index, together):
                     pool.replace(slot, index, keys[:count])
                     done[slot] += count * PAGE_POSITIONS
-                    for group in range(2):
+                    for group in groups:
                         require(group, slot, first_seen(group, done[slot]), done[slot])
                     continue
             end = min(_LENGTH * PAGE_POSITIONS, first + number % step + 1)
@@ -214,8 +135,8 @@ def test_a_window_holds_what_its_tokens_see(
                 continue
             assert pool.num_positions(slot) >= end
             lengths = [len(group.held[slot].pages) for group in pool._groups]
-            assert lengths[1] <= window.num_pages
-            for group in range(2):
+            assert all(length <= window.num_pages for length in lengths[1:])
+            for group in groups:
                 require(group, slot, first_seen(group, first), first)
                 for position in range(first, end):
                     page, row = divmod(position, PAGE_POSITIONS)
@@ -238,7 +159,10 @@ def test_a_window_holds_what_its_tokens_see(
             for group, page in enumerate(pages):  # nobody has written there meanwhile
                 assert content[group, page, 5] == expected
             pool.let_go(pages)
-        for group in range(2):
+        elif what == "forget":
+            pool.forget()
+            assert not any(pool.find(_keys(prompt)) for prompt in _PROMPTS)
+        for group in groups:
             for each in running:
                 first = first_seen(group, done[each])
                 require(group, each, first, done[each])
@@ -249,6 +173,7 @@ def test_a_window_holds_what_its_tokens_see(
         ]
         free = pool.num_pages - pool.num_free_pages
         assert free.tolist() == [len(pages) for pages in used]
+        assert pool.usage == pytest.approx(len(used[0]) / num_pages)
 
 
 def test_a_slot_for_a_whole_sequence_has_pages_in_turn() -> None:

@@ -51,13 +51,11 @@ def write_manifest(path: Path, kind: str = "model", digest: str = f"sha256:{DIGE
     path.write_text(json.dumps({"schemaVersion": 2, "config": {}, "layers": layers}))
 
 
-@pytest.mark.parametrize("name", ["X.GGUF", "sha256-0123"])
-def test_a_gguf_file_is_known_by_its_content(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(gguf_of())
-    assert locate_model(str(tmp_path / name)) == tmp_path / name
-
-
 def test_what_stands_for_a_model(tmp_path: Path) -> None:
+    """A GGUF file is known by its content."""
+    other = tmp_path / "sha256-0123"
+    other.write_bytes(gguf_of())
+    assert locate_model(str(other)) == other
     for name in ("A.GGUF", "mmproj-A.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf"):
         (tmp_path / name).write_bytes(gguf_of())
     parts = [str(tmp_path / f"b-0000{n}-of-00002.gguf") for n in (1, 2)]
@@ -91,23 +89,17 @@ def test_what_stands_beside_a_model_is_none(tmp_path: Path) -> None:
         locate_model(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["small",
-"small:1b",
-"hf.co/org/repo:Q4_K_M",],
-)  # fmt: skip
-def test_ollamas_models_have_their_names(ollama: Path, name: str) -> None:
+def test_ollamas_models_have_their_names(ollama: Path) -> None:
     file = ollama / "blobs" / f"sha256-{DIGEST}"
-    assert locate_model(f"ollama:{name}") == file
-    assert locate_model(str(file)) == file
-    assert locate_model(str(ollama / "manifests/registry.ollama.ai/library/small/1b")) == file
-
-
-@pytest.mark.parametrize("name", ["other", "small:7b", "", "../small"])
-def test_ollamas_models_that_are_not_there(ollama: Path, name: str) -> None:
-    with pytest.raises(UsageError, match=r"there are: ollama:hf\.co/org/repo:Q4_K_M, ollama:sm"):
-        ollama_file(name)
+    manifest = ollama / "manifests/registry.ollama.ai/library/small/1b"
+    names = (f"ollama:{name}" for name in ("small", "small:1b", "hf.co/org/repo:Q4_K_M"))
+    for name in (*names, str(file), str(manifest)):
+        assert locate_model(name) == file
+    for name in ("other", "small:7b", "", "../small"):
+        with pytest.raises(
+            UsageError, match=r"there are: ollama:hf\.co/org/repo:Q4_K_M, ollama:sm"
+        ):
+            ollama_file(name)
 
 
 def test_ollamas_models_that_cannot_be_used(ollama: Path) -> None:

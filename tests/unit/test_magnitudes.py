@@ -17,6 +17,7 @@ from hotcold.model.config.build import read_config
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.ffn import load_ffn
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.predictors.fitting.magnitudes import (
     LayerCurve,
@@ -30,7 +31,6 @@ from hotcold.predictors.magnitude_thresholds import (
     read_thresholds,
     write_thresholds,
 )
-from tests import reference_experts
 from tests.conftest import TinyCheckpoint
 from tests.patched_models import load_model
 
@@ -73,11 +73,8 @@ def coarse(curve: LayerCurve) -> LayerCurve:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", ["gemma3"])
-def test_magnitudes_are_those_of_transformers(
-    variant: str, tiny: Callable[..., TinyCheckpoint]
-) -> None:
-    path = tiny(variant).path
+def test_magnitudes_are_those_of_transformers(tiny: Callable[..., TinyCheckpoint]) -> None:
+    path = tiny("gemma3").path
     model, config = load_model(path, torch.float32), read_config(path)
     random = np.random.default_rng(2)
     inputs = random.standard_normal((config.num_layers, 9, config.hidden_size)).astype(np.float16)
@@ -93,8 +90,7 @@ def test_magnitudes_are_those_of_transformers(
         np.testing.assert_allclose(magnitudes.contributions, lengths.numpy(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gate", "down_share"])
-@pytest.mark.parametrize("wrong", [-1.0, np.nan])
+@pytest.mark.parametrize(("name", "wrong"), [("gate", -1.0), ("down_share", np.nan)])
 def test_wrong_numbers_are_refused(
     name: str, wrong: float, tmp_path: Path, tiny: Callable[..., TinyCheckpoint]
 ) -> None:
@@ -119,51 +115,41 @@ def test_wrong_numbers_are_refused(
         read_thresholds(tmp_path / "t", identity, other)
 
 
-@pytest.mark.parametrize("variant", ["qwen2-moe"])
-def test_magnitudes_of_chosen_experts(
-    variant: str, tiny: Callable[..., TinyCheckpoint], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the reference computes each expert: of the tokens that chose it, by its weight."""
-    path = tiny(variant).path
+def test_magnitudes_of_chosen_experts(tiny: Callable[..., TinyCheckpoint]) -> None:
+    """Of the tokens that chose each expert, by its weight."""
+    path = tiny("qwen2-moe").path
     checkpoint, config = Checkpoint(path), read_config(path)
     random = np.random.default_rng(2)
     inputs = random.standard_normal((config.num_layers, 9, config.hidden_size)).astype(np.float16)
     weights = np.zeros((config.num_layers, 9, neurons.most_blocks(config)), np.float32)
-    for own, layer in zip(weights, config.layers, strict=True):
-        for row in own:
-            row[: len(layer.ffn.block_sizes)] = 1
-            if (router := layer.ffn.router) is not None:
-                row[: router.num_experts] = 0
-                chosen = random.choice(router.num_experts, router.num_chosen, replace=False)
-                row[chosen] = random.uniform(0.1, 2, chosen.size)
-    routed = iter(weights[[layer.ffn.router is not None for layer in config.layers]])
-    monkeypatch.setattr(
-        reference_experts,
-        "expert_weights",
-        lambda spec, *_: torch.from_numpy(next(routed)[:, : spec.num_experts]).double(),
-    )
-    monkeypatch.setattr(reference_experts, "_shared", shared_alone)
+    weights[:, :, 7] = 1  # the shared expert
+    for row in weights.reshape(-1, 8):
+        row[random.choice(7, 3, replace=False)] = random.uniform(0.1, 2, 3)
+    every = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
+    held = load_ffn(checkpoint, config, every, include_down_bias=False)
     found = layer_magnitudes(checkpoint, config, inputs.view(np.uint16), weights)
     for at, magnitudes in enumerate(found):
-        x = torch.from_numpy(inputs[at].astype(np.float64))
-        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with monkeypatch.context() as patch:
-            patch.setattr(reference_experts, "_expert", recording(parts))
-            reference_experts.experts_output(checkpoint, config, at, x, x)
-        gates = np.concatenate([gate.ravel() for gate, _ in parts])
+        x, part = torch.from_numpy(inputs[at].astype(np.float32)), held.part(at)
+        gate, up, down = (torch.from_numpy(rows[part]) for rows in (held.gate, held.up, held.down))
         sizes = config.layers[at].ffn.block_sizes
-        factors, ids = [], []
-        for block, size in enumerate(sizes):
-            own = weights[at, :, block]
-            factors += np.repeat(own[own != 0], size).tolist()
-            ids += [*range(sum(sizes[:block]), sum(sizes[: block + 1]))] * int((own != 0).sum())
-        lengths = np.concatenate([length.ravel() for _, length in parts])
-        assert magnitudes.ids is not None and magnitudes.ids.tolist() == ids
+        every_gate = torch.nn.functional.silu(x @ gate.T).abs()
+        every_length = every_gate * (x @ up.T).abs() * down.norm(dim=1)
+        every_length *= torch.from_numpy(np.repeat(weights[at], sizes, axis=1))
+        ends = np.append(0, np.cumsum(sizes))
+        pairs = [
+            (token, neuron)
+            for block in range(len(sizes))
+            for token in np.flatnonzero(weights[at, :, block])
+            for neuron in range(ends[block], ends[block + 1])
+        ]
+        tokens, ids = np.array(pairs).T
+        assert magnitudes.ids is not None and magnitudes.ids.tolist() == ids.tolist()
         assert (magnitudes.num_tokens, magnitudes.num_neurons) == (9, sum(sizes))
-        np.testing.assert_allclose(magnitudes.gates, gates, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(
-            magnitudes.contributions, lengths * np.array(factors), rtol=1e-4, atol=1e-5
-        )
+        for own, expected in (
+            (magnitudes.gates, every_gate),
+            (magnitudes.contributions, every_length),
+        ):
+            np.testing.assert_allclose(own, expected.numpy()[tokens, ids], rtol=1e-4, atol=1e-5)
         ups, downs = magnitudes.rows_read(0.3, 0.2)
         passed = magnitudes.gates > 0.3
         assert ups.tolist() == [int(passed[magnitudes.ids == n].sum()) for n in range(sum(sizes))]
@@ -171,24 +157,3 @@ def test_magnitudes_of_chosen_experts(
         curve = LayerCurve.of(magnitudes)
         squares = magnitudes.contributions.astype(np.float64) ** 2
         assert curve.errors[-1, -1] == pytest.approx(squares.sum() / 9, rel=0.2)
-
-
-def shared_alone(tensors: Any, layout: Any, spec: Any, x: torch.Tensor) -> torch.Tensor:
-    """`reference_experts._shared` without its weight."""
-    parts = (layout.shared_gate, layout.shared_up, layout.shared_down)
-    return reference_experts._expert(spec, x, *(tensors.of(name) for name in parts))
-
-
-def recording(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., torch.Tensor]:
-    """In place of `reference_experts._expert`: |fn(gate . x)| and c of each neuron."""
-
-    def compute(
-        spec: Any, x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor,
-        *rest: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        gates = torch.nn.functional.silu(x @ gate.T)
-        h = gates * (x @ up.T)
-        parts.append((gates.abs().numpy(), (h.abs() * down.norm(dim=0)).numpy()))
-        return h @ down.T
-
-    return compute

@@ -18,26 +18,16 @@ from hotcold.actors.setup.storage_shares import token_reads
 from hotcold.model.config.build import read_config
 from hotcold.model.config.families import tensor_names
 from hotcold.model.config.families.tensor_names import ExpertNames, layout_in
-from hotcold.model.config.gguf_architectures import ARCHITECTURES
 from hotcold.model.config.layer_spec import FfnSpec
 from hotcold.model.errors import ConfigError
 from hotcold.model.files.checkpoint import Checkpoint
 from tests.gguf_files import LlamaFile
-from tests.mxfp4_models import make_mxfp4
-from tests.reference import reference_logits
+from tests.reference import reference_logits, relative_difference
 from tests.reference_experts import Tensors, expert_tensors
 from tests.tiny_checkpoint import TinyCheckpoint
-from tests.tiny_models import MIXTURES, VOCAB_SIZE, make_tiny
-from tests.unit.test_reference import relative_difference
+from tests.tiny_models import VOCAB_SIZE, make_tiny
 
 IDS = np.random.default_rng(1).integers(0, VOCAB_SIZE, 60)
-
-
-@pytest.mark.parametrize("variant", MIXTURES)
-def test_logits_equal_transformers(variant: str, tmp_path: Path) -> None:
-    make_tiny(variant, tmp_path)
-    expected = TinyCheckpoint(tmp_path).logits_of(IDS)
-    assert relative_difference(reference_logits(tmp_path, IDS), expected) < 2e-5
 
 
 # A tiny model; what llama.cpp calls it; whether rows of q and k are paired; keys of the file.
@@ -229,29 +219,6 @@ def test_gguf_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     write_gguf(tmp_path, case)
     expected = TinyCheckpoint(tmp_path).logits_of(IDS)
     assert relative_difference(reference_logits(tmp_path / "m.gguf", IDS), expected) < 2e-5
-
-
-@pytest.mark.parametrize("layout", ["merged", "split"])
-def test_other_layouts_of_gguf(layout: str, tmp_path: Path) -> None:
-    make_tiny("mixtral", tmp_path)
-    write_gguf(tmp_path, "mixtral", layout)
-    expected = TinyCheckpoint(tmp_path).logits_of(IDS)
-    assert relative_difference(reference_logits(tmp_path / "m.gguf", IDS), expected) < 2e-5
-
-
-def test_every_architecture_is_compared() -> None:
-    found = {arch for _, arch, _, _ in FILES.values()}
-    mixtures = {name for name, one in ARCHITECTURES.items() if one.names.layer.experts}
-    assert found == {"llama", *mixtures}
-
-
-def test_mxfp4_of_safetensors(tmp_path: Path) -> None:
-    """gpt-oss as published, beside its weights as transformers dequantizes them."""
-    packed = make_mxfp4(tmp_path)
-    expected = TinyCheckpoint(tmp_path / "floats").logits_of(IDS)
-    assert relative_difference(reference_logits(packed, IDS), expected) < 2e-5
-    read = read_config(packed)
-    assert read.dtype == "float32" and read.experts == read_config(tmp_path / "floats").experts
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,7 @@ from hotcold.actors.setup.preflight import read_model
 from hotcold.jobs.support.model_facts import facts_of
 from hotcold.model.config.build import read_config
 from hotcold.model.config.weight_formats import requested_dtype
-from hotcold.model.errors import CheckpointError, HotcoldError, UsageError
-from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.errors import CheckpointError, UsageError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.down_outputs import has_down_outputs
 from hotcold.model.weights.ffn import load_ffn
@@ -53,14 +53,6 @@ def test_pairs_are_tensors_of_blocks(model: Path) -> None:
     assert facts["stored_bytes"]["MXFP4"] == of_experts
 
 
-def test_another_scale_is_another_model(model: Path, tmp_path: Path) -> None:
-    tensors = load_file(model / "model.safetensors")
-    tensors[f"{DOWN}_scales"][3, 1, 0] += 1
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
-    assert ModelIdentity.of(tmp_path).content != ModelIdentity.of(model).content
-
-
 @pytest.mark.parametrize("dtype", ["", "q8"])
 def test_rows_of_neurons(model: Path, dtype: str) -> None:
     """Gate and up rows as stored, or all quantized again; down rows always are."""
@@ -84,14 +76,6 @@ def test_rows_of_neurons(model: Path, dtype: str) -> None:
     assert checkpoint.own_dtype(f"{DOWN}_blocks") == MXFP4
 
 
-def damaged(model: Path, path: Path, change: Callable[[dict[str, np.ndarray]], None]) -> Path:
-    tensors = load_file(model / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_bytes((model / "config.json").read_bytes())
-    return path
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -112,7 +96,10 @@ def damaged(model: Path, path: Path, change: Callable[[dict[str, np.ndarray]], N
 def test_damaged_pairs(
     model: Path, tmp_path: Path, change: Callable[[dict[str, np.ndarray]], None], said: str
 ) -> None:
-    path = damaged(model, tmp_path, change)
+    tensors, path = load_file(model / "model.safetensors"), tmp_path
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(model / "config.json", path)
     with pytest.raises(CheckpointError) as error:
         config = read_model(path)
         ids = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
@@ -121,12 +108,7 @@ def test_damaged_pairs(
 
 
 def test_what_it_cannot_become(model: Path, tmp_path: Path) -> None:
-    refusals: list[tuple[Callable[[], object], str]] = [
-        (lambda: write_quantized(model, tmp_path / "q8", "q8"), "has weights in MXFP4"),
-        (lambda: read_model(model, "f16"), "is quantized to MXFP4 already"),
-    ]
-    for call, said in refusals:
-        with pytest.raises(HotcoldError, match=said) as error:
-            call()
-        assert isinstance(error.value, UsageError)
-        assert len(str(error.value).splitlines()) == 1
+    with pytest.raises(UsageError, match=r"has weights in MXFP4.*$"):
+        write_quantized(model, tmp_path / "q8", "q8")
+    with pytest.raises(UsageError, match=r"is quantized to MXFP4 already.*$"):
+        read_model(model, "f16")

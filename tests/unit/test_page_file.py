@@ -122,35 +122,25 @@ def test_any_size_of_page(tmp_path: Path, page: int) -> None:
     file.close()
 
 
-def test_a_file_that_is_open_is_locked(tmp_path: Path) -> None:
-    file = opened(tmp_path / "a.pages")
-    with pytest.raises(LockedFileError):
-        opened(tmp_path / "a.pages")
-    file.close()
-    opened(tmp_path / "a.pages").close()
-
-
-def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_open_or_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.pages"
-    opened(path).close()
+    file = opened(path)
+    with pytest.raises(LockedFileError):
+        opened(path)
+    file.close()
     path.chmod(0o644)
     with pytest.raises(PermissionError, match="open to others"):
         opened(path)
 
 
-@pytest.mark.parametrize(
-    ("identity", "page"), [(b"another model", PAGE), (IDENTITY, PAGE + 1), (IDENTITY, PAGE)]
-)
+@pytest.mark.parametrize(("identity", "page"), [(b"another model", PAGE), (IDENTITY, PAGE + 1)])
 def test_a_file_of_another_model_is_begun_anew(tmp_path: Path, identity: bytes, page: int) -> None:
     path = tmp_path / "a.pages"
     file = opened(path)
     write(file, 1, 2)
     file.close()
-    is_same = (identity, page) == (IDENTITY, PAGE)
     file = opened(path, identity=identity, page=page)
-    assert (file.keys() == {key(1), key(2)}) == is_same
-    assert (file.note == "") == is_same and file.note.count("\n") == 0
-    assert (read(file, 1) is not None) == is_same
+    assert not file.keys() and file.note and "\n" not in file.note and read(file, 1) is None
     file.close()
 
 
@@ -181,7 +171,7 @@ def test_flipped_bytes(tmp_path: Path) -> None:
     good = path.read_bytes()
     chosen = random.Random(3)
     used = [*range(80), *range(BLOCK, BLOCK + 5 * 64)]
-    pages = chosen.sample(range(2 * BLOCK, len(good)), 100)
+    pages = chosen.sample(range(2 * BLOCK, len(good)), 40)
     num_lost = 0
     for place in [*used, *pages]:
         damaged = bytearray(good)
@@ -205,7 +195,7 @@ def test_truncated_anywhere(tmp_path: Path) -> None:
     file.close()
     good = path.read_bytes()
     chosen = random.Random(4)
-    for size in [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, *chosen.sample(range(len(good)), 60)]:
+    for size in [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, *chosen.sample(range(len(good)), 20)]:
         path.write_bytes(good[:size])
         file = opened(path)
         there = require_true(file, range(70))
@@ -233,7 +223,7 @@ _WRITER = """
 def test_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
     path, chosen = tmp_path / "a.pages", random.Random(5)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    for start in range(0, 6_000_000, 1_000_000):
+    for start in range(0, 3_000_000, 1_000_000):
         command = [sys.executable, "-c", textwrap.dedent(_WRITER), str(path), str(start)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as writer:
             assert writer.stdout is not None

@@ -101,17 +101,15 @@ def test_dead_layers_and_constant_neurons(kind: str) -> None:
     assert quality.recall == 1 and quality.computed == quality.active == 0
 
 
-@pytest.mark.parametrize(("variant", "dtype"), [("opt-prenorm", "float16")])
-def test_layer_data_is_what_the_checkpoint_says(variant: str, dtype: str, tmp_path: Path) -> None:
-    path = make_tiny(variant, tmp_path, dtype=dtype)
+def test_layer_data_is_what_the_checkpoint_says(tmp_path: Path) -> None:
+    path = make_tiny("opt-prenorm", tmp_path, dtype="float16")
     config, checkpoint = read_config(path), Checkpoint(path)
     x = np.random.default_rng(0).standard_normal((100, config.hidden_size)).astype(np.float16)
     data = LayerData.load(checkpoint, config, 1, x.view(np.uint16))
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    name = "layers.1.fc1" if variant.startswith("opt") else "layers.1.mlp.gate_proj"
-    first = next(module for each, module in model.named_modules() if each.endswith(name))
+    first = model.model.decoder.layers[1].fc1
     with torch.no_grad():
         expected = first(torch.from_numpy(x.astype(np.float32)))
     places = [torch.arange(100) % 20 < 14, (torch.arange(100) % 20 - 15).abs() < 2]

@@ -21,9 +21,10 @@ LONGROPE = {
     "long_factor": [1.1, 1.3, 2.0, 4.0, 9.0, 21.0, 40.0, 60.0],
     "original_max_position_embeddings": TRAINED,
 }
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": TRAINED}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
-    "linear": {"rope_type": "linear", "factor": 8.0},
+    "linear": {"type": "linear", "factor": 8.0},  # as it was spelled before
     "llama3": {
         "rope_type": "llama3",
         "factor": 32.0,
@@ -31,11 +32,10 @@ ROPES: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": TRAINED,
     },
-    "yarn": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "original_max_position_embeddings": TRAINED,
-    },
+    "yarn": YARN,
+    "yarn-not-truncated": YARN | {"truncate": False, "beta_fast": 3.0},
+    "yarn-mscales": YARN | {"mscale": 0.7, "mscale_all_dim": 0.4},
+    "yarn-attention-factor": YARN | {"attention_factor": 1.3},
     "dynamic": {"rope_type": "dynamic", "factor": LONG / TRAINED},
     "longrope": LONGROPE,
 }
@@ -44,9 +44,11 @@ ROPES: dict[str, dict[str, Any]] = {
 def config_json(kind: str) -> dict[str, Any]:
     """config.json of a tiny model whose context was extended to LONG by that rope."""
     trained = TRAINED if kind == "dynamic" else LONG
-    rope = ROPES[kind] | {"rope_theta": 10_000.0}
     family = PHI3 if kind == "longrope" else LLAMA
-    return family | {"max_position_embeddings": trained, "rope_parameters": rope}
+    config = family | {"max_position_embeddings": trained}
+    if "type" in ROPES[kind]:
+        return config | {"rope_theta": 10_000.0, "rope_scaling": ROPES[kind]}
+    return config | {"rope_parameters": ROPES[kind] | {"rope_theta": 10_000.0}}
 
 
 def table_of(config: ModelConfig, length: int) -> np.ndarray:
@@ -70,8 +72,10 @@ def expected_table(kind: str, length: int) -> np.ndarray:
     return np.stack([part[0, :, : part.shape[2] // 2].numpy() for part in parts], axis=1)
 
 
-@pytest.mark.parametrize("length", [TRAINED + 1, LONG])
-@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [*((kind, LONG) for kind in ROPES), ("dynamic", TRAINED + 1), ("longrope", TRAINED + 1)],
+)
 def test_tables_equal_transformers(kind: str, length: int) -> None:
     """To the rounding of a cosine in float32: the angles are equal to the bit."""
     config = build_config(config_json(kind))

@@ -51,7 +51,7 @@ def test_usual_ones_are_quick(name: str) -> None:
     assert is_linear(USUAL[name])
     tokenizer = splitting(USUAL[name])
     for part in ("a", "A", "é", "中", "1", " ", "\n", "\t", "!", "'", " \n", "aA", "a ", "!\n"):
-        text = part * (100_000 // len(part))
+        text = part * (40_000 // len(part))
         began = time.thread_time()
         tokenizer.pre_tokenizer.pre_tokenize_str(text)
         assert time.thread_time() - began < _MOST_S, part

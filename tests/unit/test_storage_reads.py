@@ -35,17 +35,6 @@ def test_a_predictor_lists_all_that_fire_and_others() -> None:
     np.testing.assert_array_equal(listed_rates(fired, 0.2), fired)
 
 
-def test_gates_first_reads_the_rest_of_those_that_fire() -> None:
-    fired = np.array([[0.8, 0.1], [0.0, 0.1]])  # 0.25 of the neurons; so 0.5 are listed
-    listed = listed_rates(fired, 0.5)
-    missed = listed[[0, 1, 1], [1, 0, 1]].sum()  # one slot, which has the first
-    kept = Kept(1, 1, 10, 100)
-    first, whole = gates_first(fired, kept), whole_bundles(fired, kept)
-    assert whole.number == pytest.approx(missed) and whole.num_bytes == pytest.approx(110 * missed)
-    assert first.number == pytest.approx(missed + 0.2)
-    assert first.num_bytes == pytest.approx(10 * missed + 100 * 0.2)
-
-
 def test_more_gates_than_other_rows_in_memory() -> None:
     """Of four neurons the first is in memory, the gate alone of the next two."""
     fired = np.array([0.8, 0.4, 0.2, 0.1])

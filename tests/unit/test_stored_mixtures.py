@@ -55,16 +55,6 @@ def config(tmp_path: Path) -> ModelConfig:
     return read_config(tmp_path)
 
 
-def test_an_expert_is_several_bundles_of_about_one_read(config: ModelConfig) -> None:
-    geometry = BundleGeometry.of(config)
-    assert 200_000 < geometry.bundle_bytes < 270_000
-    of_expert = -(-SIZE // geometry.bundle_neurons)
-    of_dense = -(-4096 // geometry.bundle_neurons)
-    assert geometry.layer_bundles == (of_dense,) + (EXPERTS * of_expert,) * (LAYERS - 1)
-    weights = config.num_neurons * 3 * 2 * HIDDEN
-    assert weights < geometry.file_bytes < 1.05 * weights
-
-
 def test_the_least_is_what_stays_and_one_layer(config: ModelConfig, tmp_path: Path) -> None:
     system = SystemConfig(str(tmp_path))
     least = least_in_memory([layer.ffn for layer in config.layers])

@@ -116,17 +116,12 @@ def test_stream_is_the_decoded_text(tokenizer: Tokenizer, text: str) -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_stream_after_a_prompt_keeps_the_space(tokenizer: Tokenizer) -> None:
-    prompt = tokenizer.encode("hello", add_special_tokens=True)
-    whole = tokenizer.encode("hello wo", add_special_tokens=True)
+def test_stream_after_a_prompt_and_of_half_a_character(tokenizer: Tokenizer) -> None:
+    prompt, whole = tokenizer.encode("hello"), tokenizer.encode("hello wo")
     assert whole[: len(prompt)] == prompt
     stream = tokenizer.stream_decoder(prompt)
-    assert (
-        "".join([stream.push(token) for token in whole[len(prompt) :]]) + stream.finish() == " wo"
-    )
-
-
-def test_stream_of_half_a_character(tokenizer: Tokenizer) -> None:
+    said = "".join(stream.push(token) for token in whole[len(prompt) :])
+    assert said + stream.finish() == " wo"
     ids = tokenizer.encode("a🙂", add_special_tokens=False)
     stream = tokenizer.stream_decoder(ids[:-1])  # the context starts or ends inside a character
     assert not any("\ufffd" in stream.push(token) for token in ids[:-1])
@@ -246,10 +241,8 @@ def test_where_templates_stand(tmp_path: Path) -> None:
     [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-        "{{ raise_exception.__globals__ }}",
         "{{ strftime_now.__globals__['json'] }}",
         "{% for i in range(1000000000) %}x{% endfor %}",
-        "{{ 'a' * 10000000000 }}",
         "{{ [1] * 10000000000 }}",
         "{{ messages.append(1) }}",
         "{{ 1 / 0 }}",
@@ -265,7 +258,6 @@ def test_hostile_templates(template: str, tmp_path: Path) -> None:
 # Each takes memory or time without end, most of it within one operation of C.
 GROWING = [
     "{{ '%999999999d' % 1 }}",
-    "{{ ('a' * 1000000).replace('a', 'b' * 1000) }}",
     "{% set n = namespace(a=9) %}{% for i in range(30) %}{% set n.a = [n.a, n.a] %}{% endfor %}"
     "{{ n.a }}",
     "{% for i in range(99999) %}{{ 'a' * 10000 }}{% endfor %}",
@@ -406,15 +398,10 @@ def test_variables_reach_the_template(tmp_path: Path) -> None:
     assert tokenizer.render_chat(MESSAGES, variables=variables) == "False 2 TrueNone"
 
 
-def test_a_long_conversation_is_no_attack(tmp_path: Path) -> None:
+def test_long_conversations_and_refused_messages(tmp_path: Path) -> None:
+    tokenizer = chat(tmp_path, CHATML.replace("loop.index > 9", "false"))
     messages = [{"role": "user", "content": "word " * 100}, {"role": "assistant", "content": "x"}]
-    assert len(chat(tmp_path, CHATML.replace("loop.index > 9", "false")).render_chat(
-        messages * 2000
-    )) > 1_000_000  # fmt: skip
-
-
-def test_refused_messages(tmp_path: Path) -> None:
-    tokenizer = chat(tmp_path, CHATML)
+    assert len(tokenizer.render_chat(messages * 2000)) > 1_000_000
     with pytest.raises(PromptError, match="only user") as caught:
         tokenizer.render_chat([{"role": "robot", "content": "x"}])
     assert "\n" not in str(caught.value)

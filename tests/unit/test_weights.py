@@ -70,8 +70,9 @@ def test_the_stored_dtype_counts(dtype: str, tmp_path: Path) -> None:
         assert stored_config(Checkpoint(path), config).dtype == dtype
 
 
-@pytest.mark.parametrize("variant", ["llama-mlp-bias", "falcon-bias"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("variant", "dtype"), [("llama-mlp-bias", "float16"), ("falcon-bias", "bfloat16")]
+)
 def test_any_subset_of_neurons(variant: str, dtype: str, tmp_path: Path) -> None:
     make_tiny(variant, tmp_path, dtype=dtype)
     config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
@@ -82,7 +83,7 @@ def test_any_subset_of_neurons(variant: str, dtype: str, tmp_path: Path) -> None
     part = load_ffn(checkpoint, config, ids, include_down_bias=False)
     assert part.starts[:, 1].tolist() == np.cumsum([one.size for one in ids]).tolist()
     assert part.down_bias.shape == (config.num_layers, 1, 0)
-    assert part.gate.dtype == {"float32": np.float32, "float16": np.uint16}.get(dtype, np.int16)
+    assert part.gate.dtype == {"float16": np.uint16, "bfloat16": np.int16}[dtype]
     for layer, layer_ids in enumerate(ids):
         rows = part.part(layer)
         rows_of_whole = layer_ids + layer * config.ffn_size
@@ -93,9 +94,7 @@ def test_any_subset_of_neurons(variant: str, dtype: str, tmp_path: Path) -> None
                 np.testing.assert_array_equal(found, expected, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "variant", ["llama-mlp-bias", "opt-prenorm", "falcon-bias", "falcon-7b", "gemma3"]
-)
+@pytest.mark.parametrize("variant", ["llama-mlp-bias", "opt-prenorm", "falcon-bias", "gemma3"])
 def test_sizes_known_before_loading(variant: str, tmp_path: Path) -> None:
     make_tiny(variant, tmp_path, dtype="float16")
     config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
@@ -137,10 +136,6 @@ def poisoned(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return poison
 
 
-def converted(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: tensor.to(dtype)
-
-
 PER_LAYER = "model.layers.1."
 TENSORS = [
     PER_LAYER + "self_attn.q_proj.weight",
@@ -162,16 +157,15 @@ TENSORS = [
 @pytest.mark.parametrize("name", TENSORS)
 def test_every_tensor_is_checked(name: str, tmp_path: Path) -> None:
     short = name.removeprefix("model.")
-    for value in (torch.nan, torch.inf, -torch.inf):
-        text = refused(edited(tmp_path, "llama-mlp-bias", swap(name, poisoned(value))))
-        assert short in text and "NaN" in text
+    value = (torch.nan, torch.inf, -torch.inf)[TENSORS.index(name) % 3]
+    text = refused(edited(tmp_path, "llama-mlp-bias", swap(name, poisoned(value))))
+    assert short in text and "NaN" in text
     text = refused_by_headers(edited(tmp_path, "llama-mlp-bias", swap(name, lambda t: t[:-1])))
     assert short in text and "shape" in text
     text = refused_by_headers(edited(tmp_path, "llama-mlp-bias", swap(name, lambda t: None)))
     assert short in text and "missing" in text
-    for other in (torch.float64, torch.int32):
-        path = edited(tmp_path, "llama-mlp-bias", swap(name, converted(other)))
-        assert short in refused_by_headers(path)
+    path = edited(tmp_path, "llama-mlp-bias", swap(name, lambda t: t.to(torch.float64)))
+    assert short in refused_by_headers(path)
 
 
 def test_config_that_leaves_tensors_out(tmp_path: Path) -> None:
