@@ -39,24 +39,6 @@ def client(openai: Any, server: Server) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=WAIT_S)
 
 
-def test_turns_of_calls_that_fit_their_schema(client: Any) -> None:
-    """Each answer calls, and each result goes back with the next question."""
-    messages: list[dict[str, Any]] = [ASKED]
-    for turn in range(5):
-        answer = client.chat.completions.create(
-            model="demo", messages=messages, tools=[TOOL, OTHER], tool_choice="required",
-            parallel_tool_calls=False, temperature=1, seed=turn, max_tokens=200,
-        )  # fmt: skip
-        choice = answer.choices[0]
-        (call,) = choice.message.tool_calls
-        assert choice.finish_reason == "tool_calls" and choice.message.content is None
-        arguments = json.loads(call.function.arguments)
-        expected = PARAMETERS if call.function.name == "look_up" else {"maxProperties": 0}
-        jsonschema.validate(arguments, expected)
-        result = {"role": "tool", "tool_call_id": call.id, "content": str(turn)}
-        messages = [ASKED, choice.message.model_dump(exclude_none=True), result]
-
-
 @pytest.mark.parametrize("choice", ["auto", "required", TOOL["function"]["name"]])
 def test_a_stream_is_the_same_answer(client: Any, choice: str) -> None:
     named = {"type": "function", "function": {"name": choice}}
@@ -77,32 +59,9 @@ def test_a_stream_is_the_same_answer(client: Any, choice: str) -> None:
     assert calls(streamed.message) == calls(whole.message)
     assert (streamed.message.content or None) == (whole.message.content or None)
     assert bool(calls(whole.message)) == (choice != "auto")  # left to itself, it only talks
-
-
-RESPONSE_TOOL = {"type": "function", **TOOL["function"]}
-
-
-@pytest.mark.parametrize("choice", ["none", "required"])
-def test_a_responses_stream_tells_what_the_response_is(client: Any, choice: str) -> None:
-    line: dict[str, Any] = {
-        "model": "demo", "input": [ASKED], "tools": [RESPONSE_TOOL], "tool_choice": choice,
-        "parallel_tool_calls": False, "temperature": 0.7, "max_output_tokens": 200,
-        "instructions": "Be brief.", "metadata": {"turn": "1"},
-    }  # fmt: skip
-    with client.responses.stream(**line) as stream:
-        events = list(stream)
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    kinds = [event.type for event in events]
-    assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
-    final = stream.get_final_response()
-    assert kinds[-1] == f"response.{final.status}" and final.metadata == {"turn": "1"}
-    (item,) = final.output
-    told = "".join(event.delta for event in events if event.type.endswith(".delta"))
-    if choice == "none":
-        assert item.content[0].text == told != ""
-    else:
-        assert (item.name, item.arguments) == ("look_up", told)
-        jsonschema.validate(json.loads(told), PARAMETERS)
+    for name, arguments in calls(whole.message):
+        expected = PARAMETERS if name == "look_up" else {"maxProperties": 0}
+        jsonschema.validate(json.loads(arguments), expected)
 
 
 def test_a_response_of_a_schema(client: Any) -> None:
@@ -137,65 +96,18 @@ def test_a_follow_up_reads_only_what_is_new(client: Any) -> None:
     assert third.usage.input_tokens > asked
 
 
+@pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_an_agent_continues_by_the_last_response(
-    openai: Any, server: Server, is_streamed: bool
+def test_an_agent_frameworks_loop(
+    openai: Any, server: Server, kind: str, is_streamed: bool
 ) -> None:
-    """openai-agents sends what is new alone, within a run and in the next one."""
+    """openai-agents: the model is made to call, the framework calls, and gives the result back.
+
+    Of responses it sends what is new alone, within a run and in the next one.
+    """
     agents = importlib.import_module("agents")
     agents.set_tracing_disabled(True)
     bodies: list[dict[str, Any]] = []
-
-    @agents.function_tool
-    def look_up(module: Annotated[str, Field(max_length=12)]) -> str:
-        """Look a module up."""
-        return f"{module[:3]} is a module"
-
-    async def keep(request: httpx.Request) -> None:
-        bodies.append(json.loads(request.content))
-
-    async def talk() -> tuple[Any, Any]:
-        http = httpx.AsyncClient(event_hooks={"request": [keep]}, timeout=WAIT_S)
-        api = openai.AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key="any", max_retries=0, http_client=http
-        )
-        agent = agents.Agent(
-            name="librarian", instructions="Look things up.", tools=[look_up],
-            model=agents.OpenAIResponsesModel("demo", api),
-            model_settings=agents.ModelSettings(
-                tool_choice="required", parallel_tool_calls=False, temperature=0, max_tokens=200
-            ),
-        )  # fmt: skip
-
-        async def run(text: str, **more: Any) -> Any:
-            if not is_streamed:
-                return await agents.Runner.run(agent, text, **more)
-            outcome = agents.Runner.run_streamed(agent, text, **more)
-            async for _ in outcome.stream_events():
-                pass
-            return outcome
-
-        async with http:
-            first = await run("What is textwrap?", auto_previous_response_id=True)
-            return first, await run("And zlib?", previous_response_id=first.last_response_id)
-
-    first, second = asyncio.run(talk())
-    for outcome in (first, second):
-        kinds = [item.type for item in outcome.new_items]
-        assert kinds == ["tool_call_item", "tool_call_output_item", "message_output_item"]
-    assert len(bodies) == 4 and "previous_response_id" not in bodies[0]
-    assert [one["type"] for one in bodies[1]["input"]] == ["function_call_output"]
-    assert bodies[2]["previous_response_id"] == first.last_response_id
-    assert [len(body["input"]) for body in bodies[1:]] == [1, 1, 1]
-    sizes = [one.usage.input_tokens for one in (*first.raw_responses, *second.raw_responses)]
-    assert sizes == sorted(set(sizes))
-
-
-@pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
-def test_an_agent_frameworks_loop(openai: Any, server: Server, kind: str) -> None:
-    """openai-agents: the model is made to call, the framework calls, and gives the result back."""
-    agents = importlib.import_module("agents")
-    agents.set_tracing_disabled(True)
     called: list[tuple[str, int]] = []
 
     @agents.function_tool
@@ -206,19 +118,45 @@ def test_an_agent_frameworks_loop(openai: Any, server: Server, kind: str) -> Non
         called.append((module, depth))
         return f"{module[:3]} is a module"
 
-    async_client = openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=WAIT_S
-    )
-    agent = agents.Agent(
-        name="librarian",
-        instructions="Look things up.",
-        tools=[look_up],
-        model=getattr(agents, kind)("demo", async_client),
-        model_settings=agents.ModelSettings(
-            tool_choice="required", parallel_tool_calls=False, temperature=0, max_tokens=200
-        ),
-    )
-    outcome = agents.Runner.run_sync(agent, "What is textwrap?")
-    assert len(called) == 1 and isinstance(called[0][1], int)
-    kinds = [item.type for item in outcome.new_items]
-    assert kinds == ["tool_call_item", "tool_call_output_item", "message_output_item"]
+    async def keep(request: httpx.Request) -> None:
+        bodies.append(json.loads(request.content))
+
+    async def run(agent: Any, text: str, **more: Any) -> Any:
+        if not is_streamed:
+            return await agents.Runner.run(agent, text, **more)
+        outcome = agents.Runner.run_streamed(agent, text, **more)
+        async for _ in outcome.stream_events():
+            pass
+        return outcome
+
+    async def talk() -> list[Any]:
+        http = httpx.AsyncClient(event_hooks={"request": [keep]}, timeout=WAIT_S)
+        api = openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="any", max_retries=0, http_client=http
+        )
+        agent = agents.Agent(
+            name="librarian", instructions="Look things up.", tools=[look_up],
+            model=getattr(agents, kind)("demo", api),
+            model_settings=agents.ModelSettings(
+                tool_choice="required", parallel_tool_calls=False, temperature=0, max_tokens=200
+            ),
+        )  # fmt: skip
+        async with http:
+            if kind != "OpenAIResponsesModel":
+                return [await run(agent, "What is textwrap?")]
+            first = await run(agent, "What is textwrap?", auto_previous_response_id=True)
+            before = first.last_response_id
+            return [first, await run(agent, "And zlib?", previous_response_id=before)]
+
+    outcomes = asyncio.run(talk())
+    for outcome in outcomes:
+        kinds = [item.type for item in outcome.new_items]
+        assert kinds == ["tool_call_item", "tool_call_output_item", "message_output_item"]
+    assert len(called) == len(outcomes) and isinstance(called[0][1], int)
+    if kind == "OpenAIResponsesModel":
+        assert len(bodies) == 4 and "previous_response_id" not in bodies[0]
+        assert [one["type"] for one in bodies[1]["input"]] == ["function_call_output"]
+        assert bodies[2]["previous_response_id"] == outcomes[0].last_response_id
+        assert [len(body["input"]) for body in bodies[1:]] == [1, 1, 1]
+        sizes = [one.usage.input_tokens for each in outcomes for one in each.raw_responses]
+        assert sizes == sorted(set(sizes))

@@ -106,19 +106,6 @@ def test_a_session(
     assert "secret" not in kept.read_text() and "/set top_k 7" in kept.read_text()
 
 
-def test_a_cut_answer_goes_on(talk: tuple[Terminal, subprocess.Popen[bytes]]) -> None:
-    screen, _ = talk
-    screen.type("cut\r")
-    screen.wait_for("echo of cut", "the answer was cut at 3 tokens; /continue lets it go on")
-    screen.wait_for_prompt()
-    screen.type("/co\t")
-    screen.wait_for("> /continue")
-    screen.type("\r")
-    screen.wait_for("> /continue\necho of echo of cut\n")
-    screen.type("/show messages\r")
-    screen.wait_for("echo of cutecho of echo of cut")
-
-
 def test_run_talks_at_a_terminal_until_it_is_terminated(state: Path, words: Path) -> None:
     """With a system of its own. The terminal is afterwards as it was before."""
     line = command_line(["run", words, *GREEDY, "--max-tokens", "50000", "--context", "50100"])

@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.errors import PromptError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.tokenizer import Tokenizer
-from hotcold.ui.api import schemas
 from hotcold.ui.api.embeddings import EmbeddingsRequest
 from hotcold.ui.api.errors import ApiError, as_api_error
 from hotcold.ui.api.fields import CHANGING, INSTEAD, Request
@@ -90,19 +87,6 @@ def test_names_lead_to_what_a_route_has() -> None:
     assert said_of(ChatRequest, reasoning={"effort": "low", "exclude": False}) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("repeat_penality", "repeat_penalty"), ("response_fromat", "response_format"),
-        ("tool_choise", "tool_choice"), ("max_completion_token", "max_completion_tokens"),
-        ("maxTokens", "max_tokens"), ("topP", "top_p"), ("logprob", "logprobs"),
-    ],
-)  # fmt: skip
-def test_a_name_that_is_nearly_one_is_refused(name: str, meant: str) -> None:
-    assert said_of(ChatRequest, **{name: 1}) == f"'{name}' is not known here; did you mean {meant}?"
-    assert said_of(ChatRequest, **{name: None}) is None
-
-
 def asked(path: str = "/v1/chat/completions", **fields: Any) -> GenerateRequest:
     client = Recording()
     prompt = {} if "prompt" in fields or path == "/v1/responses" else {"messages": HELLO}
@@ -118,43 +102,32 @@ TEXT_SHAPE = {"type": "json_object"}
     ("fields", "told"),
     [
         ({"temperature": "hot"}, "temperature must be a number"),
-        ({"temperature": True}, "temperature must be a number"),
         ({"temperature": -1}, "temperature must be at least 0"),
-        ({"top_p": 2}, "top_p must be at most 1"),
-        ({"frequency_penalty": 3}, "frequency_penalty must be at most 2"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be more than 0"),
+        (
+            {"repeat_penality": 1},
+            "'repeat_penality' is not known here; did you mean repeat_penalty?",
+        ),
+        ({"maxTokens": 1}, "'maxTokens' is not known here; did you mean max_tokens?"),
+        ({"logprob": 1}, "'logprob' is not known here; did you mean logprobs?"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
-        ({"max_tokens": 1.5}, "max_tokens must be a whole number"),
-        ({"n": 10**30}, "n must be"),
         ({"seed": 1 << 64}, "seed must be"),
         ({"stop": 5}, "stop must be a text or a list"),
-        ({"stop": ["a"] * 65}, "stop may hold at most 64 items"),
         ({"stop": [""]}, "stop.0 must not be empty"),
-        ({"stream": 1}, "stream must be true or false"),
-        ({"cache": "yes"}, "cache must be true or false"),
         ({"cache_salt": ""}, "cache_salt must not be empty"),
         ({"min_tokens": 21}, "min_tokens is 21; give a whole number from 0 to 20"),
-        ({"mirostat": 3}, "mirostat"),
-        ({"xtc_probability": 1.5}, "xtc_probability"),
         ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
         ({"stop_token_ids": [1 << 20]}, "token id 1048576 is not in the vocabulary"),
         ({"logit_bias": {"1048576": 1}}, "token id 1048576 is not in the vocabulary"),
         ({"logit_bias": {"1": 500}}, "logit_bias must hold token ids, each once, with a number"),
-        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias must hold token ids, each once"),
-        ({"best_of": 2}, "best_of is not supported here; leave it out"),
-        ({"n_predict": 2}, "n_predict is not known here; give max_tokens"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs must be at most 20"),
         ({"top_logprobs": 1}, "top_logprobs is for requests with logprobs true"),
         ({"stream_options": {"include_usage": True}}, "stream_options is for requests with stream"),
-        ({"messages": []}, "messages must not be empty"),
         ({"messages": [{"role": "pirate"}]}, "messages.0.role must be 'system', 'developer', "),
-        ({"messages": [{"content": "a"}]}, "messages.0.role is missing"),
         ({"messages": [{"role": "user"}]}, "messages.0: content is missing; a message of user"),
         (
             {"messages": [{"role": "user", "content": [{"type": "smell"}]}]},
             "messages.0.content.0.type must be 'text' or 'refusal'",
         ),
-        ({"response_format": {"type": "xml"}}, "response_format.type must be"),
         ({"response_format": {"type": "json_schema"}}, "response_format: json_schema must be"),
         ({"grammar": "a", "response_format": TEXT_SHAPE}, "response_format and grammar were both"),
         ({"guided_regex": "a", "guided_json": {}}, "guided_json and guided_regex were both given"),
@@ -164,18 +137,15 @@ TEXT_SHAPE = {"type": "json_object"}
             "structured_outputs.structural_tag is",
         ),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.regex and"),
-        ({"tools": [{"type": "function"}]}, "tools.0.function is missing"),
         ({"tools": [TOOL, TOOL]}, "two of the tools have the same name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type must be 'function'"),
         ({"tools": [TOOL], "guided_regex": "a"}, "tools and grammar were both given"),
         ({"tool_choice": "required"}, "tool_choice is for requests with tools"),
-        ({"tool_choice": "maybe"}, "tool_choice must be 'none', 'auto' or 'required' or an object"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice names 'x', which is no tool",
         ),
-        ({"functions": [TOOL["function"]]}, "functions is not known here; give tools"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},
             "continue_final_message and add_generation_prompt exclude each other",
@@ -307,7 +277,6 @@ def test_malformed_bodies_are_refused(body: bytes) -> None:
 BOMBS = {
     "messages": (ChatRequest, b'{"messages":[%s]}', b"{}"),
     "empty lists": (CompletionRequest, b'{"prompt":[%s]}', b"[]"),
-    "wrong ids": (CompletionRequest, b'{"prompt":[%s]}', b"-1"),
     "stop strings": (CompletionRequest, b'{"prompt":"a","stop":[%s]}', b"1"),
     "tokens": (DetokenizeRequest, b'{"tokens":[%s]}', b"-1"),
 }
@@ -327,45 +296,14 @@ def test_a_refusal_costs_no_more_than_a_few_times_the_request(name: str) -> None
     assert len(json.dumps(error.body)) < 2000
 
 
-def test_what_is_long_in_a_request_is_cut_in_its_refusal() -> None:
+def test_what_is_long_or_a_defect_is_not_told() -> None:
     for body in (
         b'{"prompt":"a","logit_bias":{"%s":1}}' % (b"n" * 100_000),
         b'{"prompt":"a","grammar":"%s"}' % (b"g" * 300_000),
     ):
         assert len(json.dumps(refused_body(CompletionRequest, body).body)) < 2000
     assert len(as_api_error(PromptError("\\" * 100_000)).body["error"]["message"]) < 1100
-
-
-_TEXTS = st.text(st.sampled_from('a\\"[{,\né'), max_size=6)
-
-
-@given(
-    st.recursive(
-        _TEXTS | st.just(1), lambda inner: st.lists(inner) | st.dictionaries(_TEXTS, inner)
-    ),
-    st.booleans(),
-)
-def test_lists_and_objects_are_counted_outside_of_texts(value: Any, is_ascii: bool) -> None:
-    """As many as a reader of JSON makes: the last that is allowed is, one less is not."""
-    body = json.dumps({"x": [value] * 3}, ensure_ascii=is_ascii).encode()
-    made = 0
-
-    def count(found: Any) -> None:
-        nonlocal made
-        made += isinstance(found, list | dict)
-        if isinstance(found, list | dict):
-            for inner in found.values() if isinstance(found, dict) else found:
-                count(inner)
-
-    count(json.loads(body))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hotcold.ui.api.schemas._MAX_NESTED", made)
-        schemas._require_plain(body)
-        patch.setattr("hotcold.ui.api.schemas._MAX_NESTED", made - 1)
-        with pytest.raises(ApiError, match="lists and objects"):
-            schemas._require_plain(body)
-
-
-def test_a_defect_is_not_described() -> None:
     told = as_api_error(RuntimeError("secret"))
     assert told.status == 500 and "secret" not in str(told.body)
+    # Brackets within a text are none.
+    assert parse(CompletionRequest, json.dumps({"prompt": '[{"\\' * 100_000}).encode()).prompt

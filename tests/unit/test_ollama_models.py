@@ -69,8 +69,9 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("path", ASKED)
-@pytest.mark.parametrize("keep_alive", [0, "0m0.0s"])
+@pytest.mark.parametrize(
+    ("path", "keep_alive"), [(path, "0m0.0s" if path == "/api/chat" else 0) for path in ASKED]
+)
 def test_a_model_that_is_not_to_stay_is_given_up_after_the_answer(
     path: str, keep_alive: Any
 ) -> None:

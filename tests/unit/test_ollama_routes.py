@@ -9,7 +9,6 @@ import pytest
 
 from hotcold.actors.protocol.messages import (
     GenerateRequest,
-    Generation,
     TokenEvent,
     TokenLogprob,
 )
@@ -122,36 +121,14 @@ def test_logprobs_are_those_of_openais_route() -> None:
         ("/api/chat", {"messages": HELLO, "model": ""}, 400, "model is required"),
         ("/api/show", {"model": "other"}, 404, "model 'other' not found"),
         ("/api/generate", {"prompt": "a", "images": ["aa"]}, 400, "images is not supported here"),
-        ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported here"),
         ("/api/generate", {"prompt": "a", "think": True}, 400, "does not support thinking"),
-        (
-            "/api/generate",
-            {"prompt": "a", "template": "{{ .Prompt }}"},
-            400,
-            "template is not",
-        ),
-        ("/api/generate", {"prompt": "a", "context": [1]}, 400, "context is not supported here"),
         ("/api/generate", {"prompt": "a", "raw": True, "system": "b"}, 400, "no place for what"),
         ("/api/generate", {"prompt": "a", "format": "xml"}, 400, "format must be"),
-        ("/api/generate", {"prompt": 1}, 400, "prompt must be a text"),
-        (
-            "/api/generate",
-            {"prompt": "a", "options": {"top_p": 2}},
-            400,
-            "option top_p is 2; give",
-        ),
+        ("/api/generate", {"prompt": "a", "options": {"top_p": 2}}, 400, "option top_p is 2; give"),
         ("/api/generate", {"prompt": "a " * 999}, 400, "the context holds 512"),
         ("/api/chat", {"messages": [{"role": "user", "images": ["a"]}]}, 400, "support images"),
-        ("/api/chat", {"messages": [{"role": "king"}]}, 400, "role must be"),
-        (
-            "/api/chat",
-            {"messages": HELLO, "tools": [{"type": "function"}]},
-            400,
-            "tools.0.function",
-        ),
+        ("/api/chat", {"messages": HELLO, "tools": [{}]}, 400, "tools.0."),
         ("/api/chat", {"messages": HELLO, "keep_alive": "bogus"}, 400, "keep_alive: 'bogus' is no"),
-        ("/api/generate", {"prompt": "a", "keep_alive": "5 m"}, 400, "keep_alive: '5 m' is no"),
-        ("/api/embed", {"input": [1]}, 400, "input"),
         ("/api/embed", {"input": "a " * 999, "truncate": False}, 400, "the context holds 512"),
         ("/api/pull", {"model": "demo"}, 403, "hotcold pull"),
         ("/api/push", {"model": "demo"}, 403, "not sent"),
@@ -203,14 +180,6 @@ def test_embeddings_of_both_kinds() -> None:
     assert older == {"embedding": [3.0, 4.0 * counts[0]]}
     post(recording, "/api/embed", input="word " * 999)
     assert len(recording.requests[-1].prompt_ids or ()) == CONTEXT
-
-
-def test_a_call_that_was_cut_off_is_none() -> None:
-    cut = CALLED[: CALLED.index("1}")]
-    event = TokenEvent(cut, Generation(cut, [7], "length", 3, 0.1, 0.1))
-    answer = post(Recording(event), "/api/chat", messages=HELLO, tools=[TOOL], stream=False).json()
-    assert answer["message"] == {"role": "assistant", "content": "Well."}
-    assert answer["done_reason"] == "length"
 
 
 def test_calls_and_results_go_back_into_the_conversation() -> None:

@@ -22,7 +22,7 @@ from hotcold.actors.driver.sampler import Breakers, Dry, Penalties, TokenSampler
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.errors import UsageError
 from hotcold.model.parameters import Texts
-from hotcold.model.sampling import PARAMETERS, SamplingParams
+from hotcold.model.sampling import SamplingParams
 from hotcold.model.text.tokenizer import Tokenizer
 
 LENGTH, VOCAB, LARGEST_VOCAB = 30_000, 32_000, 150_000
@@ -143,54 +143,41 @@ def held(kind: Any, text: str, written: str) -> Cost:
     return begin
 
 
-MANY_BIASES = dict.fromkeys(range(VOCAB), -1.0)
+PENALTIES: dict[str, Any] = {
+    "repeat_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 1.0,
+    "logit_bias": dict.fromkeys(range(VOCAB), -1.0),
+}  # fmt: skip
 ALL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 COSTS: dict[str, list[Cost]] = {
-    "dry_multiplier": [dry()],
-    "dry_base": [dry(dry_base=1.0), dry(dry_base=100.0)],
-    "dry_allowed_length": [dry(dry_allowed_length=0)],
-    "dry_penalty_last_n": [dry(dry_penalty_last_n=LENGTH - 1)],
-    "dry_sequence_breakers": [
+    "dry": [
+        dry(dry_base=1.0),
+        dry(dry_base=100.0, dry_allowed_length=0),
+        dry(dry_penalty_last_n=LENGTH - 1),
         dry(dry_sequence_breakers=texts(40)),
         dry(dry_sequence_breakers=texts(Texts.most_characters)),
         dry(dry_sequence_breakers=tuple(string.ascii_lowercase[1:])),
     ],
-    "repeat_penalty": [penalties(repeat_penalty=1.5, repeat_last_n=-1)],
-    "presence_penalty": [penalties(presence_penalty=1.0, repeat_last_n=-1)],
-    "frequency_penalty": [penalties(frequency_penalty=1.0, repeat_last_n=-1)],
-    "repeat_last_n": [penalties(repeat_penalty=1.5, repeat_last_n=LENGTH // 2)],
-    "logit_bias": [penalties(logit_bias=MANY_BIASES)],
+    "penalties": [penalties(**PENALTIES, repeat_last_n=last) for last in (-1, LENGTH // 2)],
     "stop": [
         stopped(texts(Texts.most_characters), "aaaa"),
         stopped(texts(Texts.most_characters), "aaab"),
         stopped(("a" * 500 + "c", "b" * 1000), "aabb"),
     ],
-    "temperature": [drawn(**ALL)],
-    "top_k": [drawn(**ALL | {"top_k": LARGEST_VOCAB - 1})],
-    "top_p": [drawn(**ALL | {"top_p": 0.9999})],
-    "min_p": [drawn(**ALL | {"min_p": 1e-6})],
-    "top_n_sigma": [drawn(**ALL, top_n_sigma=100.0)],
-    "typical_p": [drawn(**ALL, typical_p=0.9999)],
-    "xtc_probability": [drawn(**ALL, xtc_probability=1.0)],
-    "xtc_threshold": [drawn(**ALL, xtc_probability=1.0, xtc_threshold=0.0)],
-    "mirostat": [drawn(mirostat=1), drawn(mirostat=2)],
-    "mirostat_tau": [drawn(mirostat=2, mirostat_tau=100.0)],
-    "mirostat_eta": [drawn(mirostat=1, mirostat_eta=100.0)],
+    "drawn": [
+        drawn(**ALL),
+        drawn(**ALL | {"top_k": LARGEST_VOCAB - 1}),
+        drawn(**ALL | {"top_p": 0.9999, "min_p": 1e-6}),
+        drawn(**ALL, top_n_sigma=100.0, typical_p=0.9999),
+        drawn(**ALL, xtc_probability=1.0, xtc_threshold=0.0),
+        drawn(mirostat=1, mirostat_eta=100.0),
+        drawn(mirostat=2, mirostat_tau=100.0),
+    ],
     "logprobs": [scored(20)],
     "grammar": [
         held("regex", "(.*a.{18}b)|(.*b.{17}a).*", "ab "),
     ],
     "text without end": [decoded(tokenizer().vocab_size - 1), decoded(tokenizer().vocab_size)],
 }
-# What is read once, and costs the same whatever its value.
-PLAIN = {
-    "max_tokens", "seed", "ignore_eos", "penalize_prompt", "stop_token_ids", "min_tokens",
-    "include_stop_str_in_output", "repetition_penalty", "thinking_token_budget",
-}  # fmt: skip
-
-
-def test_all_parameters_are_here() -> None:
-    assert set(PARAMETERS) <= COSTS.keys() | PLAIN
 
 
 @pytest.mark.parametrize("kind", ["one token", "random"])

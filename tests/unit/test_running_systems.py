@@ -13,11 +13,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from click.testing import CliRunner
 
@@ -35,7 +34,6 @@ from hotcold.jobs.running.client import Client
 from hotcold.jobs.running.find import find_system
 from hotcold.jobs.running.identity import identity_of, is_same, model_text, resolved_options
 from hotcold.jobs.running.registry import Record, Registration
-from hotcold.jobs.support.options import system_options
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.weights.quantized_checkpoint import write_quantized
@@ -431,34 +429,22 @@ def test_a_silent_system_is_told_of(claim: Any, monkeypatch: pytest.MonkeyPatch)
     assert out[1].split() == ["model", "model", "silent"]
 
 
-@pytest.fixture(scope="module")
-def quantizable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("q-llama", tmp_path_factory.mktemp("running") / "model")
+def test_how_a_clusters_system_differs_is_told_as_commands_spell_it(tmp_path: Path) -> None:
+    quantizable = make_model("q-llama", tmp_path / "model")
 
+    def started(path: Path, dtype: str | None = None) -> SystemConfig:
+        return prepare_system(path, SystemOptions(weight_dtype=dtype))[0]
 
-def started(path: Path, **options: object) -> SystemConfig:
-    return prepare_system(path, SystemOptions(**options))[0]  # type: ignore[arg-type]
-
-
-def test_each_option_is_compared_as_commands_spell_it(quantizable: Path) -> None:
-    command, running = click.command()(system_options(lambda **values: None)), started(quantizable)
-    spelled = {str(option.name): option.opts[0] for option in command.params}
-    shared = {field.name for field in fields(SystemConfig)} & set(vars(SystemOptions()))
-    assert len(shared) > 10 and _difference(running, str(quantizable), SystemOptions()) == ""
-    # Memory limits count where a system starts; what is stored has a --dtype, too.
-    for name in shared - {"weight_dtype", "gpu_memory_bytes"}:
-        given = SystemOptions(**{name: "another"})  # type: ignore[arg-type]
-        assert _difference(running, None, given).startswith(f"has {spelled[name]} ")
-
-
-def test_other_dtypes_and_models(quantizable: Path, tmp_path: Path) -> None:
-    late = started(quantizable, weight_dtype="q4")
+    assert _difference(started(quantizable), str(quantizable), SystemOptions()) == ""
+    other_threads = SystemOptions(num_threads=9)
+    assert _difference(started(quantizable), None, other_threads).startswith("has --threads ")
+    late = started(quantizable, "q4")
     assert _difference(late, None, SystemOptions(weight_dtype="q4")) == ""
     assert _difference(late, None, SystemOptions()) == ""
     text = "has --dtype q4, not q8"
     assert _difference(late, None, SystemOptions(weight_dtype="q8")) == text
     write_quantized(quantizable, tmp_path / "q8", "q8")
-    for running in (started(tmp_path / "q8"), started(tmp_path / "q8", weight_dtype="q8")):
+    for running in (started(tmp_path / "q8"), started(tmp_path / "q8", "q8")):
         assert _difference(running, None, SystemOptions(weight_dtype="q8")) == ""
     text = "has the weights as stored (q8), not --dtype q4"
     assert _difference(started(tmp_path / "q8"), None, SystemOptions(weight_dtype="q4")) == text

@@ -343,19 +343,6 @@ def test_a_server_that_ends_is_found_no_more_before_it_refuses() -> None:
     ]  # fmt: skip
 
 
-def test_a_model_that_has_just_failed_does_not_keep_the_server_from_its_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(backend: Backend, method: str) -> Any:
-        raise ServiceError("the driver died")
-
-    monkeypatch.setattr(Backend, "call", fail)
-    monkeypatch.setattr(Backend, "is_loaded", True)
-    assert served_by_stand_ins(2, lost=list)[-1] == "server.stop"
-    with pytest.raises(ServiceError, match="the driver died"):
-        served_by_stand_ins(1, lost=list)
-
-
 def test_the_only_model_takes_the_server_with_it() -> None:
     problem = ServiceError("the driver died")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import tempfile
@@ -37,7 +36,6 @@ from hotcold.ui.app import create_app
 from hotcold.ui.connections import ConnectionLimits
 from hotcold.ui.server_thread import LoadingGate, ServerThread
 from hotcold.ui.system_routes import SystemRoutes
-from tests.unit.half_a_request import answer_to_half
 from tests.unit.test_served_models import House
 
 _TIMEOUT_S = 30.0
@@ -308,14 +306,3 @@ def test_who_attends_holds_it(server: Server) -> None:
         assert time.monotonic() < end
         time.sleep(0.001)
     assert 50.0 < (server.routes.left_s or 0.0) <= 60.0
-
-
-def test_who_cancels_while_a_request_is_sent_breaks_nothing() -> None:
-    """Half of its body has come; no error is logged."""
-
-    async def routes() -> Any:
-        models = House(1, names="a").models
-        return create_app(models, None, SystemRoutes(models))
-
-    app = asyncio.run(routes())
-    assert answer_to_half(app, "/v1/hotcold/generate", b'{"req') == 499

@@ -20,7 +20,7 @@ from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.system import System
 from hotcold.jobs.running import registry
 from hotcold.jobs.running.identity import identity_of
-from hotcold.jobs.running.registry import Registration, own_folder
+from hotcold.jobs.running.registry import Registration
 from hotcold.jobs.running.served import ModelPlan, SystemStarter
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.locate import DEMO_DIRECTORY
@@ -74,23 +74,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
 
 def found() -> list[str]:
     return [one.name for one in registry.running()]
-
-
-def test_a_system_is_found_until_it_ends_or_the_server_does(made: Made) -> None:
-    starter, backend, system = made
-    started = starter.start(backend)
-    assert vars(started) is vars(system)
-    (record,) = registry.running()
-    assert (record.name, record.url, record.is_kept) == ("demo", "http://here", False)
-    assert record.resolved["context_length"] == 128
-    starter.end(backend, started)
-    assert system.has_ended and found() == []
-    assert [path.name for path in own_folder().iterdir()] == ["demo.sock"]
-    system.has_ended = False
-    starter.start(backend)
-    for _ in range(2):
-        starter.unregister_all()
-        assert list(own_folder().iterdir()) == [] and not system.has_ended
 
 
 def test_nothing_is_left_of_a_start_that_fails(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

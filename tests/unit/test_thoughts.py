@@ -117,11 +117,6 @@ def constraint(grammar: Grammar, opened: Thoughts | None = None) -> Constraint:
     return Grammars(TOKENIZER, TOKENIZER.vocab_size, [0]).constraint(grammar, opened)
 
 
-def accepts(grammar: Grammar, text: str) -> bool:
-    (matcher,) = constraint(grammar)._ways
-    return bool(matcher.consume_tokens(TOKENIZER.encode(text, False)) and matcher.is_accepting())
-
-
 def begins(found: Constraint, text: str) -> bool:
     """Whether the answer may begin with this text's tokens."""
     ids = TOKENIZER.encode(text, False)
