@@ -13,6 +13,7 @@ import hotcold.jobs.foreign_folder
 # isort: split
 import atexit
 import gc
+import json
 import os
 import signal
 import sys
@@ -23,8 +24,14 @@ from typing import NoReturn
 import click
 
 import hotcold
-from hotcold.jobs.support.console import OutputError, progress_bar, tell, use_own_streams
-from hotcold.jobs.support.lazy_group import Invocation, LazyGroup, lazy_commands
+from hotcold.jobs.support.console import (
+    Invocation,
+    OutputError,
+    progress_bar,
+    tell,
+    use_own_streams,
+)
+from hotcold.jobs.support.lazy_group import LazyGroup, lazy_commands
 from hotcold.jobs.support.settings import origin_of
 from hotcold.jobs.support.signals import (
     end_at_sigterm,
@@ -108,13 +115,15 @@ def main(
     invocation = Invocation()
     weights_digest.progress = progress_bar
     try:
-        status = command.main(
+        found = command.main(
             args=None if arguments is None else list(arguments),
             prog_name=program,
             obj=invocation,
             standalone_mode=False,
         )
-        return status if isinstance(status, int) else 0
+        if invocation.as_json and isinstance(found, dict):
+            click.echo(json.dumps(found, allow_nan=False))
+        return found if isinstance(found, int) else 0
     except (Exception, KeyboardInterrupt) as error:
         if invocation.debug and not isinstance(error, click.Abort):
             traceback.print_exc()

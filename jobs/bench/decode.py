@@ -15,7 +15,7 @@ from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS
 from hotcold.actors.setup.choose import require_one_mode
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.system import System
-from hotcold.jobs.support.console import json_option, print_json
+from hotcold.jobs.support.console import json_option
 from hotcold.jobs.support.loading import running_system
 from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand
@@ -35,14 +35,13 @@ _Measured = TypeVar("_Measured")
 
 @click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
-@click.option("--prompt-tokens", type=click.IntRange(min=1), default=16, show_default=True)
-@click.option("--tokens", type=click.IntRange(min=2), default=64, show_default=True)
-@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=16)
+@click.option("--tokens", type=click.IntRange(min=2), default=64)
+@click.option("--repeat", type=click.IntRange(min=1), default=3)
 @click.option(
     "--batch",
     type=click.IntRange(1, KERNEL_TOKENS),
     default=1,
-    show_default=True,
     help="Requests at once, each with a prompt of its own.",
 )
 @system_options
@@ -53,9 +52,8 @@ def decode(
     tokens: int,
     repeat: int,
     batch: int,
-    as_json: bool,
     **values: Any,
-) -> None:
+) -> dict[str, Any]:
     """Time greedy decoding, and say where a step's time goes."""
     if values["max_batch"] is None and batch > 1:
         values["max_batch"] = batch
@@ -88,8 +86,7 @@ def decode(
         f"{report['gb_per_s']:.1f} GB/s of {read_gb_per_s:.1f} that a plain read gets"
         f"{_read_line(report['reads'])}"
     )
-    if as_json:
-        print_json(report)
+    return report
 
 
 def _read_line(reads: dict[str, float]) -> str:
@@ -158,13 +155,11 @@ def decode_request(
 
 @click.command(cls=GroupedCommand)
 @click.argument("model", required=False)
-@click.option("--prompt-tokens", type=click.IntRange(min=2), default=128, show_default=True)
-@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--prompt-tokens", type=click.IntRange(min=2), default=128)
+@click.option("--repeat", type=click.IntRange(min=1), default=3)
 @system_options
 @json_option
-def prefill(
-    model: str | None, prompt_tokens: int, repeat: int, as_json: bool, **values: Any
-) -> None:
+def prefill(model: str | None, prompt_tokens: int, repeat: int, **values: Any) -> dict[str, Any]:
     """Time a prompt up to its first token; one run before the counted ones warms up."""
 
     def measure(running: System, config: ModelConfig) -> list[Generation]:
@@ -181,8 +176,7 @@ def prefill(
         "num_threads": system.num_threads,
     }
     click.echo(f"prefill of {prompt_tokens} tokens: {median(rates):.1f} tokens/s")
-    if as_json:
-        print_json(report)
+    return report
 
 
 def _run(

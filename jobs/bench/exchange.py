@@ -7,7 +7,7 @@ import click
 import numpy as np
 
 from hotcold.actors.setup.preflight import prepare_system
-from hotcold.jobs.support.console import json_option, print_json
+from hotcold.jobs.support.console import json_option
 from hotcold.jobs.support.loading import running_system
 from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.model.files.locate import locate_model
@@ -17,10 +17,10 @@ _IDLE_S = 2.0
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--rounds", type=click.IntRange(min=1), default=20000, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=20000)
 @system_options
 @json_option
-def exchange(model: str | None, rounds: int, as_json: bool, **values: Any) -> None:
+def exchange(model: str | None, rounds: int, **values: Any) -> dict[str, Any]:
     """Time a round trip from the driver to all CPU services, and what idle services use."""
     system, _ = prepare_system(locate_model(model), split_system_options(values))
     with running_system(system) as running:
@@ -44,5 +44,4 @@ def exchange(model: str | None, rounds: int, as_json: bool, **values: Any) -> No
         f"{report['us_median']:.1f} µs, p99 {report['us_p99']:.1f} µs over {rounds} round trips; "
         f"idle services use {max(idle.values()):.2%} of a core at most"
     )
-    if as_json:
-        print_json(report)
+    return report

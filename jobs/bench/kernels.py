@@ -21,7 +21,7 @@ from hotcold.jobs.bench.kernel_timing import (
     has_width,
     is_summed,
 )
-from hotcold.jobs.support.console import json_option, print_json, stderr_console
+from hotcold.jobs.support.console import json_option, stderr_console
 from hotcold.jobs.support.settings import shared_option
 from hotcold.placement.machine.survey import usable_cores
 
@@ -33,18 +33,16 @@ from hotcold.placement.machine.survey import usable_cores
     type=click.IntRange(min=32),
     multiple=True,
     default=(4096,),
-    show_default=True,
     help="Width of a row. May be given several times: each is compared with the first.",
 )
-@click.option("--ffn", type=click.IntRange(min=8), default=11008, show_default=True)
-@click.option("--layers", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--ffn", type=click.IntRange(min=8), default=11008)
+@click.option("--layers", type=click.IntRange(min=1), default=8)
 @click.option(
     "--density",
     "densities",
     type=click.FloatRange(0, 1),
     multiple=True,
     default=(0.1, 0.05),
-    show_default=True,
     help="May be given several times.",
 )
 @click.option(
@@ -53,7 +51,6 @@ from hotcold.placement.machine.survey import usable_cores
     type=click.Choice(list(DTYPES)),
     multiple=True,
     default=tuple(DTYPES),
-    show_default=True,
     help="Of rows; those that no down row is in have no sparse FFN. May be given several times.",
 )
 @shared_option("--threads", type=click.IntRange(min=1), help="Threads; one a core without it.")
@@ -63,10 +60,9 @@ from hotcold.placement.machine.survey import usable_cores
     type=click.IntRange(1, 32),
     multiple=True,
     default=(1,),
-    show_default=True,
     help="Tokens multiplied at once by the dense rows. May be given several times.",
 )
-@click.option("--repeat", type=click.IntRange(min=1), default=9, show_default=True)
+@click.option("--repeat", type=click.IntRange(min=1), default=9)
 @json_option
 def kernels(
     widths: tuple[int, ...],
@@ -77,8 +73,7 @@ def kernels(
     threads: int | None,
     batches: tuple[int, ...],
     repeat: int,
-    as_json: bool,
-) -> None:
+) -> dict[str, Any]:
     """Time kernels over fresh memory; each timing stands between two plain reads of the same.
 
     Matrices should be larger than the caches together: those of one kind hold layers * ffn rows of
@@ -109,10 +104,9 @@ def kernels(
                     slowest[name] = min(slowest.get(name, here), here)
     for name, (share, dtype, width) in slowest.items():
         click.echo(f"{name}: slowest beside the first width {dtype} {width}, {share:.2f} of it")
-    if as_json:
-        first = next(iter(report["kernels"].values()))[widths[0]]
-        dense = next(iter(first.values()))
-        print_json({name: dense[name] for name in ("gb_per_s", "read_gb_per_s")} | report)
+    first = next(iter(report["kernels"].values()))[widths[0]]
+    dense = next(iter(first.values()))
+    return {name: dense[name] for name in ("gb_per_s", "read_gb_per_s")} | report
 
 
 def _numbers(result: Comparison) -> dict[str, float]:

@@ -59,17 +59,9 @@ chat_options = options_adder(
 @sampling_options
 @system_options
 @kept_options
-def chat(
-    model: str | None,
-    system_prompt: str | None,
-    no_history: bool,
-    plain: bool,
-    keep_s: float,
-    is_own: bool,
-    **values: Any,
-) -> None:
+def chat(model: str | None, **values: Any) -> None:
     """Talk with MODEL (the embedded demo model without it)."""
-    talk(model, system_prompt, no_history, plain, keep_s, is_own, values)
+    talk(model, **values)
 
 
 def talk(
@@ -79,7 +71,7 @@ def talk(
     plain: bool,
     keep_s: float,
     is_own: bool,
-    values: dict[str, Any],
+    **values: Any,
 ) -> None:
     """Hold a conversation. `values` are of system and sampling options. Errors: HotcoldError."""
     is_rich = not plain and _has_cursor()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.jobs.support.console import json_option, print_json, steps_bar
+from hotcold.jobs.support.console import json_option, steps_bar
 from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.jobs.support.shared_imports import begin_workers
@@ -28,7 +28,7 @@ _MANY_TOKENS = 64  # of a prompt: more than kernels of few tokens take
 @click.argument("model", required=False)
 @system_options
 @json_option
-def compile_kernels(model: str | None, as_json: bool, **values: Any) -> None:
+def compile_kernels(model: str | None, **values: Any) -> dict[str, Any]:
     """Compile the kernels of MODEL (the embedded demo model without it), once.
 
     A system is started as `generate` starts it with the same options, and asked for what needs
@@ -59,8 +59,7 @@ def compile_kernels(model: str | None, as_json: bool, **values: Any) -> None:
     seconds = time.monotonic() - began
     what = f"compiled {num_new} kernels" if num_new else "all kernels had been compiled"
     click.echo(f"{what}, {seconds:.1f} s; {folder} has {num_bytes / 1e6:.1f} MB")
-    if as_json:
-        print_json({"compiled": num_new, "folder": str(folder), "seconds": round(seconds, 3)})
+    return {"compiled": num_new, "folder": str(folder), "seconds": round(seconds, 3)}
 
 
 def _kept(folder: Path) -> dict[Path, int]:

@@ -6,12 +6,12 @@ import platform
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 import hotcold
-from hotcold.jobs.support.console import json_option, print_json, status_line, steps_bar
+from hotcold.jobs.support.console import json_option, status_line, steps_bar
 from hotcold.jobs.support.options import system_option
 from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.model.byte_sizes import size_text
@@ -55,8 +55,7 @@ def doctor(
     measure: bool,
     fresh: bool,
     machine_out: Path | None,
-    as_json: bool,
-) -> None:
+) -> dict[str, Any]:
     """Say what this machine has, what would be used, and what is wrong.
 
     With MODEL, also how many bytes `generate` takes for it here, and whether it fits. Nothing is
@@ -98,17 +97,16 @@ def doctor(
     findings.extend(check_services(running_services(), _systems()))
     disk = {} if found is None or not measure else _disk(found[0])
     _print_report(machine, measured, findings, need, disk)
-    if as_json:
-        sizes = None if need is None else {**asdict(need), "total_bytes": need.total_bytes}
-        speed = None if measured is None else measured.read_gb_per_s
-        print_json({
-            "version": hotcold.__version__,
-            "machine": {**asdict(machine), "read_gb_per_s": speed},
-            "measured": None if measured is None else measured.as_json(),
-            "findings": [asdict(finding) for finding in findings],
-            "model": sizes,
-            "disk_gb_per_s": {"read_bytes": list(_READ_SIZES), **disk} if disk else None,
-        })  # fmt: skip
+    sizes = None if need is None else {**asdict(need), "total_bytes": need.total_bytes}
+    speed = None if measured is None else measured.read_gb_per_s
+    return {
+        "version": hotcold.__version__,
+        "machine": {**asdict(machine), "read_gb_per_s": speed},
+        "measured": None if measured is None else measured.as_json(),
+        "findings": [asdict(finding) for finding in findings],
+        "model": sizes,
+        "disk_gb_per_s": {"read_bytes": list(_READ_SIZES), **disk} if disk else None,
+    }
 
 
 def _systems() -> dict[int, str]:

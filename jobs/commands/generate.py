@@ -19,7 +19,7 @@ from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.running.client import GoneError
 from hotcold.jobs.running.find import find_system
 from hotcold.jobs.running.in_flight import Connection, InFlight
-from hotcold.jobs.support.console import cut_short, json_option, print_json, tell, what_it_took
+from hotcold.jobs.support.console import cut_short, json_option, tell, what_it_took
 from hotcold.jobs.support.options import (
     TOKEN_IDS,
     kept_options,
@@ -51,17 +51,14 @@ def generate(
     prompt: str | None,
     prompt_ids: list[int] | None,
     chat: bool,
-    keep_s: float,
-    is_own: bool,
-    as_json: bool,
     **values: Any,
-) -> None:
+) -> dict[str, Any]:
     """Continue a prompt with MODEL (the embedded demo model without it)."""
 
     def request(sampling: SamplingParams) -> GenerateRequest:
         return _request(prompt, prompt_ids, chat, sampling)
 
-    answer(model, request, keep_s, is_own, as_json, values)
+    return answer(model, request, **values)
 
 
 def answer(
@@ -69,10 +66,11 @@ def answer(
     request_of: Callable[[SamplingParams], GenerateRequest],
     keep_s: float,
     is_own: bool,
-    as_json: bool,
-    values: dict[str, Any],
-) -> None:
-    """Show an answer, and then what it took. `values` are of system and sampling options.
+    **values: Any,
+) -> dict[str, Any]:
+    """Show an answer, and then what it took, and return that.
+
+    `values` are of system and sampling options.
 
     Errors:  HotcoldError
     """
@@ -89,8 +87,7 @@ def answer(
             click.echo("it has just ended, so this command starts its own", err=True)
             result, about = _answer_here(path, options, asked)
     _show_end(result, about)
-    if as_json:
-        print_json(result.as_json() | {"system": about["system"]})
+    return result.as_json() | {"system": about["system"]}
 
 
 def _answer_here(

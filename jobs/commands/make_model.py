@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from hotcold.jobs.support.console import json_option, print_json, progress_bar
+from hotcold.jobs.support.console import json_option, progress_bar
 from hotcold.model.byte_sizes import size_text
 from hotcold.model.errors import UsageError
 from hotcold.model.synthetic.shape import DTYPES, SHAPES, SYNTHETIC_FAMILIES, resolve_shape
@@ -20,11 +20,7 @@ _ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "relu2")
 @click.command("make-model")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
-    "--shape",
-    "shape_name",
-    default="tiny",
-    show_default=True,
-    help=f"{', '.join(SHAPES)}; the sizes below change it.",
+    "--shape", "shape_name", default="tiny", help=f"{', '.join(SHAPES)}; the sizes below change it."
 )
 @click.option("--family", type=click.Choice(list(SYNTHETIC_FAMILIES)), help="Kind of model.")
 @click.option("--layers", type=int, help="Number of layers.")
@@ -46,8 +42,8 @@ _ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "relu2")
 @click.option("--chosen", type=int, help="Experts that a token has.")
 @click.option("--skew", type=float, help="Share of choices that the busier half of experts has.")
 @click.option("--kept", type=float, help="Share of a token's experts that the one before had.")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), default="f16", show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="f16")
+@click.option("--seed", type=int, default=0)
 @click.option("--force", is_flag=True, help="Replace the model in a directory that is not empty.")
 @json_option
 def make_model(
@@ -56,9 +52,8 @@ def make_model(
     dtype: str,
     seed: int,
     force: bool,
-    as_json: bool,
     **sizes: Any,
-) -> None:
+) -> dict[str, Any]:
     """Write a Hugging Face directory OUT with random weights.
 
     A few neurons fire nearly always and most seldom: their rates follow a power law whose mean is
@@ -90,17 +85,14 @@ def make_model(
         f"{size_text(report.num_bytes)}, density {report.density:.3f} (asked {shape.density})"
         f"{routing}, {seconds:.1f} s"
     )
-    if as_json:
-        print_json(
-            {
-                "path": str(out),
-                "bytes": report.num_bytes,
-                "parameters": report.num_parameters,
-                "seconds": round(seconds, 3),
-                "asked_density": shape.density,
-                "density": report.density,
-                "asked_routing": asked,
-                "routing": found and asdict(found),
-                "layers": [asdict(layer) for layer in report.layers],
-            }
-        )
+    return {
+        "path": str(out),
+        "bytes": report.num_bytes,
+        "parameters": report.num_parameters,
+        "seconds": round(seconds, 3),
+        "asked_density": shape.density,
+        "density": report.density,
+        "asked_routing": asked,
+        "routing": found and asdict(found),
+        "layers": [asdict(layer) for layer in report.layers],
+    }

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from hotcold.jobs.support.console import json_option, plain, print_json, tell
+from hotcold.jobs.support.console import json_option, plain, tell
 from hotcold.model.byte_sizes import size_text
 from hotcold.model.errors import UsageError, shown
 
@@ -16,7 +16,7 @@ from hotcold.model.errors import UsageError, shown
 @click.command()
 @click.argument("model")
 @json_option
-def pull(model: str, as_json: bool) -> None:
+def pull(model: str) -> dict[str, Any]:
     """Fetch MODEL, org/repo or org/repo:FILE, from Hugging Face, or a known name such as qwen3:8b.
 
     FILE is a GGUF file, or what only its name holds, such as Q4_K_M. Only what is needed is
@@ -42,18 +42,16 @@ def pull(model: str, as_json: bool) -> None:
     click.echo(f"{told}: {what}, {size_text(download.missing_bytes)} to be fetched", err=True)
     path = hub.fetch(found)
     click.echo(f"{model}: {what}, in {path}")
-    if as_json:
-        print_json({"model": model, "path": str(path), **asdict(download)})
+    return {"model": model, "path": str(path), **asdict(download)}
 
 
 @click.command("list")
 @click.option("--known", is_flag=True, help="The names that stand for a model, instead.")
 @json_option
-def list_models(known: bool, as_json: bool) -> None:
+def list_models(known: bool) -> dict[str, Any]:
     """List the models in Hugging Face's cache, or all known names."""
     if known:
-        _list_known(as_json)
-        return
+        return _list_known()
     from rich.console import Console
     from rich.table import Table
 
@@ -70,15 +68,13 @@ def list_models(known: bool, as_json: bool) -> None:
         Console(highlight=False).print(table)
     else:
         click.echo("no models yet; `hotcold pull org/repo` fetches one, or `hotcold run qwen3:8b`")
-    if as_json:
-        kept = [
-            {"model": m.name, "form": m.form, "bytes": m.num_bytes, "path": str(m.path)}
-            for m in models
-        ]
-        print_json({"models": kept})
+    kept = [
+        {"model": m.name, "form": m.form, "bytes": m.num_bytes, "path": str(m.path)} for m in models
+    ]
+    return {"models": kept}
 
 
-def _list_known(as_json: bool) -> None:
+def _list_known() -> dict[str, Any]:
     from hotcold.model.files.known_models import known_models, sparse_models
 
     names = known_models()
@@ -89,14 +85,13 @@ def _list_known(as_json: bool) -> None:
         mark = f"{model:{widest}}  sparse" if name in sparse else model
         click.echo(f"{name:{width}}  {mark}")
     click.echo("sparse: most neurons of the model are zero, and leaving them out pays", err=True)
-    if as_json:
-        print_json({"known": names, "sparse": sparse})
+    return {"known": names, "sparse": sparse}
 
 
 @click.command()
 @click.argument("model", required=False)
 @json_option
-def show(model: str | None, as_json: bool) -> None:
+def show(model: str | None) -> dict[str, Any]:
     """Say what MODEL is: family, sizes, formats, context, sparsity, and the mode it would run in.
 
     Nothing is loaded, and nothing is fetched that `generate` would not fetch.
@@ -109,8 +104,7 @@ def show(model: str | None, as_json: bool) -> None:
     width = max(len(name) for name, _ in lines_of(facts))
     for name, text in lines_of(facts):
         tell(f"{name:{width}}  {text}")
-    if as_json:
-        print_json(facts)
+    return facts
 
 
 @click.command()

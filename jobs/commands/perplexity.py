@@ -17,7 +17,7 @@ import numpy as np
 
 from hotcold.actors.protocol.messages import THRESHOLD, SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.jobs.support.console import json_option, print_json, steps_bar
+from hotcold.jobs.support.console import json_option, steps_bar
 from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.jobs.support.shared_imports import begin_workers
@@ -53,7 +53,6 @@ _MIN_WINDOW = 32
 @click.option(
     "--recall/--no-recall",
     default=True,
-    show_default=True,
     help="Count neurons, and of those that fire how many the predictor chose; token by token, so "
     "slower.",
 )
@@ -65,9 +64,8 @@ def perplexity(
     window: int | None,
     max_windows: int | None,
     recall: bool,
-    as_json: bool,
     **values: Any,
-) -> None:
+) -> dict[str, Any]:
     """Score MODEL on a text, and compare the mode with dense (the embedded model without MODEL)."""
     path = locate_model(model)
     begin_workers()
@@ -95,8 +93,7 @@ def perplexity(
         "tokens_per_s": tokens_per_s,
     }
     _show(report)
-    if as_json:
-        print_json(report)
+    return report
 
 
 def _window_size(window: int | None, context_length: int | None, config: ModelConfig) -> int:

@@ -11,7 +11,7 @@ import click
 
 from hotcold.actors.protocol.messages import MODES
 from hotcold.jobs.profile.files import require_plot, require_writable
-from hotcold.jobs.support.console import json_option, print_json, status_line
+from hotcold.jobs.support.console import json_option, status_line
 from hotcold.jobs.support.extras import require_extra
 from hotcold.jobs.support.options import split_system_options, system_option
 from hotcold.jobs.support.settings import GroupedCommand
@@ -58,7 +58,6 @@ _LOADS_BY_IT = f"systems of these options load by it; another place: --out or {A
     "time_limit_s",
     type=click.FloatRange(min=0.1),
     default=10.0,
-    show_default=True,
     help="Seconds that the solver may take.",
 )
 @json_option
@@ -72,9 +71,8 @@ def plan(
     out: Path | None,
     plot: Path | None,
     time_limit_s: float,
-    as_json: bool,
     **values: Any,
-) -> None:
+) -> dict[str, Any]:
     """Decide where each neuron, attention layer and cache, and the head, of MODEL goes.
 
     Frequent neurons go to the GPU as far as bytes allow, rare ones to the CPU in equal work. The
@@ -111,12 +109,10 @@ def plan(
             tell(f"placing neurons, at most {time_limit_s:g} s", is_brief=True)
             made = planning.plan(machine, time_limit_s)
         except MemoryBudgetError as problem:
-            _plan_storage(planning, problem, tell, plot, as_json)
-            return
+            return _plan_storage(planning, problem, tell, plot)
     out, about = _written(planning, made, out, machine_file is not None)
     print_plan(made, out, about)
-    if as_json:
-        print_json(plan_json(made, out))
+    return plan_json(made, out)
 
 
 def _written(
@@ -148,8 +144,7 @@ def _plan_storage(
     problem: MemoryBudgetError,
     tell: Callable[[str], None],
     plot: Path | None,
-    as_json: bool,
-) -> None:
+) -> dict[str, Any]:
     """Say what stays in memory of a model that does not fit, and in which --dtype it would.
 
     Errors:  MemoryBudgetError: `problem`, or one naming the least that would do
@@ -177,5 +172,4 @@ def _plan_storage(
         name = planning.model.config.name if path is None else resolved_model(path).name
         plot_offload(plot, planning.stored(machine, is_plotted=True), name)
         click.echo(f"drew {plot}")
-    if as_json:
-        print_json({"storage": [asdict(plan) for plan in plans]})
+    return {"storage": [asdict(plan) for plan in plans]}

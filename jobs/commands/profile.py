@@ -10,7 +10,7 @@ import click
 
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.profile.files import ProfileFiles
-from hotcold.jobs.support.console import json_option, print_json
+from hotcold.jobs.support.console import json_option
 from hotcold.jobs.support.options import options_adder, system_option
 from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.model.errors import UsageError
@@ -48,7 +48,7 @@ _OPTIONS = [
     click.option("--max-tokens", type=click.IntRange(min=1), help="Read only the first so many."),
     click.option("--restart", is_flag=True, help="Do not go on from where a run was stopped."),
     click.option("--save-every", "every_s", type=click.FloatRange(min=0), default=10.0,
-                 show_default=True, help="Seconds of work that a stopped run may lose."),
+                 help="Seconds of work that a stopped run may lose."),
     system_option("num_threads"),
     system_option("num_cpu_actors", help="CPU services that share the neurons; as many as NUMA "
                   "nodes without it."),
@@ -79,9 +79,8 @@ def profile(
     every_s: float,
     target_kld: float | None,
     thresholds_out: Path | None,
-    as_json: bool,
     **values: Any,
-) -> None:
+) -> dict[str, Any]:
     """Count how often each neuron of MODEL fires on a text (the embedded model without MODEL).
 
     Plans and predictors are made from what this writes. A run that was stopped goes on where it
@@ -110,8 +109,7 @@ def profile(
         files = ProfileFiles.choose(path, out, None, plot, with_inputs=False, thresholds=own)
         options = SystemOptions(mode="dense", **values)
         kld = target_kld or _DEFAULT_KLD
-        calibrate(path, options, files, reading.text_path, reading.max_tokens, kld, as_json)
-        return
+        return calibrate(path, options, files, reading.text_path, reading.max_tokens, kld)
     if is_asked:
         raise UsageError(
             "--target-kl and --thresholds-out are for gated models whose activation is never "
@@ -123,7 +121,7 @@ def profile(
         reading = replace(reading, num_inputs=0)
     with_inputs = reading.num_inputs != 0
     files = ProfileFiles.choose(path, out, inputs_out, plot, with_inputs=with_inputs)
-    _count(path, config, files, reading, values, restart, every_s, as_json)
+    return _count(path, config, files, reading, values, restart, every_s)
 
 
 def _refuse_counting_options(config: ModelConfig) -> None:
@@ -146,8 +144,7 @@ def _count(
     values: dict[str, Any],
     restart: bool,
     every_s: float,
-    as_json: bool,
-) -> None:
+) -> dict[str, Any]:
     """Read the text, and write and tell what was counted; `values`: options of the system."""
     from hotcold.actors.driver.prompts import Prompts
     from hotcold.actors.setup.preflight import prepare_system
@@ -174,7 +171,7 @@ def _count(
     ids = text.ids[: task.num_tokens].tolist()
     tokens_per_s = run_profile(system, ids, prompts.bos_id, state, every_s)
     found = _write(files, state, text, config)
-    _report(found, config, task, files, tokens_per_s, resumed_at, as_json)
+    return _report(found, config, task, files, tokens_per_s, resumed_at)
 
 
 def _window(config: ModelConfig, window: int | None) -> int:
@@ -235,8 +232,7 @@ def _report(
     files: ProfileFiles,
     tokens_per_s: float,
     resumed_at: int,
-    as_json: bool,
-) -> None:
+) -> dict[str, Any]:
     from hotcold.jobs.profile.report import (
         expected_misses,
         print_misses,
@@ -254,19 +250,16 @@ def _report(
         print_misses(misses)
     for file in files.all:
         click.echo(f"wrote {file}")
-    if as_json:
-        print_json(
-            {
-                "tokens": found.num_tokens,
-                "tokens_per_s": tokens_per_s,
-                "sparsity": [layer.sparsity for layer in layers],
-                "hot_share": [layer.hot_share for layer in layers],
-                "never_fired": [layer.num_silent for layer in layers],
-                "hot_experts": [layer.hot_experts for layer in layers],
-                "never_chosen": [layer.num_unchosen for layer in layers],
-                "missed_experts": misses,
-                "path": str(files.profile),
-                "inputs_path": str(files.inputs) if files.inputs else None,
-                "resumed_at": resumed_at,
-            }
-        )
+    return {
+        "tokens": found.num_tokens,
+        "tokens_per_s": tokens_per_s,
+        "sparsity": [layer.sparsity for layer in layers],
+        "hot_share": [layer.hot_share for layer in layers],
+        "never_fired": [layer.num_silent for layer in layers],
+        "hot_experts": [layer.hot_experts for layer in layers],
+        "never_chosen": [layer.num_unchosen for layer in layers],
+        "missed_experts": misses,
+        "path": str(files.profile),
+        "inputs_path": str(files.inputs) if files.inputs else None,
+        "resumed_at": resumed_at,
+    }

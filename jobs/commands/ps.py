@@ -8,7 +8,7 @@ import click
 
 from hotcold.jobs.running import registry
 from hotcold.jobs.running.client import SILENT, Client
-from hotcold.jobs.support.console import json_option, print_json
+from hotcold.jobs.support.console import json_option, wants_json
 from hotcold.model.byte_sizes import binary_text
 from hotcold.model.errors import HotcoldError
 
@@ -17,21 +17,20 @@ _HEADS = ("NAME", "MODEL", "MODE", "MEMORY", "TOKENS/S", "IDLE", "STAYS", "AT")
 
 @click.command()
 @json_option
-def ps(as_json: bool) -> None:
+def ps() -> dict[str, Any]:
     """List the running systems of this user: those that are kept, and those of `hotcold serve`.
 
     MEMORY is that of all their processes, TOKENS/S of the last answer; IDLE is the time since the
     last request, STAYS how long a system goes on if no other comes, AT where one is served.
     """
     found = [_state(record) for record in registry.listed()]
-    if not as_json or found:
+    if found or not wants_json():
         rows = [_HEADS, *(_row(state) for state in found)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
         for row in rows:
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             click.echo("  ".join(cells).rstrip())
-    if as_json:
-        print_json({"systems": found})
+    return {"systems": found}
 
 
 def _state(record: registry.Record) -> dict[str, Any]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hotcold.actors.protocol.options import QUANTIZED
-from hotcold.jobs.support.console import json_option, print_json, progress_bar
+from hotcold.jobs.support.console import json_option, progress_bar
 from hotcold.jobs.support.options import system_option
 from hotcold.model.byte_sizes import size_text
 from hotcold.model.errors import ArtifactError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     "power of two instead.",
 )
 @json_option
-def quantize(model: str, out: Path, dtype: str, as_json: bool) -> None:
+def quantize(model: str, out: Path, dtype: str) -> dict[str, Any]:
     """Write MODEL to the new directory OUT with quantized matrices.
 
     The result loads faster than the original with --dtype, and gives the same: every command takes
@@ -52,10 +52,7 @@ def quantize(model: str, out: Path, dtype: str, as_json: bool) -> None:
         f"{size_text(report.stored_bytes)}, {report.num_quantized} tensors quantized, "
         f"{report.num_copied} copied, {seconds:.1f} s"
     )
-    if as_json:
-        print_json(
-            {"path": str(out), "dtype": dtype, **asdict(report), "seconds": round(seconds, 3)}
-        )
+    return {"path": str(out), "dtype": dtype, **asdict(report), "seconds": round(seconds, 3)}
 
 
 @click.command()
@@ -63,7 +60,7 @@ def quantize(model: str, out: Path, dtype: str, as_json: bool) -> None:
 @system_option("weight_dtype")
 @click.option("--verify", is_flag=True, help="Read the file that is there, and say what is wrong.")
 @json_option
-def pack(model: str | None, weight_dtype: str | None, verify: bool, as_json: bool) -> None:
+def pack(model: str | None, weight_dtype: str | None, verify: bool) -> dict[str, Any]:
     """Write MODEL's neurons into one file, from which they are read while it runs.
 
     A model that is larger than --cpu-memory makes it by itself. Where a profile is there, neurons
@@ -87,10 +84,9 @@ def pack(model: str | None, weight_dtype: str | None, verify: bool, as_json: boo
         is_there = has_bundles(path, config)
         file, num_damaged = make_bundles(path, config, weight_dtype or ""), 0
         click.echo(f"{file}: {size_text(geometry.file_bytes)}{', anew' if is_there else ''}")
-    if as_json:
-        seconds = round(time.monotonic() - started, 3)
-        report = {"num_damaged": num_damaged, "seconds": seconds}
-        print_json({"path": str(file), "num_bytes": geometry.file_bytes} | report)
+    seconds = round(time.monotonic() - started, 3)
+    report = {"num_damaged": num_damaged, "seconds": seconds}
+    return {"path": str(file), "num_bytes": geometry.file_bytes} | report
 
 
 def _verify(path: Path, geometry: BundleGeometry) -> int:

@@ -10,7 +10,7 @@ import click
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.jobs.commands.chat import chat_options, talk
 from hotcold.jobs.commands.generate import answer, read_prompt
-from hotcold.jobs.support.console import json_option
+from hotcold.jobs.support.console import json_option, wants_json
 from hotcold.jobs.support.options import kept_options, sampling_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.model.errors import require_nonempty
@@ -31,11 +31,8 @@ def run(
     system_prompt: str | None,
     no_history: bool,
     plain: bool,
-    keep_s: float,
-    is_own: bool,
-    as_json: bool,
     **values: Any,
-) -> None:
+) -> dict[str, Any] | None:
     """Talk with MODEL (the embedded demo model without it), or answer PROMPT.
 
     What is piped in is the prompt, too, behind PROMPT where both are given. MODEL is fetched if it
@@ -43,9 +40,9 @@ def run(
     """
     text = " ".join(prompt)
     is_typed = sys.stdin is not None and sys.stdin.isatty()
-    if is_typed and not text and not as_json:
-        talk(model, system_prompt, no_history, plain, keep_s, is_own, values)
-        return
+    if is_typed and not text and not wants_json():
+        talk(model, system_prompt, no_history, plain, **values)
+        return None
 
     def request(sampling: SamplingParams) -> GenerateRequest:
         piped = "" if is_typed or sys.stdin is None else read_prompt()
@@ -54,4 +51,4 @@ def run(
         opening = [{"role": "system", "content": system_prompt}] if system_prompt else []
         return GenerateRequest(sampling, messages=[*opening, {"role": "user", "content": question}])
 
-    answer(model, request, keep_s, is_own, as_json, values)
+    return answer(model, request, **values)

@@ -9,7 +9,7 @@ import click
 
 from hotcold.jobs.running import registry
 from hotcold.jobs.running.client import Client
-from hotcold.jobs.support.console import json_option, print_json
+from hotcold.jobs.support.console import json_option
 from hotcold.model.errors import ServiceError, UsageError
 
 
@@ -23,7 +23,7 @@ from hotcold.model.errors import ServiceError, UsageError
     "RAY_ADDRESS; the only one that runs without it.",
 )
 @json_option
-def scale(given: str | None, cpu_actors: int, name: str | None, as_json: bool) -> None:
+def scale(given: str | None, cpu_actors: int, name: str | None) -> dict[str, Any]:
     """Change how many CPU services the running system NAME has; its requests go on.
 
     The system's threads are assigned again, and neurons move. Where the new services cannot be
@@ -44,8 +44,7 @@ def scale(given: str | None, cpu_actors: int, name: str | None, as_json: bool) -
         f"the system {name!r} has {count} CPU service{'' if count == 1 else 's'} of "
         f"{found['num_threads']} threads together; it had {found['num_cpu_actors_before']}"
     )
-    if as_json:
-        print_json({"system": name, **found})
+    return {"system": name, **found}
 
 
 def _listed(name: str | None) -> Client | None:

@@ -43,12 +43,11 @@ _LAST_BYTES_S = 2.0  # to send what was answered; an open page would wait for ev
 
 @click.command(cls=GroupedCommand)
 @click.argument("model", cls=ModelsArgument)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--host", default="127.0.0.1", help="Address to listen at.")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     default=8000,
-    show_default=True,
     help="Port to listen at; 0: any free one.",
 )
 @click.option(
@@ -73,7 +72,6 @@ _LAST_BYTES_S = 2.0  # to send what was answered; an open page would wait for ev
     "max_queue",
     type=click.IntRange(0, 100_000),
     default=64,
-    show_default=True,
     help="Requests that may wait; others are refused with status 503.",
 )
 @click.option(
@@ -84,21 +82,18 @@ _LAST_BYTES_S = 2.0  # to send what was answered; an open page would wait for ev
     "timeout_s",
     type=click.FloatRange(0, min_open=True),
     default=600.0,
-    show_default=True,
     help="Seconds that an answer may take.",
 )
 @click.option(
     "--max-connections",
     type=click.IntRange(1),
     default=512,
-    show_default=True,
     help="Connections that may be open at once.",
 )
 @click.option(
     "--log",
     type=click.Choice(["text", "json", "none"]),
     default="text",
-    show_default=True,
     help="A line for each answer, on standard error.",
 )
 @click.option("--no-page", is_flag=True, help="Only the API, without the chat page.")

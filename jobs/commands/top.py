@@ -11,7 +11,7 @@ import click
 
 from hotcold.jobs.running.client import Client
 from hotcold.jobs.running.registry import listed, named
-from hotcold.jobs.support.console import json_option, print_json
+from hotcold.jobs.support.console import json_option, wants_json
 from hotcold.model.errors import UsageError
 
 _COUNT_S = 1.0  # for services to answer and count before a single picture
@@ -21,20 +21,20 @@ _COUNT_S = 1.0  # for services to answer and count before a single picture
 @click.argument("name", required=False)
 @click.option("--once", is_flag=True, help="Print one picture and end.")
 @json_option
-def top(name: str | None, once: bool, as_json: bool) -> None:
+def top(name: str | None, once: bool) -> dict[str, Any] | None:
     """Watch the running system NAME (see `hotcold ps`); the only one without it. q ends.
 
     FIRE is the share of a layer's neurons that were computed for a token, of late and on average,
     GATES that of their gates, HOT that of those on a GPU, which are not counted. BUSY is a
     service's share of a step's time.
     """
-    system = _chosen(name)
+    system, as_json = _chosen(name), wants_json()
     is_seen = sys.stdout is not None and sys.stdout.isatty()
     if is_seen and not (once or as_json) and sys.stdin is not None and sys.stdin.isatty():
         from hotcold.jobs.top_watch import watch
 
         watch(system)
-        return
+        return None
     found = system.telemetry()
     if _is_first(found):
         time.sleep(_COUNT_S)
@@ -44,8 +44,7 @@ def top(name: str | None, once: bool, as_json: bool) -> None:
 
         width = shutil.get_terminal_size().columns
         click.echo(drawn(picture(system.record.name, found, width), width, is_seen))
-    if as_json:
-        print_json(found)
+    return found
 
 
 def _is_first(found: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotcold.actors.protocol.options import QUANTIZED
-from hotcold.jobs.support.console import json_option, print_json, steps_bar
+from hotcold.jobs.support.console import json_option, steps_bar
 
 if TYPE_CHECKING:
     from hotcold.model.config.model_config import ModelConfig
@@ -29,7 +29,6 @@ _RECALL = 0.98
     "--kind",
     type=click.Choice(KINDS),
     default="lowrank",
-    show_default=True,
     help="Two linear layers; sign bits, where only thresholds are fitted; or, for each "
     "layer, what is faster on this machine, be it none.",
 )
@@ -70,8 +69,7 @@ def train_predictors(
     inputs_file: Path | None,
     folder: Path | None,
     out: Path | None,
-    as_json: bool,
-) -> None:
+) -> dict[str, Any]:
     """Fit a predictor for each layer of MODEL, and say how good it is on tokens it never saw."""
     from hotcold.actors.setup.modes import require_predictable
     from hotcold.actors.setup.preflight import read_model
@@ -119,9 +117,8 @@ def train_predictors(
                    f"new ones, give --predictors {target}")  # fmt: skip
     elif out is None and before.exists() and before != target:
         click.echo(f"used from now on in place of {before}; remove the new file to go back")
-    if as_json:
-        facts = {"path": str(target), "seconds": round(seconds, 3), "time_of_gates": share}
-        print_json(_as_json(predictors) | facts)
+    facts = {"path": str(target), "seconds": round(seconds, 3), "time_of_gates": share}
+    return _as_json(predictors) | facts
 
 
 def _refuse_fitting_options() -> None:

@@ -14,7 +14,7 @@ from hotcold.actors.protocol.messages import THRESHOLD
 from hotcold.actors.setup.modes import ffn_share, no_zeros, require_memory_to_calibrate
 from hotcold.actors.setup.preflight import SystemOptions, check_memory, prepare_system, read_model
 from hotcold.jobs.profile.files import ProfileFiles
-from hotcold.jobs.support.console import print_json, status_line
+from hotcold.jobs.support.console import status_line
 from hotcold.jobs.support.loading import running_system
 from hotcold.jobs.support.text_file import read_text
 from hotcold.model.config.model_config import ModelConfig
@@ -35,9 +35,11 @@ def calibrate(
     text_path: Path | None,
     max_tokens: int | None,
     target_kld: float,
-    as_json: bool,
-) -> None:
-    """Make thresholds, and the profile of the neurons that pass them. Errors: HotcoldError."""
+) -> dict[str, Any]:
+    """Make thresholds, and the profile of the neurons that pass them; returns what was found.
+
+    Errors:  HotcoldError
+    """
     from hotcold.jobs.profile.calibration import (  # torch
         WINDOW,
         Calibration,
@@ -80,8 +82,7 @@ def calibrate(
         click.echo(speed_line(speeds))
     except HotcoldError as problem:  # the files are there all the same
         click.echo(f"not timed: {problem}", err=True)
-    if as_json:
-        print_json(told | {"tokens_per_s": speeds})
+    return told | {"tokens_per_s": speeds}
 
 
 def _speeds(path: Path, options: SystemOptions) -> dict[str, float]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,11 +21,35 @@ if TYPE_CHECKING:
 
     from hotcold.actors.protocol.messages import Generation, LoadProgress
 
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="End standard output with one line: a JSON object."
-)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _PICTURES = 0x2400  # of control characters
+
+
+@dataclass
+class Invocation:
+    """What one run of the command line was asked for, wherever on the line it stood."""
+
+    debug: bool = False
+    as_json: bool = False
+
+
+def wants_json() -> bool:
+    """Whether the running command was given --json."""
+    return click.get_current_context().ensure_object(Invocation).as_json
+
+
+def _note_json(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    ctx.ensure_object(Invocation).as_json = value
+
+
+# Of a command that returns what is printed so.
+json_option = click.option(
+    "--json",
+    is_flag=True,
+    expose_value=False,
+    callback=_note_json,
+    help="End standard output with one line: a JSON object.",
+)
 
 
 class OutputError(HotcoldError):
@@ -93,11 +117,6 @@ def tell(text: str, *, nl: bool = True, err: bool = False) -> None:
     stream = sys.stderr if err else sys.stdout
     stream.write((plain(text) if stream.isatty() else text) + "\n" * nl)
     stream.flush()
-
-
-def print_json(content: dict[str, Any]) -> None:
-    """Print `content` as one line of JSON, the last of standard output."""
-    click.echo(json.dumps(content, allow_nan=False))
 
 
 def what_it_took(result: Generation, neurons: str = "neurons", more: str = "") -> str:

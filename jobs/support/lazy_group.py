@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import click
 
-from hotcold.jobs.support.settings import (
-    check_top,
-    let_settings_decide,
-    read_settings,
-)
+from hotcold.jobs.support.console import Invocation
+from hotcold.jobs.support.settings import check_top, let_settings_decide, read_settings
 from hotcold.jobs.support.signals import interrupts_after
-
-
-@dataclass
-class Invocation:
-    """What one run of the command line was asked for, wherever on the line it stood."""
-
-    debug: bool = False
 
 
 class LazyCommand(NamedTuple):
