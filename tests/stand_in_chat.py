@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
-from hotcold.jobs.chat.commands import Settings
 from hotcold.jobs.chat.conversation import Conversation, Facts
-from hotcold.jobs.chat.screen import PlainScreen, Screen
-from hotcold.jobs.chat.session import Session
+from hotcold.jobs.chat.screen import Screen
+from hotcold.jobs.chat.session import Session, Settings
 from hotcold.model.errors import PromptError
 from hotcold.model.sampling import SamplingParams
 
@@ -78,7 +77,7 @@ def main() -> None:
     talk, settings = conversation(StandIn(0.005)), Settings()
     screen: Screen
     if "plain" in sys.argv:
-        screen = PlainScreen()
+        screen = Screen()
     else:
         from hotcold.jobs.chat.terminal import TerminalScreen
 

@@ -1,6 +1,6 @@
-"""Where questions come from and answers go: what every place has, and the plain one.
+"""Where questions come from and answers go: a pipe, a file, or a terminal that knows no cursor.
 
-Plain is a pipe, a file, or a terminal that knows no cursor: text as it comes, and nothing else.
+There it is text as it comes, and nothing else.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import io
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
 
 import click
 
@@ -20,29 +19,11 @@ from hotcold.jobs.support.console import tell
 _QUOTES = '"""'
 
 
-class Screen(Protocol):
-    """Where a conversation is held."""
+class Screen:
+    """Standard input and output; `TerminalScreen` is one with a cursor."""
 
     is_terminal: bool  # where somebody types, who may press Ctrl-C
-    can_edit: bool  # what is read may begin with a text
-
-    def held(self) -> AbstractContextManager[None]:
-        """Within it the conversation is held."""
-
-    def read(self, beginning: str) -> str:
-        """The next question or command, without blanks around it; EOFError at the end."""
-
-    def say(self, text: str) -> None:
-        """Tell what is no answer."""
-
-    def answer(self) -> AbstractContextManager[Callable[[TokenEvent], None]]:
-        """Within it an answer is shown, event by event."""
-
-
-class PlainScreen:
-    """Standard input and output."""
-
-    can_edit = False
+    can_edit = False  # what is read may begin with a text
 
     def __init__(self) -> None:
         """Get ready to read. Standard input must be open."""
@@ -54,11 +35,14 @@ class PlainScreen:
             import readline  # noqa: F401  (line editing and history for input())
 
     def held(self) -> AbstractContextManager[None]:
-        """See Screen."""
+        """Within it the conversation is held."""
         return contextlib.nullcontext()
 
     def read(self, beginning: str) -> str:
-        """See Screen; a line, or several between three quotation marks."""
+        """The next question or command, without blanks around it; EOFError at the end.
+
+        A line, or several between three quotation marks.
+        """
         try:
             text = input("> " if self.is_terminal else "")
             while is_open(text):
@@ -73,12 +57,12 @@ class PlainScreen:
         return unquoted(text)
 
     def say(self, text: str) -> None:
-        """See Screen."""
+        """Tell what is no answer."""
         tell(text, err=True)
 
     @contextmanager
     def answer(self) -> Iterator[Callable[[TokenEvent], None]]:
-        """See Screen."""
+        """Within it an answer is shown, event by event."""
         yield lambda event: tell(event.text, nl=False)
         click.echo()
 

@@ -21,10 +21,10 @@ from prompt_toolkit.styles import Style
 from rich.console import Console
 
 from hotcold.actors.protocol.messages import TokenEvent
-from hotcold.jobs.chat.commands import COMMANDS, SHOWN, SWITCHES, Settings
 from hotcold.jobs.chat.conversation import Conversation
 from hotcold.jobs.chat.markdown import LiveAnswer
-from hotcold.jobs.chat.screen import is_open, unquoted
+from hotcold.jobs.chat.screen import Screen, is_open, unquoted
+from hotcold.jobs.chat.session import COMMANDS, SHOWN, SWITCHES, Settings
 from hotcold.jobs.support.console import plain
 from hotcold.model.sampling import PARAMETERS
 
@@ -33,7 +33,7 @@ _SECONDS = {"/set": (*PARAMETERS, "system", *SWITCHES), "/show": SHOWN}
 _WITH_PATHS = ("/file", "/read", "/save", "/load")
 
 
-class TerminalScreen:
+class TerminalScreen(Screen):
     """See Screen."""
 
     is_terminal = can_edit = True

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.jobs.chat.commands import Settings
 from hotcold.jobs.chat.conversation import Conversation, Facts, Running
-from hotcold.jobs.chat.screen import PlainScreen, Screen
-from hotcold.jobs.chat.session import Session
+from hotcold.jobs.chat.screen import Screen
+from hotcold.jobs.chat.session import Session, Settings
 from hotcold.jobs.running.client import Client
 from hotcold.jobs.running.find import find_system
 from hotcold.jobs.support.options import (
@@ -85,7 +84,7 @@ def talk(
         running, facts = _entered(stack, path, kept, options, name)
         conversation = Conversation(running, facts, defaults, given, system_prompt or "")
         settings = Settings(history=is_rich and not no_history, can_use_files=_is_typed())
-        screen = _terminal(conversation, settings) if is_rich else PlainScreen()
+        screen = _terminal(conversation, settings) if is_rich else Screen()
         Session(conversation, screen, settings).run()
 
 

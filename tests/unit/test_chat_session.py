@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from hotcold.actors.protocol.messages import GenerateRequest, TokenEvent
-from hotcold.jobs.chat.commands import Commands, Settings
 from hotcold.jobs.chat.conversation import Conversation
 from hotcold.jobs.chat.files import (
     load_conversation,
@@ -19,12 +18,13 @@ from hotcold.jobs.chat.files import (
     read_attachment,
     save_conversation,
 )
-from hotcold.jobs.chat.session import HELP, Session
+from hotcold.jobs.chat.screen import Screen
+from hotcold.jobs.chat.session import HELP, Session, Settings
 from hotcold.model.errors import PromptError, UsageError
 from tests.stand_in_chat import StandIn, conversation
 
 
-class Script:
+class Script(Screen):
     """A screen at which lines are typed that a test has written."""
 
     is_terminal = can_edit = True
@@ -212,7 +212,7 @@ def test_the_context_that_is_taken_counts_the_prompt_from_the_first_token(tmp_pa
     save_conversation(path, "", talk.messages, "words")
     assert ask("endless", 2) == counted[:2] and used() == counted[1]
 
-    Commands(talk, Settings()).run(f"/load {path}")
+    Session(talk, Script(f"/load {path}"), Settings()).run()
     assert used() == "? of 1,000 tokens"  # nothing has counted it yet
     assert ask("abcd", 4)[0] == counted[0] and used() == counted[-1]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
-from hotcold.jobs.chat.screen import PlainScreen
+from hotcold.jobs.chat.screen import Screen
 from hotcold.jobs.cli import _print_error
 from hotcold.jobs.commands import generate, models
 from hotcold.jobs.running.in_flight import Deliver
@@ -65,7 +65,7 @@ def test_an_answer(stream: Stream) -> None:
 
 
 def test_a_chat(stream: Stream) -> None:
-    screen = PlainScreen()
+    screen = Screen()
     with written_to(stream):
         with screen.answer() as show:
             show(TokenEvent(TEXT))
@@ -84,5 +84,5 @@ def test_facts_of_a_model(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(model_facts, "lines_of", lambda facts: [("model", TEXT)])
     show: Any = models.show.callback
     with written_to(stream):
-        show(None, False)
+        show(None)
     assert stream.getvalue() == f"model  {expected(stream)}\n"
