@@ -34,7 +34,6 @@ QUICK = [
     "actors/test_lost_services.py",
     "cluster/test_job_files.py",
     "kernels/test_doorbell.py",
-    "kernels/test_norms.py",
     "kernels/test_rows.py",
     "kernels/test_sampling.py",
     "e2e/test_generate_command.py::test_greedy_ids_are_those_of_transformers",
@@ -54,7 +53,7 @@ NOT_QUICK = [
 # Files whose tests share what takes long to start: one process runs them, in this order.
 TOGETHER = [
     ["actors/test_ray_system.py", "actors/test_scale.py", "actors/test_faults.py"],
-    ["cluster/test_job.py", "cluster/test_four_ways.py", "cluster/test_two_hosts.py"],
+    ["cluster/test_job.py", "cluster/test_two_hosts.py"],
     ["e2e/test_serve.py", "e2e/test_serve_lifetime.py", "e2e/test_agents.py", "e2e/test_ollama.py"],
 ]
 # Files that take longest, so that no process is left alone with one of them at the end. Those that
@@ -65,7 +64,6 @@ FIRST = [
     *TOGETHER[1],
     "actors/test_precompile.py",
     "kernels/test_other_cpus.py",
-    "cluster/test_stored_hosts.py",
     "actors/test_gguf_system.py",
     "actors/test_stored_neurons.py",
     *TOGETHER[2],

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from hotcold.numba_kernels.decode.activations import activation, not_zero
 from tests.kernels import (
     backends,
     test_device_kernels,
-    test_norms,
     test_rows,
 )
 from tests.kernels.arrays import random_bits, random_floats
@@ -37,7 +35,6 @@ if not _GPUS:
 
 _SUITE = (
     test_device_kernels,
-    test_norms,
     test_rows,
 )
 
@@ -49,7 +46,7 @@ def _tests_of(module: Any) -> dict[str, Callable[..., None]]:
         f"{own}_{name.removeprefix('test_')}": function
         for name, function in vars(module).items()
         if name.startswith("test_")
-        and inspect.signature(function).parameters.keys() & {"backend", "device"}
+        and inspect.signature(function).parameters.keys() & {"products", "device"}
     }
 
 
@@ -63,8 +60,8 @@ def device() -> DeviceCalls:
 
 
 @pytest.fixture
-def backend(device: DeviceCalls) -> SimpleNamespace:
-    return backends.device_backend(device)
+def products(device: DeviceCalls) -> Callable[..., np.ndarray]:
+    return device.gemv
 
 
 def test_a_matrix_of_more_than_2_to_31_numbers(device: DeviceCalls) -> None:

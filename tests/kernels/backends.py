@@ -1,4 +1,4 @@
-"""The kernel packages that the suite runs over: Numba's, CUDA's on this CPU, and on a GPU."""
+"""The devices that the suite runs over: CUDA's kernels on this CPU, and on a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import os
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,25 +14,9 @@ import pytest
 from hotcold.cuda_kernels.device import list_gpus
 from hotcold.cuda_kernels.kernels import CudaKernels
 from hotcold.cuda_kernels.launch import cupy_copies
-from hotcold.numba_kernels.decode.attention import rope_table
-from hotcold.numba_kernels.decode.rows import gemv
-from tests.kernels import numba_calls
 from tests.kernels.device_calls import DeviceCalls
 from tests.kernels.emulation.build import all_entries, build_key, build_library
 from tests.kernels.emulation.launcher import EmulatedLauncher, aligned
-
-_SHARED = ("layer_norm", "rms_norm", "rope", "gemv")
-
-
-def numba_backend() -> SimpleNamespace:
-    """Every function of numba_kernels that has a reference."""
-    return SimpleNamespace(
-        layer_norm=numba_calls.layer_norm,
-        rms_norm=numba_calls.rms_norm,
-        rope=numba_calls.rope,
-        rope_table=rope_table,
-        gemv=gemv,
-    )
 
 
 def emulated_library() -> Path:
@@ -64,12 +47,6 @@ def emulated_calls(library: Path, is_reversed: bool = False) -> DeviceCalls:
 def cuda_calls() -> DeviceCalls:
     """CUDA's kernels on the first GPU."""
     return DeviceCalls(CudaKernels(), *cupy_copies())
-
-
-def device_backend(calls: DeviceCalls) -> SimpleNamespace:
-    """A device's wrappers."""
-    wrappers = {name: getattr(calls, name) for name in _SHARED}
-    return SimpleNamespace(**wrappers, rope_table=rope_table)  # tables are made on the host
 
 
 def calls(name: str, request: pytest.FixtureRequest) -> DeviceCalls:

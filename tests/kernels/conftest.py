@@ -1,12 +1,14 @@
-"""The kernel packages that the suite runs over, each as a namespace of the wrappers by name."""
+"""The kernel packages that the suite runs over."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from hotcold.numba_kernels.decode.rows import gemv
 from tests.kernels import backends
 from tests.kernels.device_calls import DeviceCalls
 
@@ -21,11 +23,9 @@ def emulated_library() -> Path:
 
 
 @pytest.fixture(params=["numba", *backends.DEVICES])
-def backend(request: pytest.FixtureRequest) -> SimpleNamespace:
-    """The wrappers of one kernel package."""
-    if request.param == "numba":
-        return backends.numba_backend()
-    return backends.device_backend(backends.calls(request.param, request))
+def products(request: pytest.FixtureRequest) -> Callable[..., np.ndarray]:
+    """Rows times vectors, and a bias, by one kernel package."""
+    return gemv if request.param == "numba" else backends.calls(request.param, request).gemv
 
 
 @pytest.fixture(params=backends.DEVICES)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.cuda_kernels.kernels import LAYER_NORM, MAX_TOKENS, RMS_NORM, PagedCache
+from hotcold.cuda_kernels.kernels import MAX_TOKENS, PagedCache
 from hotcold.cuda_kernels.matrix import DeviceMatrix, padded_items
 from hotcold.cuda_kernels.neurons import DeviceNeurons, LayerResidual
 from hotcold.cuda_kernels.sizes import FfnLayout
@@ -33,34 +33,6 @@ class DeviceCalls:
     kernels: Any  # CudaKernels
     to_device: Callable[[np.ndarray], Any]
     to_host: Callable[[Any], np.ndarray]
-
-    def rms_norm(self, x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
-        return self._norm(RMS_NORM, x, weight, None, epsilon)
-
-    def layer_norm(
-        self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, epsilon: float
-    ) -> np.ndarray:
-        return self._norm(LAYER_NORM, x, weight, bias, epsilon)
-
-    def _norm(
-        self, kind: int, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, epsilon: float
-    ) -> np.ndarray:
-        shift = self.to_device(floats(bias))
-        out = self.to_device(x[None])  # and in place
-        layer = device_layer(self.to_device, norm_kind=kind, norm_eps=epsilon)
-        self.kernels.norm(layer, out, self.to_device(weight), shift, out)
-        return self.to_host(out)[0]
-
-    def rope(self, heads: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
-        """As queries of a token that has one key and one value besides, at position 1."""
-        table = np.stack([np.full_like(cos_sin, np.nan), cos_sin])
-        qkv = self.to_device(np.concatenate([heads, heads[:2]]).reshape(1, -1))
-        cache = np.zeros((2, 1, 1, 64, heads.shape[1]), np.float32)
-        place, first = np.ones(1, np.int32), np.zeros(1, np.int32)
-        sizes = {"num_heads": len(heads), "num_kv_heads": 1, "head_dim": heads.shape[1]}
-        arrays = PagedCache(*map(self.to_device, (*cache, place, first, first[None])))
-        self.kernels.rope_store(device_layer(self.to_device, table, **sizes), qkv, arrays)
-        return self.to_host(qkv).reshape(-1, heads.shape[1])[: len(heads)]
 
     def gemv(
         self, weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None

@@ -15,32 +15,9 @@ from hotcold.numba_kernels.decode.attention import (
     first_seen,
     merge_segments,
     num_segments,
-    rope_kernel,
 )
-from hotcold.numba_kernels.decode.norm import layer_norm_kernel, rms_norm_kernel
 from hotcold.numba_kernels.decode.vectors import NO_BIAS
 from tests.kernels.layer_numbers import layer_numbers
-
-
-def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
-    out = np.empty_like(x)
-    rms_norm_kernel(x, weight, np.float32(epsilon), out)
-    return out
-
-
-def layer_norm(
-    x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, epsilon: float
-) -> np.ndarray:
-    out = np.empty_like(x)
-    layer_norm_kernel(x, weight, floats(bias), np.float32(epsilon), out)
-    return out
-
-
-def rope(heads: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
-    out = heads.copy()
-    for head in out:
-        rope_kernel(head, cos_sin)
-    return out
 
 
 def decode_attention(

@@ -66,27 +66,6 @@ def activate_up(values: np.ndarray, activation_fn: str, limit: float = 0.0) -> n
     return np.maximum(values, 0) if activation_fn == "drelu" else values
 
 
-def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
-    """x / sqrt(mean(x^2) + epsilon) * weight."""
-    x = x.astype(np.float64)
-    return x / np.sqrt((x**2).mean() + epsilon) * weight
-
-
-def layer_norm(
-    x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, epsilon: float
-) -> np.ndarray:
-    """(x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias."""
-    x = x.astype(np.float64)
-    out = (x - x.mean()) / np.sqrt(x.var() + epsilon) * weight
-    return out if bias is None else out + bias
-
-
-def rope_table(inverse_frequencies: np.ndarray, num_positions: int) -> np.ndarray:
-    """Cosines and sines (P, 2, half) of the angles p * f[i]."""
-    angles = np.arange(num_positions)[:, None] * inverse_frequencies.astype(np.float64)
-    return np.stack([np.cos(angles), np.sin(angles)], axis=1)
-
-
 def rope(heads: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
     """Each pair (i, half + i) of a head as a complex number, rotated; the rest stays."""
     half = cos_sin.shape[1]

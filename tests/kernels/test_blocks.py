@@ -131,23 +131,6 @@ def test_what_has_a_format_of_its_own(
     assert not copy_quantized(out, np.arange(4), copied)
 
 
-def test_mxfp4_has_every_power_of_two() -> None:
-    """Subnormal numbers, and what is beyond float16; more than 252 may be infinite."""
-    raw = random_blocks((253, 32), "MXFP4")
-    raw[:, 0] = np.arange(253)
-    rows, values = raw.view(block_dtype("MXFP4")), expected(raw, "MXFP4")
-    out = np.zeros((253, row_items(MXFP4, 32)), MXFP4)
-    assert blocks_into(rows, np.arange(253), out) == DONE
-    assert np.array_equal(to_float32(out), values) and np.isfinite(values).all()
-    copied = np.zeros_like(out)
-    assert copy_quantized(out, np.arange(253), copied) and np.array_equal(copied, out)
-    for exponent in (253, 254, 255):
-        raw[7, 0] = exponent
-        assert blocks_into(rows, np.arange(253), np.zeros_like(out)) == NOT_FINITE
-        out.view(np.uint8)[7, -1] = exponent
-        assert not copy_quantized(out, np.arange(253), copied)
-
-
 @pytest.mark.parametrize("width", [32, 96, 576])
 def test_mxfp4_of_safetensors(width: int) -> None:
     """Values beside scales, two neighbours a byte, as transformers dequantizes them."""
@@ -182,14 +165,6 @@ def test_q4_k_beyond_float16_is_refused(at: int) -> None:
     rows.view(np.uint8)[1, 4:16] = 63
     out = np.zeros((HEIGHT, row_items(Q4_1, WIDTH)), Q4_1)
     assert blocks_into(rows, np.arange(HEIGHT), out) == TOO_LARGE
-
-
-def test_codes_that_q8_rows_never_have_are_quantized_again() -> None:
-    rows, _ = blocks("Q8_0")
-    rows.view(np.uint8)[2, 5] = 0x80  # -128
-    out = np.zeros((HEIGHT, row_items(Q8, WIDTH)), Q8)
-    assert blocks_into(rows, np.arange(HEIGHT), out) == DONE
-    assert np.array_equal(out, quantize_rows(expected(rows.view(np.uint8), "Q8_0"), Q8))
 
 
 @pytest.mark.parametrize("name", NAMES)

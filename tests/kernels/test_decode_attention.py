@@ -105,16 +105,6 @@ def test_rows_in_8_bits(dim: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_what_is_not_finite_is_kept(kind: str, number: float) -> None:
-    rows = random_floats(1, 1, 3, 48)
-    rows[0, 1, 33] = number
-    pages = np.zeros(1, np.int32)
-    found = read(cached(rows, kind, pages), pages, 3, 48)
-    assert not np.isfinite(found[0, 1, 33]) and np.isfinite(found[0, [0, 2]]).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [0, 300])
 def test_tokens_of_one_sequence_have_the_bits_of_each_alone(kind: str, window: int) -> None:
     """Even where a later token's key and value are not finite."""

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from hotcold.cuda_kernels.kernels import Layer, PagedCache
-from hotcold.cuda_kernels.matrix import DeviceMatrix, row_bytes
 from hotcold.cuda_kernels.neurons import LayerResidual
-from hotcold.cuda_kernels.sizes import has_whole_pieces
 from hotcold.numba_kernels.decode.activations import activation, not_zero
 from hotcold.numba_kernels.decode.selection import EVERYTHING
 from hotcold.numba_kernels.ffn.in_memory import set_bias
@@ -147,28 +145,6 @@ def test_attention_step(
         assert (alone[0] == found[t]).all()
 
 
-def test_a_sequence_of_more_splits_than_a_block_has_threads(device: DeviceCalls) -> None:
-    step = make_step(np.float32, (2, 1), 8, [20_000, 20_001])
-    found, _ = step.run(device, 20_002)
-    np.testing.assert_allclose(found, expected_step(step)[0], atol=2e-5)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.uint16], ids=["f32", "f16"])
-def test_without_rope_only_the_cache_changes(device: DeviceCalls, dtype: type) -> None:
-    step = make_step(dtype, (4, 2), 6, [5, 6, 70])
-    qkv, put = device.to_device(step.qkv), device.to_device
-    cache = PagedCache(*map(put, (*step.cache, *step.places)))
-    layer = step.layer(put, np.empty((0, 2, 0), np.float32))
-    device.kernels.rope_store(layer, qkv, cache)
-    assert (device.to_host(qkv) == step.qkv).all()
-    heads = reference.narrowed(step.qkv.reshape(3, 8, 6), dtype)
-    for t, position in enumerate(step.positions):
-        page = step.page_tables[step.slots[t], position // PAGE]
-        for part, first in ((0, 4), (1, 6)):
-            found = device.to_host(cache[part])[page, :, position % PAGE]
-            assert (found == heads[t, first : first + 2]).all()
-
-
 def test_what_float16_cannot_hold_becomes_a_nan_in_the_cache(device: DeviceCalls) -> None:
     """An infinite key may have a score of minus infinity, and nobody would see it."""
     step = make_step(np.uint16, (4, 2), 6, [5, 6, 70])
@@ -179,33 +155,6 @@ def test_what_float16_cannot_hold_becomes_a_nan_in_the_cache(device: DeviceCalls
     page = step.page_tables[step.slots[0], 0]
     found = device.to_host(cache.keys)[page, 0, 5].view(np.float16)
     np.testing.assert_array_equal(found, [65504, 65504, np.nan, np.nan, np.nan, -65504])
-
-
-@pytest.mark.sweep(kind=["f32", "q4", "q6", "mxfp4"])
-@pytest.mark.parametrize("kind", [*BITS, *KINDS])
-def test_pieces_that_are_not_aligned_give_the_same_bits(device: DeviceCalls, kind: str) -> None:
-    """Also rows that are padded, beside those with nothing between them."""
-    width = 1280
-    rows, _ = random_matrix(5, kind, 21, width)
-    x = random_floats(6, 5, width)
-    aligned = device_matrix(rows, device.to_device)
-    assert has_whole_pieces(aligned, device.kernels._at(aligned.data))
-    flat = np.ascontiguousarray(rows).view(np.uint8).reshape(-1)
-    buffer = device.to_device(np.concatenate([np.zeros(4, np.uint8), flat]))
-    moved = DeviceMatrix(
-        buffer[4:].view(aligned.data.dtype).reshape(aligned.content.shape), aligned.format, width
-    )
-    found = []
-    for matrix in (aligned, moved):
-        padding = -rows.strides[0] % 16 if matrix is aligned else 0
-        assert matrix.row_bytes == row_bytes(matrix.format, width) + padding
-        out = device.to_device(np.empty((5, 21), np.float32))
-        device.kernels.gemv(matrix, None, device.to_device(x), out)
-        wide = device.to_device(np.empty((21, width), np.uint16))
-        device.kernels.widen(matrix, 0, 21, wide)
-        found.append((device.to_host(out), device.to_host(wide)))
-    for own, other in zip(*found, strict=True):
-        np.testing.assert_array_equal(own, other)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
@@ -276,13 +225,13 @@ def test_widen_of_every_float16_and_of_what_is_beyond(device: DeviceCalls) -> No
         np.testing.assert_array_equal(device.to_host(out).view(np.float16), expected)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 32])
+@pytest.mark.parametrize("num_tokens", [1, 32])
 def test_the_order_of_threads_and_blocks_changes_nothing(
     emulated_library: Path, num_tokens: int
 ) -> None:
     """Without a barrier that is needed it would."""
     rows = [random_rows(seed, "q8", 90, 512).rows for seed in (1, 2, 3)]
-    x, weight = random_floats(4, num_tokens, 512), random_floats(5, 512)
+    x = random_floats(4, num_tokens, 512)
     queries, cache = random_floats(6, 8, 64), random_floats(7, 2, 2, 300, 64)
     found = []
     for is_reversed in (False, True):
@@ -290,10 +239,9 @@ def test_the_order_of_threads_and_blocks_changes_nothing(
         neurons = calls.neurons(rows[0], rows[1], rows[2])
         out, fired = calls.selected_ffn(neurons, x, EVERYTHING, RELU, not_zero("relu"))
         heads = calls.decode_attention(queries, cache[0], cache[1], 290)
-        norm = calls.layer_norm(x[0], weight, weight, 1e-5)
         halves = np.zeros((90, 512), np.uint16)
         calls.kernels.widen(device_matrix(rows[0], aligned), 0, 90, halves)
-        found.append([out, fired, heads, norm, halves])
+        found.append([out, fired, heads, halves])
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
     assert halves.any()

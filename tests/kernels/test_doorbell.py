@@ -24,7 +24,6 @@ from hotcold.numba_kernels.loops.doorbell import (
     SLEEPERS,
     atomic_load,
     atomic_store,
-    barrier,
     clock_ns,
     ring,
     wait_change,
@@ -139,25 +138,6 @@ def test_a_doorbell_counts_sleeping_threads(num_killed: int) -> None:
         ring(cells, 1, np.int32(1))
     assert cells[INTS_A_CELL + SLEEPERS] == num_killed
     assert cells[SLEEPERS] == 0
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
-def test_barrier(num_threads: int) -> None:
-    cells, rounds = new_cells(2), 2000
-    arrived = np.zeros(num_threads, np.int64)
-
-    def run(thread: int) -> None:
-        for number in range(1, rounds + 1):
-            arrived[thread] = number
-            barrier(cells, 0, 1, num_threads)
-            assert arrived.min() >= number  # all have arrived
-            assert arrived.max() <= number + 1  # none has passed the next one
-
-    with threads(*[lambda i=i: run(i) for i in range(num_threads)]):
-        pass
-    assert arrived.tolist() == [rounds] * num_threads
-    assert cells[0] == 0
-    assert cells[INTS_A_CELL] == (rounds if num_threads > 1 else 0)
 
 
 def test_an_answer_to_an_older_request_is_not_taken() -> None:

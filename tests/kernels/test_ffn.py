@@ -14,7 +14,6 @@ import pytest
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.numba_kernels.checks import ACTIVATION_CODES
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, activation, not_zero
-from hotcold.numba_kernels.decode.candidates import list_spans, own_part
 from hotcold.numba_kernels.decode.selection import EVERYTHING, NO_IDS, NO_MASKS, Selection
 from hotcold.numba_kernels.ffn.ffn_loop import NeuronBuckets, ffn_request
 from hotcold.numba_kernels.ffn.in_memory import new_scratch
@@ -196,21 +195,6 @@ def test_a_nan_is_not_swallowed(way: str, request: pytest.FixtureRequest) -> Non
         spoilt[0, 3] = kept
 
 
-@pytest.mark.parametrize("way", ["rows", *backends.DEVICES])
-def test_nothing_is_selected_or_fires(way: str, request: pytest.FixtureRequest) -> None:
-    ffn = ffn_of(way, plain(np.ones((40, 72), np.float32), random_floats(1, 40, 72)), request)
-    x = np.full((3, 72), -1, np.float32)
-    cases = [
-        (EVERYTHING._replace(block_weights=np.zeros((3, 1), np.float32)), ALL_FIRE),
-        (EVERYTHING, not_zero("relu")),
-    ]
-    if way == "rows":
-        cases.append((EVERYTHING._replace(is_listed=True), ALL_FIRE))
-    for selection, thresholds in cases:
-        found, fired = ffn(x, selection, "relu", thresholds, 2)
-        assert not found.any() and not fired.any()
-
-
 def test_experts_that_no_token_chose_are_not_read() -> None:
     """Nor their transposed down rows."""
     rng = np.random.default_rng(1)
@@ -228,20 +212,6 @@ def test_experts_that_no_token_chose_are_not_read() -> None:
     weights[1, block] = 0.5
     found, _ = source.ffn(1, x, chosen, ALL_FIRE, "silu", 2)
     assert np.isnan(found[1]).all() and np.array_equal(found[2:], wanted[2:])
-
-
-@pytest.mark.parametrize("num_threads", [2, 5, 16])
-def test_any_choice_of_experts_is_even_work(num_threads: int) -> None:
-    """Each thread has its part of each expert: of eight of 768 neurons, to a row of 32."""
-    starts, weights = np.arange(129) * 768, np.zeros((1, 128), np.float32)
-    weights[0, np.random.default_rng(num_threads).choice(128, 8, replace=False)] = 1
-    selection = Selection(False, NO_IDS, NO_MASKS, weights)
-    spans = list_spans.py_func(selection, starts, 1, np.zeros((128, 7), np.int64))
-    no_lanes, counts = np.zeros((0, 0), np.int64), np.zeros(num_threads, np.int64)
-    for thread in range(num_threads):
-        parts = [own_part(span, selection, no_lanes, thread, num_threads) for span in spans]
-        counts[thread] = sum(last - first for first, last in parts)
-    assert counts.sum() == 8 * 768 and counts.max() - counts.min() <= counts.sum() // 128
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from shutil import copytree
@@ -21,7 +19,6 @@ from hotcold.model.bundles.bundle_file import read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.bundles.pack import write_bundles
 from hotcold.model.config.build import read_config
-from hotcold.model.errors import ServiceError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.check import stored_config
@@ -40,9 +37,6 @@ from hotcold.numba_kernels.loops.mailbox import (
     REQUEST,
 )
 from hotcold.numba_kernels.storage.offloaded_experts import (
-    NUM_CHOSEN,
-    NUM_GUESSED,
-    note_guesses,
     read_guessed,
     request_ahead,
     request_routed,
@@ -121,20 +115,6 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stored]]:
         one.store.close()
 
 
-def test_the_profile_says_what_is_there_first(tiny: Tiny, stored: Callable[..., Stored]) -> None:
-    path = tiny("glm4-moe-groups").path
-    cold = stored(path)
-    sizes = cold.store.units.sizes
-    rates = np.repeat(np.random.default_rng(1).random(sizes.size).astype(np.float32), sizes)
-    warm = stored(path, rates=rates)
-    slots, shares = warm.store.stored.slots, warm.store.units.shares
-    assert (cold.store.stored.slots.unit_of == -1).all() and (slots.unit_of >= 0).all()
-    is_there = np.zeros(sizes.size, bool)
-    is_there[slots.unit_of] = True
-    weights = slots.weights
-    assert weights[is_there].min() >= weights[shares & ~is_there].max(initial=0)
-
-
 @pytest.fixture
 def own_copy(tiny: Tiny, tmp_path: Path) -> Path:
     """A model whose bundle file a test may spoil."""
@@ -167,16 +147,6 @@ def rewrite(file: Path, content: bytes) -> None:
     """In place: whoever has it open sees it."""
     with file.open("r+b") as stream:
         stream.write(content)
-
-
-def test_what_stays_cannot_be_read(own_copy: Path, stored: Callable[..., Stored]) -> None:
-    """A store whose file is spoilt says so when it is made."""
-    one = stored(own_copy)
-    os.truncate(one.path, one.geometry.first_byte)
-    rates = np.ones(one.store.units.sizes.sum(), np.float32)
-    weights, layers = one.store._weights, [layer.ffn for layer in one.config.layers]
-    with pytest.raises(ServiceError, match="became shorter"):
-        ExpertStore(one.file, layers, weights, OffloadedShare(0, 0, rates), 1)
 
 
 @pytest.fixture
@@ -213,30 +183,6 @@ def test_a_choice_that_comes_late_leaves_what_is_awaited(unread: Stored) -> None
     unread.store.await_blocks(1, blocks)
 
 
-def test_requests_keep_nothing(unread: Stored) -> None:
-    """References to arrays are not counted where Python calls, or they would stay for ever."""
-    order = unread.store.stored.order
-    before = sys.getrefcount(order)
-    for _ in range(5):
-        unread.store.request(1, np.array([0, 2]))
-    assert sys.getrefcount(order) == before
-
-
-def test_a_choice_replaces_guesses_only_where_it_can_be_read(unread: Stored) -> None:
-    shard, blocks = unread.store.stored, np.array([0, 2])
-    unread.store.request_ahead(1, np.array([1]))
-    request_routed(shard, 1, routed_to(unread, blocks))
-    units = blocks + (unread.plain.starts.shape[1] - 1)
-    firsts = shard.slots.firsts
-    assert all(shard.slots.requested[firsts[unit]] for unit in units)
-    assert not shard.slots.requested[firsts[units[0] + 1]]  # the guess was cancelled
-    unread.store.request_ahead(1, np.array([1]))  # in the other batch: now none is free
-    pending = [num_pending(shard.queue, batch) for batch in range(NUM_BATCHES)]
-    request_routed(shard, 1, routed_to(unread, np.array([3])))
-    assert [num_pending(shard.queue, batch) for batch in range(NUM_BATCHES)] == pending
-    unread.begin()
-
-
 AHEAD = {
     "prompt": lambda shard, layer, weights: request_ahead(
         shard, layer, np.arange(weights.shape[1])
@@ -267,24 +213,6 @@ def test_reading_a_layer_ahead_evicts_none_of_it(
     AHEAD[way](one.store.stored, 1, routed_to(one, np.arange(6)))
     assert slots.slot_of[units].tolist() == before
     assert sorted(slots.unit_of) == list(range(6, 12))
-
-
-def test_a_guess_is_compared_with_the_choice_of_its_layer(
-    tiny: Tiny, stored: Callable[..., Stored]
-) -> None:
-    """By then there is one for the next layer; more tokens than are guessed for count nothing."""
-    one = stored(tiny("smallthinker").path)
-    guessed = routed_to(one, np.array([0, 2]))
-    shard = one.store.stored._replace(guessed=guessed)
-    read_guessed(shard, 1, 1)
-    guessed[:] = routed_to(one, np.array([3]))
-    note_guesses(shard, 1, np.array([2, 3, 4]))
-    counted = shard.ahead_counts[[NUM_CHOSEN, NUM_GUESSED]].tolist()
-    assert counted == [3, 1]
-    read_guessed(shard, 2, 1)
-    read_guessed(shard, 2, 5)
-    note_guesses(shard, 2, np.array([3]))
-    assert shard.ahead_counts[[NUM_CHOSEN, NUM_GUESSED]].tolist() == counted
 
 
 @pytest.mark.parametrize("way", ["guess", "choice"])

@@ -142,27 +142,6 @@ def test_scores_are_those_of_one_thread(
             assert_same_scores(team.score(), layer, getattr(buffers, ARRAYS[array])[:tokens])
 
 
-def test_without_the_announced_reply_the_driver_scores_alone(
-    team: Team, layers: list[AnyLayer | None], buffers: SharedBuffers
-) -> None:
-    """No request by doorbell, no reply yet, a request sent again, one that failed before."""
-    team.answer(1)
-    for number, answered in ((0, 1), (2, 1), (2, 3)):
-        for i in (0, 3):
-            layer = layers[i]
-            assert layer is not None
-            team.announce(i, 2, FFN_INPUT, number)
-            team.answer(answered)
-            assert_same_scores(team.score(), layer, buffers.ffn_input[:2])
-    team.announce(0, 1, FFN_INPUT, 4)
-    team.answer(4)  # the request failed, so it is never scored
-    team.announce(4, 2, MIXED, 5)
-    team.answer(5)
-    announced = layers[4]
-    assert announced is not None
-    assert_same_scores(team.score(), announced, buffers.ffn_residual[:2])
-
-
 @pytest.mark.parametrize("at", [0, 3])
 def test_helpers_score_all_where_the_driver_is_late(
     layers: list[AnyLayer | None], buffers: SharedBuffers, at: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from hotcold.actors.attention.arrays import router_numbers
-from hotcold.cuda_kernels.kernels import MAX_EXPERTS, MAX_TOKENS
+from hotcold.cuda_kernels.kernels import MAX_TOKENS
 from hotcold.cuda_kernels.neurons import DeviceRouter
 from hotcold.model.config.layer_spec import FfnSpec, RouterSpec
 from hotcold.numba_kernels.decode.router import choose_experts, route_tokens
@@ -170,19 +169,6 @@ def test_bits_do_not_depend_on_other_tokens(weights_of: Weights, facts: dict[str
 
 
 @each_way
-def test_shared_experts_read_the_input_of_the_ffn(weights_of: Weights) -> None:
-    x, ffn_input = tokens(), tokens()[::-1].copy()
-    gated = Router(shared="gated", **SPECS["softmax"])
-    products = ffn_input.astype(np.float64) @ gated.arrays.shared[1].astype(np.float64)
-    found = weights_of(gated, x, ffn_input)[:, gated.spec.num_experts]
-    np.testing.assert_allclose(found, 1 / (1 + np.exp(-products)), rtol=1e-5)
-    plain = Router(shared="plain", **SPECS["softmax"])
-    found = weights_of(plain, x, ffn_input)
-    assert (found[:, plain.spec.num_experts] == 1).all()
-    np.testing.assert_allclose(found[:, :12], plain.expected(x), rtol=5e-6)
-
-
-@each_way
 @each_router
 def test_of_equal_experts_the_first_are_chosen(weights_of: Weights, facts: dict[str, Any]) -> None:
     router, x = Router(**facts), tokens(3)
@@ -203,12 +189,6 @@ def test_what_is_not_finite_reaches_the_output(weights_of: Weights, bad: float) 
     found = weights_of(router, x)
     assert np.isnan(found[1, :12]).all() and found[1, 12] == 1
     assert found[[0, 2]].tobytes() == good[[0, 2]].tobytes()
-
-
-def test_too_many_experts(emulated_library: Path) -> None:
-    router = Router(num_experts=MAX_EXPERTS + 1, **SPECS["softmax"])
-    with pytest.raises(ValueError, match="routers choose among"):
-        device_weights(backends.emulated_calls(emulated_library), router, tokens(1))
 
 
 def chosen(router: Router, *logits: float) -> list[int]:
