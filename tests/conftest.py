@@ -64,7 +64,6 @@ FIRST = [
     *TOGETHER[1],
     "actors/test_precompile.py",
     "kernels/test_other_cpus.py",
-    "actors/test_gguf_system.py",
     "actors/test_stored_neurons.py",
     *TOGETHER[2],
     "actors/test_in_process.py",

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.driver.active_request import ActiveRequest
 from hotcold.actors.driver.batches import Turns
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.scheduler import Scheduler
 from hotcold.actors.protocol.failures import NotFiniteError, RequestError
 from hotcold.actors.protocol.messages import GenerateRequest, Generation
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS
-from hotcold.model.errors import PromptError, PromptTooLongError, ServiceError
+from hotcold.model.errors import PromptError, ServiceError
 from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import CONTEXT, Background, batching, complete, random_request, start
 from tests.conftest import TinyCheckpoint
@@ -46,9 +45,8 @@ def all_pages_are_free(driver: Driver) -> bool:
 @pytest.mark.parametrize(
     ("variant", "mode", "copying"),
     [
-        *(("llama-gqa", mode, False) for mode in ("exact", "lowrank")),
-        ("llama-gqa", "sign", True),
-        ("llama-mlp-bias", "dense", False),
+        ("llama-gqa", "exact", False),
+        ("llama-relu", "sign", True),
         ("llama-silu", "threshold", False),
     ],
 )
@@ -146,40 +144,6 @@ def test_those_for_whom_there_is_no_room_wait(
         assert starts == [1, 2, 3, 4, 5]
         assert results[0].ids == alone.ids and len(alone.ids) == most - 1
         assert results[4].queued_s > 0
-        assert all_pages_are_free(driver)
-
-
-def test_preempted_requests_have_the_same_tokens(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Answers to the end of the context lack pages; one of them is cancelled meanwhile."""
-    monkeypatch.setattr("hotcold.actors.driver.scheduler._AHEAD", 8)
-    requests = [random_request(seed, longest=120) for seed in range(7)]
-    endless = [
-        replace(one, sampling=replace(one.sampling, max_tokens=None, ignore_eos=True))
-        for one in requests
-    ]
-    preempted: list[ActiveRequest] = []
-    recompute = ActiveRequest.recompute
-
-    def recorded(request: ActiveRequest) -> None:
-        preempted.append(request)
-        recompute(request)
-
-    monkeypatch.setattr(ActiveRequest, "recompute", recorded)
-    with batching(tiny("llama-gqa"), "sign", kv_positions=2 * CONTEXT) as (_, driver):
-        alone = [complete(driver, request).ids for request in endless]
-        assert not preempted
-        running = [
-            start(driver, replace(request, request_id=f"{number} beside"))
-            for number, request in enumerate(endless)
-        ]
-        while not preempted:
-            threading.Event().wait(0.001)
-        driver.cancel("6 beside")
-        results = [one.end() for one in running]
-        assert [result.ids for result in results[:6]] == alone[:6]
-        assert results[6].ids == alone[6][: len(results[6].ids)]
         assert all_pages_are_free(driver)
 
 
@@ -557,10 +521,7 @@ def expected_mean(checkpoint: TinyCheckpoint) -> np.ndarray:
     return checkpoint._kept("mean state", checkpoint.ids, compute)
 
 
-@pytest.mark.parametrize(
-    "variant",
-    ["opt-postnorm", "falcon-bias", "gemma2", "olmo2"],
-)
+@pytest.mark.parametrize("variant", ["opt-postnorm", "gemma2"])
 def test_an_embedding_is_the_mean_of_transformers_states(tiny: Tiny, variant: str) -> None:
     checkpoint = tiny(variant)
     with batching(checkpoint, "dense", context=64) as (_, driver):
@@ -591,19 +552,3 @@ def test_embeddings_have_the_same_bits_in_any_company(tiny: Tiny, mode: str, cop
             results = [one.end() for one in running]
             assert [result.embedding for result in results[1::2]] == alone
             assert [result.embedding for result in results[::2]] == [None] * len(prompts)
-
-
-def test_a_prompt_to_embed_may_fill_the_context(tiny: Tiny) -> None:
-    with batching(tiny("llama-relu"), context=64) as (_, driver):
-        assert complete(driver, embedding_of(prompt_of(64))).embedding is not None
-        with pytest.raises(PromptTooLongError, match="has 65 tokens, the context holds 64; "):
-            complete(driver, embedding_of(prompt_of(65)))
-        assert driver.load().kv_cache_usage == 0
-
-
-def test_states_that_are_not_finite_are_told(tiny: Tiny) -> None:
-    with batching(tiny("llama-relu"), context=64) as (_, driver):
-        driver.engine.embedding.last_norm_weight[3] = np.nan
-        with pytest.raises(Exception, match="hold a NaN"):
-            complete(driver, embedding_of([1, 2]))
-        assert complete(driver, random_request(1, 20)).ids

@@ -82,18 +82,6 @@ def test_what_the_gpu_has_no_room_for_is_on_the_host(
     assert not system.device.registered
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision(tiny: Tiny, dtype: str) -> None:
-    checkpoint = tiny("llama-mlp-bias", dtype)
-    kv_dtype = "float16" if dtype == "float16" else "float32"
-    with CudaInProcess(checkpoint.path, kv_dtype=kv_dtype, hot=a_third) as system:
-        found = system.logits("exact", checkpoint.ids, [3, 5])
-        assert relative_difference(found, checkpoint.logits) < 4e-3
-        found = system.logits("exact", checkpoint.ids, [40])  # its products round activations
-        difference = relative_difference(found, checkpoint.logits)
-        assert difference < 2 * checkpoint.bfloat16_difference
-
-
 @pytest.mark.parametrize(
     ("name", "weight_dtype"), [("q-llama-tied", "q4"), ("q-falcon-grouped", "q8")]
 )
@@ -207,33 +195,6 @@ Devices = Callable[[], NumpyDevice]
 def device() -> Devices:
     """Makes devices whose kernels are CUDA's."""
     return emulated_devices()
-
-
-@pytest.mark.parametrize(
-    "variant", ["llama-gqa", "opt-postnorm", "falcon-grouped", "gemma2", "olmo2", "smollm3"]
-)
-def test_logits_of_cudas_kernels(tiny: Tiny, variant: str, device: Devices) -> None:
-    checkpoint = tiny(variant)
-    with CudaInProcess(checkpoint.path, hot=a_third, device=device()) as system:
-        for sizes in ([1, 1, 2], [34, 4, 2]):  # whole steps: copies would write to one place
-            found = system.logits("exact", checkpoint.ids, sizes)
-            assert relative_difference(found, checkpoint.logits) < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("name", "weight_dtype"),
-    [("q-llama", "q4"), pytest.param("q-falcon-grouped", "mxfp4", marks=pytest.mark.thorough)],
-)
-def test_quantized_weights_with_cudas_kernels(
-    name: str, weight_dtype: str, tmp_path: Path, device: Devices
-) -> None:
-    """As the CPU's service: vectors are quantized alike."""
-    path, ids = make_model(name, tmp_path / "model"), np.arange(3, 20)
-    found = []
-    for kind in (InProcessSystem, partial(CudaInProcess, device=device())):
-        with kind(path, weight_dtype=weight_dtype) as system:
-            found.append(system.logits("exact", ids, [1, 4]))
-    assert relative_difference(found[1], found[0]) < 0.02
 
 
 def two_thirds(num_layers: int, num_neurons: int) -> list[np.ndarray]:

@@ -5,25 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
-from hotcold.actors.driver.active_request import ActiveRequest
-from hotcold.actors.driver.drafts import ModelDrafter
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.modes import StepMode, step_mode
-from hotcold.actors.exchange.replacement import withdraw_request
-from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol import stripes
-from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.choose import default_mode
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.setup.shards import service_specs
-from hotcold.numba_kernels.loops.mailbox import BYTES_READ, DRAFT, OPERATION, STOP, TARGET
+from hotcold.numba_kernels.loops.mailbox import BYTES_READ, DRAFT
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_stored_neurons import StoredSystem, packed
 from tests.quantized_models import make_model
@@ -109,80 +103,6 @@ def test_a_draft_in_memory_of_neurons_on_storage(model: Callable[[str], Path]) -
         read = system.counted(BYTES_READ)
         np.testing.assert_array_equal(draft_logits(system), wanted)
         assert system.counted(BYTES_READ) == read > 0
-
-
-def test_steps_of_both_in_turn(model: Callable[[str], Path]) -> None:
-    """Rows of the KV cache that a draft wrote are written again, as if it had never been."""
-    path = model("q-llama")
-    with InProcessSystem(path, 2, 2) as plain:
-        engine = plain.engine("exact")
-        wanted = logits(engine, [4], [engine.mode])
-    with InProcessSystem(path, 2, 2, draft="q4") as system:
-        engine = system.engine("exact")
-        mode = draft_mode(engine)
-        for first in range(0, len(IDS), 4):
-            places = range(first, first + 4)
-            for place in places:
-                engine.step([int(IDS[place])], [place], [0], mode=mode)
-            found = engine.step(IDS[places].tolist(), places, [0] * 4, 4)
-            np.testing.assert_array_equal(found, wanted[first : first + 4])
-
-
-def running(token_ids: Sequence[int], slot: int) -> ActiveRequest:
-    """A request as a drafter sees it."""
-    return cast(ActiveRequest, SimpleNamespace(tokens=list(token_ids), slot=slot))
-
-
-def test_a_draft_that_fails_leaves_the_model_as_it_was(model: Callable[[str], Path]) -> None:
-    with InProcessSystem(model("q-llama"), draft="q4") as system:
-        wanted = target_logits(system)
-        engine = system.engine("exact")
-        drafter = ModelDrafter(engine, draft_mode(engine))
-        request = running(IDS[:3].tolist(), 0)
-        assert drafter.propose([request], [2]) != [[]]
-        head = system.services[0].draft.arrays.head  # type: ignore[union-attr]
-        kept = head.copy()
-        head[:] = 0xFF  # of scales: NaN
-        with pytest.raises(NotFiniteError):
-            drafter.propose([request], [2])
-        assert engine.times is not drafter.times
-        np.testing.assert_array_equal(target_logits(system), wanted)
-        head[:] = kept
-        assert drafter.propose([request], [2]) != [[]]
-
-
-def test_another_process_s_loops_both_run_before_it_serves(model: Callable[[str], Path]) -> None:
-    """As a lost service is replaced; of a request for a draft that waits for it."""
-    with InProcessSystem(model("q-llama"), draft="q4") as system:
-        wanted = draft_logits(system)
-        row = system.exchange.buffers.requests[1]
-        words = row.copy()
-        words[OPERATION] = STOP
-        row[:] = words
-        system.exchange.request([1])
-        assert system.services[1].join(60)
-        withdraw_request(system.exchange.buffers, 1)
-        service = system._cpus()[0]
-        served: list[int] = []
-        for each in (service, service.draft):
-            assert each is not None
-            watch_serving(each, served)
-        service.attach(system.layout, system.arena)
-        service.try_out()
-        assert served == [TARGET, DRAFT]
-        system.services[1] = service
-        np.testing.assert_array_equal(draft_logits(system), wanted)
-
-
-def watch_serving(service: Service, served: list[int]) -> None:
-    """Note the service's weights in `served` whenever its loop begins."""
-    serve = service.serve
-
-    def noted(thread: int, seen: int) -> int:
-        served.append(service.weights)
-        return serve(thread, seen)
-
-    service.serve = noted  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("neurons_a_piece", [256, 2400])

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
-from hotcold.actors.protocol.options import SystemOptions
-from hotcold.actors.setup.preflight import prepare_system
-from hotcold.actors.setup.shards import service_specs
 from tests.actors.in_process import InProcessSystem
-from tests.reference import reference_logits, relative_difference
+from tests.reference import relative_difference
 from tests.tiny_checkpoint import TinyCheckpoint
 from tests.tiny_models import MIXTURES, Variant, make_tiny
+from tests.unit import test_mixtures
 from tests.unit.test_mixtures import FILES, write_gguf
 
 WAYS = [1], [4], [40]
@@ -33,42 +30,12 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
             assert relative_difference(found, expected.logits) < 1e-4
 
 
-# Formats of experts as files have them; most of what is kept of gate and down in memory.
+# Formats of experts as files have them.
 KINDS = {
-    "Q4_0": ({"_exps": "Q4_0"}, ("q4", "q4")),
-    "Q4_K_M": ({"blk.0.ffn_down_exps": "Q6_K", "_exps": "Q4_K"}, ("q4_k", "q4_k")),
-    "shared": ({"shexp.weight": "Q8_0", "_exps": "Q8_0"}, ("q8", "q8")),
+    "Q4_0": {"_exps": "Q4_0"},
+    "Q4_K_M": {"blk.0.ffn_down_exps": "Q6_K", "_exps": "Q4_K"},
+    "shared": {"shexp.weight": "Q8_0", "_exps": "Q8_0"},
 }
-
-
-@pytest.mark.sweep(keep=1)
-@pytest.mark.parametrize(
-    ("kind", "num_services", "pieces"),
-    [("Q4_K_M", 2, 2), ("Q4_0", 1, 1), ("shared", 1, 1)],
-)
-def test_quantized_experts_are_served(
-    kind: str, num_services: int, pieces: int, tmp_path: Path
-) -> None:
-    """Down projections keep their rows, one an output; the bits do not depend on a step's size."""
-    path = quantized(kind, tmp_path)
-    system, config = prepare_system(
-        path, SystemOptions(context_length=128, num_cpu_actors=num_services)
-    )
-    assert system.down_transposed
-    system = replace(system, expert_pieces=pieces)
-    gate, down = KINDS[kind][1]
-    assert (config.dtype_of("gate"), config.dtype_of("down")) == (gate, down)
-    ids = np.random.default_rng(1).integers(0, 101, 40)
-    wanted = reference_logits(path, ids)
-    with InProcessSystem(path, num_threads=2, specs=service_specs(system, config)) as running:
-        one_by_one = running.logits("dense", ids, (1,))
-        for size in (3, 8):
-            assert np.array_equal(one_by_one, running.logits("dense", ids, (size,)))
-        prompt = running.logits("dense", ids, (40,))
-    # Vectors have 8 bits, which may also choose another expert where two scores are nearly equal.
-    for found in (one_by_one, prompt):
-        error = np.abs(found - wanted).max(axis=1) / np.abs(wanted).max()
-        assert np.median(error) < 0.03 and error.max() < 0.5
 
 
 def quantized(kind: str, folder: Path) -> Path:
@@ -83,5 +50,47 @@ def quantized(kind: str, folder: Path) -> Path:
         make_tiny("wide", folder)
     lengths = {"expert_feed_forward_length": 256, "expert_shared_feed_forward_length": 512}
     keys = lengths if kind == "shared" else {}
-    write_gguf(folder, case, kinds=KINDS[kind][0], changed_keys=keys)
+    write_gguf(folder, case, kinds=KINDS[kind], changed_keys=keys)
+    return folder / "m.gguf"
+
+
+# Dense layers, experts and shared experts have rows of different lengths, in three formats.
+THREE_SIZES: dict[str, Any] = {
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 4,
+    "head_dim": 64,
+}
+THREE_KINDS = {
+    "ffn_gate_inp": "F32",
+    "blk.3.ffn_down_exps": "Q6_K",
+    "ffn_down_exps": "Q4_K",
+    "ffn_down_shexp": "Q8_0",
+    "ffn_down.": "Q4_K",
+    "ffn_gate": "Q4_0",
+    "ffn_up": "Q4_0",
+}
+
+
+def three_formats(folder: Path) -> Path:
+    """A mixture of four layers, two of them dense, whose FFN is in few bits."""
+    made = MIXTURES["glm4-moe-groups"]
+    variant = Variant(made.func, *made.args, **(made.keywords | THREE_SIZES))
+    name, arch, pairs_rows, keys = FILES["glm4moe"]
+    keys = keys | {
+        "expert_feed_forward_length": 256,
+        "rope.dimension_count": 32,
+        "expert_used_count": 3,
+        "expert_group_used_count": 2,
+    }
+    files = {"glm4moe": (name, arch, pairs_rows, keys)}
+    with (
+        mock.patch.dict(MIXTURES, {name: variant}),
+        mock.patch.object(test_mixtures, "FILES", files),
+    ):
+        make_tiny(name, folder)
+        write_gguf(folder, "glm4moe", kinds=THREE_KINDS)
     return folder / "m.gguf"

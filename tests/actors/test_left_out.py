@@ -70,18 +70,18 @@ def changing(system: InProcessSystem) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("q-llama", "q4"), ("qwen3-moe", ""), ("opt-postnorm", "")],
+    [("q-llama", "q4"), ("qwen3-moe", "")],
 )
 def test_logits_are_the_same(tiny: Tiny, tmp_path: Path, name: str, dtype: str) -> None:
     path = make_model(name, tmp_path / "model") if dtype else tiny(name).path
     with InProcessSystem(path, num_threads=NUM_THREADS, weight_dtype=dtype) as system:
         expected = all_logits(system)
-        for count in (1, 2, 0, 2, 1, 0):
+        for count in (2, 1, 0):
             want(system, count)
             require_same(all_logits(system), expected)
             assert [int(cell[0]) for cell in cells_of(system)] == [count] * len(system.services)
         with changing(system):
-            for _ in range(4):
+            for _ in range(2):
                 require_same(all_logits(system), expected)
 
 

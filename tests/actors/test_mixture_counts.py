@@ -179,22 +179,3 @@ def test_a_profile_counts_experts_and_neurons(
             engine.chosen_counts[layer, : chosen.shape[1]], chosen.sum(axis=0)
         )
         assert not engine.chosen_counts[layer, chosen.shape[1] :].any()
-
-
-def counted(tokens: list[list[list[bool]]], prompts: set[int]) -> list[int]:
-    """How many others were used more, of all layers' experts, half a token later on average.
-
-    `prompts` are the steps that are not counted.
-    """
-    every = [[used for row in token for used in row] for token in tokens]
-    found, means = [0] * len(every[0]), [0.0] * len(every[0])
-    for number, token in enumerate(every):
-        means = [15 / 16 * mean for mean in means]
-        for expert, used in enumerate(token):
-            if used and number >= 64 and number not in prompts:
-                own = means[expert] * (15 / 16) ** 0.5
-                more = sum(mean > own for mean in means) - (means[expert] > 0)
-                as_many = sum(mean == own for mean in means) - (means[expert] == 0)
-                found[more + (as_many + 1) // 2] += 1
-        means = [mean + used / 16 for mean, used in zip(means, token, strict=True)]
-    return found

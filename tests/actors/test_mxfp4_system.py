@@ -82,16 +82,6 @@ def test_as_published(tmp_path: Path) -> None:
         assert largest_difference(found, exact) < 0.05
 
 
-def test_down_rows_of_neurons_are_quantized_again(tmp_path: Path) -> None:
-    path = make_mxfp4(tmp_path)
-    with rounding(rounds_h=False):
-        expected = reference_logits(path, IDS)
-    with InProcessSystem(path, num_services=2, num_threads=2) as system:
-        alone = system.logits("dense", IDS, (1,))
-        assert np.array_equal(alone, system.logits("dense", IDS, (16,)))
-    assert largest_difference(alone, expected) < 0.03  # of 8 bits
-
-
 def test_a_gguf_file_holds_the_same(tmp_path: Path) -> None:
     path = make_mxfp4(tmp_path, "gpt-oss-plain")
     name, arch, pairs_rows, keys = FILES["gpt-oss"]

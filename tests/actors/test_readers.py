@@ -229,13 +229,3 @@ def test_a_stream_is_attended_while_it_is_read(monkeypatch: pytest.MonkeyPatch) 
     with running._attending("a"):
         assert handle.has_called.wait(100)
     assert handle.calls[0] == ("attend", "control", (ReaderEpoch("a"),))
-
-
-def test_calls_that_may_take_long_leave_the_others_room() -> None:
-    handle = Handle()
-    running = System(handle, owned=False)
-    quick = ["ping", "cancel", "progress", "stop", "telemetry", "take_events", "driver_load"]
-    long = ["score_window", "profile_window", "fired_counts", "measure_exchange", "scale", "submit"]
-    for method in quick + long:
-        running.begin(method)
-    assert [call[0] for call in handle.calls if call[1] == "control"] == quick

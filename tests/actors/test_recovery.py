@@ -317,14 +317,6 @@ def test_a_service_that_memory_is_taken_from_is_replaced_once() -> None:
         policy.count({"cpu0": cause})
 
 
-def test_services_that_fail_together_are_one_failure() -> None:
-    policy, killed = RecoveryPolicy(lambda: 0.0), f"the cpu0 service {KILLED_FOR_MEMORY}"
-    every = {f"cpu{i}": "it died" for i in range(2 * MAX_FAILURES)}
-    policy.count(every | {"cpu0": killed, "cpu1": killed})
-    with pytest.raises(ServiceError, match=f"cpu0 service {KILLED_FOR_MEMORY}, again within"):
-        policy.count({"cpu1": "it died", "cpu0": killed})
-
-
 def test_replacing_takes_no_time_of_the_policys() -> None:
     """Or what a fresh process does at once would be mended for ever where weights are large."""
     now = [0.0]

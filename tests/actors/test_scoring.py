@@ -186,36 +186,6 @@ def test_recall_and_precision_equal_a_count_neuron_by_neuron(llama: InProcessSys
     assert report["neurons_computed"] == pytest.approx(listed.sum() / num_all, rel=1e-12)
 
 
-def test_a_predicting_mode_beside_dense_equals_transformers(llama: InProcessSystem) -> None:
-    ids, engine = WINDOWS[0], predicting_engine(llama)
-    dense_log_p = log_probabilities(reference_model(llama), ids)
-    log_p = log_probabilities(masked_model(llama, chosen_neurons)[0], ids)
-    kld = (np.exp(dense_log_p) * (dense_log_p - log_p)).sum(axis=1)
-    same = dense_log_p.argmax(axis=1) == log_p.argmax(axis=1)
-    assert kld.mean() > 0.01 and not same.all()
-    for audit in (True, False):
-        found = score_window(engine, ids, FIRST, audit)
-        assert found.predicts and (found.counts is not None) == audit
-        for values, expected in (
-            (found.nll, reference_nll(log_p, ids)),
-            (found.nll_dense, reference_nll(dense_log_p, ids)),
-            (found.kld, kld),
-        ):
-            np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
-        np.testing.assert_array_equal(found.same_top, same)
-        report = summary([found], llama.config.num_neurons, "sign")
-        assert report["mean_kld"] == pytest.approx(kld.mean(), rel=1e-3)
-        spread = math.sqrt(np.var(kld, ddof=1) / kld.size)
-        assert report["kld_stderr"] == pytest.approx(spread, rel=1e-3)
-        share = same.mean()
-        assert report["same_top_p"] == pytest.approx(share)
-        stderr = math.sqrt(share * (1 - share) / (same.size - 1))
-        assert report["same_top_p_stderr"] == pytest.approx(stderr)
-        assert report["kld_p99"] == pytest.approx(np.quantile(kld, 0.99), rel=1e-3)
-        assert report["kld_max"] == pytest.approx(kld.max(), rel=1e-3)
-        assert (report["recall"] is None) != audit
-
-
 class SpoilingExchange(PythonExchange):
     """One logit of each head is NaN."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,6 @@ from hotcold.actors.protocol.messages import (
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import CONTEXT, Background, batching, random_request, start
-from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_batching import all_pages_are_free, greedy, spoil
 from tests.conftest import TinyCheckpoint
@@ -149,10 +149,8 @@ POLICIES: dict[str, Callable[[], DraftPolicy]] = {
     ("variant", "mode", "options"),
     [
         ("llama-gqa", "lowrank", {}),
-        ("llama-silu", "threshold", {}),
-        ("llama-gqa", "sign", {"copying": True}),
+        ("llama-relu", "sign", {"copying": True}),
         ("gemma3", "dense", {"kv_dtype": "float16"}),
-        ("opt-postnorm", "exact", {}),
     ],
 )
 def test_answers_do_not_depend_on_drafts(
@@ -176,28 +174,6 @@ def test_answers_do_not_depend_on_drafts(
             assert drafter.num_calls
         assert num_accepted
         assert all_pages_are_free(driver)
-
-
-def test_drafts_on_an_emulated_gpu(tiny: Tiny) -> None:
-    """With a layer of attention on the host.
-
-    The device is made of NumPy, whose products depend on a step's size in the last bits.
-    """
-    requests = [repetitive(seed) for seed in range(6)]
-    options: dict[str, Any] = {"kind": CudaInProcess, "hot": a_third, "first_layer": 1}
-    with batching(tiny("llama-gqa"), context=192, **options) as (_, driver):
-        alone = [answer(driver, request)[0] for request in requests]
-        drafter = NastyDrafter(9, VOCAB_SIZE)
-        drafter.answers = {
-            one.request_id: found[0] for one, found in zip(requests, alone, strict=True)
-        }
-        with drafting(driver, drafter, FixedPolicy(5), ngrams=True):
-            found = answers(driver, beside(requests, "beside"))
-        for one, other in zip(found, alone, strict=True):
-            assert not isinstance(one, Exception) and one[:3] == other[:3]
-            for token, expected in zip(one[3], other[3], strict=True):
-                assert token.logprob == pytest.approx(expected.logprob, abs=1e-3)
-        assert drafter.num_calls
 
 
 def texts() -> list[GenerateRequest]:
@@ -237,17 +213,21 @@ def test_stop_strings_and_grammars_do_not_depend_on_drafts() -> None:
                 assert answers(driver, beside(requests, f"{ngrams}")) == alone
 
 
+@pytest.mark.parametrize("drafts", [False, True])
 def test_preempted_requests_have_the_same_tokens(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, drafts: bool
 ) -> None:
-    """Drafts preempt nobody: their pages are those that are left over."""
+    """Answers to the end of the context lack pages; one of them is cancelled meanwhile.
+
+    Drafts preempt nobody: their pages are those that are left over.
+    """
     monkeypatch.setattr("hotcold.actors.driver.scheduler._AHEAD", 8)
-    requests = [random_request(seed, longest=120) for seed in range(6)]
+    requests = [random_request(seed, longest=120) for seed in range(7)]
     endless = [
         replace(one, sampling=replace(one.sampling, max_tokens=None, ignore_eos=True))
         for one in requests
     ]
-    with batching(tiny("llama-gqa"), kv_positions=2 * CONTEXT) as (_, driver):
+    with batching(tiny("llama-gqa"), kv_positions=2 * CONTEXT) as (_, driver), ExitStack() as stack:
         alone = [answer(driver, request)[0] for request in endless]
         preempted: list[ActiveRequest] = []
         preempt = driver._scheduler._preempt
@@ -257,13 +237,19 @@ def test_preempted_requests_have_the_same_tokens(
             preempt(request)
 
         monkeypatch.setattr(driver._scheduler, "_preempt", recorded)
-        drafter = NastyDrafter(4, VOCAB_SIZE)
-        drafter.answers = {
-            one.request_id: found[0] for one, found in zip(endless, alone, strict=True)
-        }
-        with drafting(driver, drafter, FixedPolicy(7), ngrams=True):
-            assert answers(driver, beside(endless, "beside")) == alone
-        assert preempted and drafter.num_calls
+        if drafts:
+            drafter = NastyDrafter(4, VOCAB_SIZE)
+            drafter.answers = {
+                one.request_id: found[0] for one, found in zip(endless, alone, strict=True)
+            }
+            stack.enter_context(drafting(driver, drafter, FixedPolicy(7), ngrams=True))
+        running = [start(driver, request) for request in beside(endless, "beside")]
+        while not preempted:
+            threading.Event().wait(0.001)
+        driver.cancel("request 6/beside")
+        results = [one.end().ids for one in running]
+        assert results[:6] == [ids for ids, *_ in alone[:6]]
+        assert results[6] == alone[6][0][: len(results[6])]
         assert all_pages_are_free(driver)
 
 
@@ -355,36 +341,10 @@ def test_a_failure_of_drafts_is_no_request_s(tiny: Tiny, caplog: pytest.LogCaptu
         assert caplog.text.count("drafts failed") == 1
 
 
-def test_a_result_counts_its_drafts(tiny: Tiny) -> None:
-    """A drafter that is always right: two tokens of three come from drafts of two."""
-    sampling = SamplingParams(max_tokens=31, temperature=0.0, ignore_eos=True)
-    request = GenerateRequest(sampling, prompt_ids=[3, 4, 5], request_id="one")
-    with batching(tiny("llama-gqa"), context=192) as (_, driver):
-        alone, plain = answer(driver, request)
-
-        class Right(NastyDrafter):
-            def _draft(self, request: ActiveRequest, count: int) -> list[int]:
-                return alone[0][len(request.tokens) - 3 :][:count]
-
-        with drafting(driver, Right(0, VOCAB_SIZE), FixedPolicy(2), ngrams=False):
-            found, result = answer(driver, replace(request, request_id="two"))
-        assert found == alone
-        assert plain.drafts.num_drafts == 0 and plain.step_tokens == 1
-        drafts = result.drafts
-        assert (drafts.num_drafts, drafts.num_drafted) == (10, 20)
-        assert drafts.accepted_at == [10, 10] and drafts.num_accepted == 20
-        assert result.step_tokens == 3
-        ms = result.per_token_ms
-        assert 0 < ms["total"] * 30 < result.decode_s * 1000 * 1.01
-        assert result.as_json()["accepted_by_position"] == [10, 10]
-        speed = driver.telemetry(0.0).speed
-        assert speed.tokens_per_step > 1 and speed.num_drafted >= speed.num_accepted >= 20
-
-
 Running = tuple[TinyCheckpoint, Driver]
 
 
-@pytest.fixture(scope="module", params=["gpt-oss", "glm4-moe-groups", "smallthinker"])
+@pytest.fixture(scope="module", params=["gpt-oss", "glm4-moe-groups"])
 def checkpoint(request: pytest.FixtureRequest, tiny: Tiny) -> TinyCheckpoint:
     return tiny(request.param)
 
@@ -439,13 +399,3 @@ def test_bits_do_not_depend_on_chunks_and_kept_beginnings(
                 num_cached += result.num_cached_tokens
             assert found == expected
             assert num_cached
-
-
-def test_bits_do_not_depend_on_company_with_another_cache(tiny: Tiny) -> None:
-    """Sinks and windows, by gpt-oss."""
-    with batching(tiny("gpt-oss"), kv_dtype="q8") as (_, driver):
-        requests = [repetitive(3), *long_requests()]
-        alone = [answer(driver, request)[0] for request in requests]
-        assert answers(driver, beside(requests, "together")) == alone
-        again = replace(requests[1], request_id="again")
-        assert answer(driver, again)[0] == alone[1]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,32 +12,29 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from hotcold.actors.attention.cuda import fit as cuda_fit
 from hotcold.actors.attention.cuda.load import CudaLoading
-from hotcold.actors.protocol.messages import THRESHOLD, GenerateRequest, ServiceSpec, SystemConfig
+from hotcold.actors.protocol.messages import THRESHOLD, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.setup import account as accounts
 from hotcold.actors.setup import gpu_share, storage, storage_shares
 from hotcold.actors.setup.account import account, expected_gpu, in_memory_account
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.setup.shards import service_specs
-from hotcold.actors.setup.storage import pack_model, storage_beside_gpu
+from hotcold.actors.setup.storage import storage_beside_gpu
 from hotcold.jobs.support.offload_plan import offload_plans, offload_text, stored_model
 from hotcold.model.config.build import read_config
-from hotcold.model.errors import HotcoldError, MemoryBudgetError, UsageError
+from hotcold.model.errors import MemoryBudgetError, UsageError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
-from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.loops.mailbox import BYTES_READ
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
 from hotcold.predictors.predictor_file import read_predictors
 from tests import tiny_models
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.numpy_device import NumpyDevice
-from tests.actors.stand_in_host import start_stand_in
 from tests.actors.test_stored_neurons import IDS, StoredSystem, assert_same_bits, packed, two_bits
 from tests.actors.test_stored_system import kept_bytes
-from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
+from tests.conftest import TinyCheckpoint
 from tests.tiny_models import make_tiny
 from tests.unit.test_page_cache import cached_bytes, emptied
 
@@ -268,60 +263,3 @@ def test_what_a_gpu_has_read_is_let_go_of(tmp_path: Path, stored: bool) -> None:
     loading.fill(lambda num_bytes: None)
     most = file.stat().st_size
     assert cached_bytes(file) < most // 4 if stored else cached_bytes(file) > most // 2
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(400)
-@pytest.mark.usefixtures("local_ray")
-def test_tokens_of_a_system_also_after_a_service_was_lost(tiny: Tiny, tmp_path: Path) -> None:
-    """Beside the same with all cold neurons in memory; a service is killed amid an answer."""
-    checkpoint = tiny("llama-gqa")
-    config = read_model(checkpoint.path)
-    asked = SystemConfig(
-        str(checkpoint.path),
-        num_cpu_actors=2,
-        num_threads=2,
-        context_length=256,
-        max_batch=2,
-        kv_dtype="float32",
-        prefill_chunk=64,
-        device="cuda",
-    )
-    sizes = cuda_fit._Sizes.of(asked, config, NumpyDevice())
-    parts = config.num_layers * sizes.layer + sizes.head + sizes.work + cuda_fit.LATE_BYTES
-    budget = parts + config.num_neurons // 2 * sizes.neuron
-    asked = replace(asked, gpu_memory_bytes=budget)
-    with start_stand_in(asked, tmp_path / "broken") as running:
-        expected = [running.complete(prompt(checkpoint, size)).ids for size in (10, 100)]
-        fitted: SystemConfig = running.call("describe")
-    assert expected[0][:20] == checkpoint.greedy_ids[:20]
-    file = pack_model(checkpoint.path, config)
-    least = NeuronStorage(str(file), 0, 0)
-    with pytest.raises(HotcoldError, match="at least") as refused:
-        start_stand_in(replace(asked, storage=replace(least, memory_bytes=1)), tmp_path / "broken")
-    found = re.search(r"\((\d+) bytes\)", str(refused.value))
-    assert found is not None
-    kept = replace(least, memory_bytes=int(found[1]) + 3000)
-    with start_stand_in(replace(asked, storage=kept), tmp_path / "broken") as running:
-        assert running.complete(prompt(checkpoint, 10)).ids == expected[0]
-        first = running.complete(prompt(checkpoint, 100))
-        assert first.ids == expected[1]
-        assert first.reads["bytes_read"] > 0 and 0 < first.reads["hit_rate"] < 1
-        events = running.generate(prompt(checkpoint, 100))
-        next(events)
-        os.kill(running.call("processes")["cpu1"], signal.SIGKILL)
-        *_, last = events
-        assert last.result is not None and last.result.ids == expected[1]
-        now: SystemConfig = running.call("describe")
-        assert now.num_hot_neurons == fitted.num_hot_neurons > 0 and now.storage is not None
-        assert now.storage.num_up_downs > 0 and now.storage.memory_bytes == kept.memory_bytes
-        telemetry = running.call("telemetry")
-        assert telemetry.neurons.num_hot.sum() == fitted.num_hot_neurons
-        with pytest.raises(UsageError, match="cannot be scaled"):
-            running.call("scale", 1)
-
-
-def prompt(checkpoint: TinyCheckpoint, size: int) -> GenerateRequest:
-    """A greedy request with so long a prompt."""
-    sampling = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
-    return GenerateRequest(sampling, prompt_ids=np.resize(checkpoint.ids, size).tolist())

@@ -47,7 +47,7 @@ from hotcold.numba_kernels.loops.mailbox import (
     cell,
 )
 from hotcold.placement.storage import least_in_memory
-from tests.actors import test_gguf_experts, test_gguf_mixtures
+from tests.actors import test_gguf_mixtures
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_stored_neurons import StoredSystem, rewrite
 from tests.conftest import TinyCheckpoint
@@ -175,7 +175,7 @@ def _relu(folder: Path) -> Path:
 OUTPUTS: dict[str, Callable[[Path], Path]] = {
     "Q4_0": lambda folder: test_gguf_mixtures.quantized("Q4_0", folder),
     "Q4_K_M": lambda folder: test_gguf_mixtures.quantized("Q4_K_M", folder),
-    "three": test_gguf_experts.write,
+    "three": test_gguf_mixtures.three_formats,
     "mxfp4": make_mxfp4,
     "relu": _relu,
 }

@@ -60,7 +60,6 @@ from hotcold.predictors.sign import SignLayer
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_predicted_modes import for_services, layer_tensors, oracles
 from tests.conftest import TinyCheckpoint
-from tests.quantized_models import make_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 Tiny = Callable[..., TinyCheckpoint]
@@ -191,21 +190,6 @@ def test_the_same_bits_as_in_memory(
     packed(path)
     stored = [StoredSystem(path, 2, 2, **options, **STORES[number]) for number in stores]
     assert_same_bits(InProcessSystem(path, 2, 2, **options), stored, modes)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("model", "weight_dtype", "modes"),
-    [("q-llama-tied", "q8", ["exact"]), ("q-llama", "q4", ["exact", "sign", THRESHOLD])],
-)
-def test_the_same_bits_in_few_bits(
-    tmp_path: Path, model: str, weight_dtype: str, modes: list[str]
-) -> None:
-    path = make_model(model, tmp_path / "m")
-    packed(path, weight_dtype)
-    common: dict[str, Any] = {"weight_dtype": weight_dtype} | NORMS
-    stores = [StoredSystem(path, 1, 2, **common, reads_whole=whole) for whole in (False, True)]
-    assert_same_bits(InProcessSystem(path, 1, 2, **common), stores, modes)
 
 
 @pytest.fixture

@@ -19,13 +19,12 @@ from hotcold.actors.processes.host_setup import HostSetup
 from hotcold.actors.protocol.messages import GenerateRequest, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.setup import account as accounts
-from hotcold.actors.setup import choose, shards, storage, storage_shares
+from hotcold.actors.setup import storage, storage_shares
 from hotcold.actors.setup.account import account as need_of
-from hotcold.actors.setup.choose import NUMA_ROOT, choose_system
+from hotcold.actors.setup.choose import choose_system
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.setup.shards import arena_layout, service_specs
 from hotcold.actors.setup.storage import offloaded_share, pack_model
-from hotcold.actors.setup.storage_shares import kept_parts, reads_whole
 from hotcold.actors.system import System
 from hotcold.jobs.profile.plot import plot_offload
 from hotcold.jobs.support.offload_plan import offload_plans, offload_text, stored_model
@@ -44,7 +43,6 @@ from tests.actors.kept_system import config_of, greedy
 from tests.actors.test_gguf_mixtures import quantized
 from tests.actors.test_stored_neurons import two_bits
 from tests.conftest import TinyCheckpoint
-from tests.numa_trees import write_tree
 from tests.tiny_models import make_tiny
 
 Tiny = Callable[..., TinyCheckpoint]
@@ -208,24 +206,6 @@ def test_memory_is_that_of_each_host(wide: Path, monkeypatch: pytest.MonkeyPatch
     assert prepare_system(wide, replace(two, cpu_memory_bytes=need.total_bytes))[0].storage is None
 
 
-def test_services_have_slots_as_they_have_neurons(
-    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two NUMA nodes the first has three cores, the other one."""
-    monkeypatch.setenv(NUMA_ROOT, str(write_tree(tmp_path, {0: "0-2", 1: "3"})))
-    for module in (choose, shards):
-        monkeypatch.setattr(module, "usable_cores", lambda root, num_threads=0: (0, 1, 2, 3))
-    config = read_model(wide)
-    system = choose_system(wide, config, SystemOptions())
-    kept = NeuronStorage("f", 4_000, 8_000)
-    specs = service_specs(replace(system, storage=kept), config)[1:]
-    assert [spec.num_threads for spec in specs] == [3, 1]
-    shares = [(each.num_gates, each.num_up_downs) for spec in specs if (each := spec.storage)]
-    assert shares == [(3_000, 6_000), (1_000, 2_000)]
-    sizes = [spec.neuron_ids[0].size for spec in specs if spec.neuron_ids]
-    assert sizes == [3 * config.ffn_size // 4, config.ffn_size // 4]
-
-
 def test_a_host_makes_the_file_that_it_lacks_once(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,14 +263,3 @@ def test_a_profile_decides_who_stays_and_who_stands_first(tmp_path: Path) -> Non
     assert (share.num_gates, share.num_up_downs) == (170, 130)
     own = np.concatenate([layer[n] for layer, n in zip(profile.counts, ids, strict=True)])
     np.testing.assert_allclose(share.rates, own / counts.size, rtol=1e-6)
-
-
-def test_gates_are_read_first_where_few_of_those_listed_fire() -> None:
-    """The llama-7b shape in float16: a neuron's rest takes longer to read than its gate."""
-    geometry = BundleGeometry((100, 100), "float16", "float16", 8192, 8192, 8192)
-    often, rarely = np.full(200, 0.4), np.r_[np.full(40, 0.4), np.full(160, 0.02)]
-    kept = kept_parts(geometry, 40, 40)
-    assert reads_whole(geometry, often, kept) and not reads_whole(geometry, rarely, kept)
-    assert reads_whole(geometry, np.empty(0), kept)  # nothing is known
-    four_bits = replace(geometry, gate_dtype="q4")
-    assert not reads_whole(four_bits, often, kept)

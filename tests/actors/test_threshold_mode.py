@@ -12,9 +12,11 @@ import pytest
 import torch
 from scipy.special import log_softmax
 
-from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.scoring import ThresholdTrials, score_window
-from hotcold.actors.protocol.messages import THRESHOLD, SystemConfig
+from hotcold.actors.protocol.messages import THRESHOLD
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.setup.preflight import prepare_system
+from hotcold.actors.setup.shards import service_specs
 from hotcold.jobs.commands.perplexity import summary
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.numba_kernels.decode.activations import Thresholds
@@ -25,16 +27,19 @@ from hotcold.predictors.magnitude_thresholds import (
     write_thresholds,
 )
 from tests import reference
-from tests.actors.batching import complete, random_request, start
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 from tests.reference import reference_logits, relative_difference
-from tests.tiny_models import make_tiny
+from tests.unit.test_down_outputs import MIXED
+from tests.unit.test_gguf_model import IDS as MODEL_IDS
+from tests.unit.test_gguf_model import file_of
+from tests.unit.test_gguf_model import tiny as tiny_gguf
 
 Tiny = Callable[..., TinyCheckpoint]
-VARIANTS = ["llama-silu", "gemma3", "olmo2"]
+VARIANTS = ["llama-silu", "gemma3"]
 IDS = np.random.default_rng(7).integers(0, 101, 24)
+GGUF_IDS = np.array(MODEL_IDS)
 
 
 def same_everywhere(num_layers: int, gate: float, product: float) -> list[Thresholds]:
@@ -149,25 +154,29 @@ def written(path: Path, num_layers: int, thresholds: Sequence[Thresholds]) -> Pa
     return thresholds_path(path)
 
 
-def test_tokens_do_not_depend_on_company(tmp_path: Path) -> None:
-    path = make_tiny("qwen3", tmp_path / "model")
-    requests = [random_request(seed, longest=100, most_tokens=20) for seed in range(10)]
-    options: dict[str, Any] = {"num_slots": 8, "kv_positions": 8 * 120, "has_down_norms": True}
-    with InProcessSystem(path, 2, 2, num_positions=120, **options) as system:
-        file = written(path, 3, same_everywhere(3, 0.12, 0.3))
-        config = SystemConfig(
-            str(path), THRESHOLD, context_length=120, kv_positions=8 * 120,
-            thresholds_path=str(file), has_down_norms=True,
-        )  # fmt: skip
-        driver = Driver(config, system.exchange, system.topology)
-        alone = [complete(driver, request).ids for request in requests]
-        running = [start(driver, request) for request in requests]
-        assert [one.end().ids for one in running] == alone
-        driver.close()
-        dense = Driver(
-            SystemConfig(str(path), "dense", context_length=120, kv_positions=8 * 120),
-            system.exchange,
-            system.topology,
-        )
-        assert [complete(dense, request).ids for request in requests] != alone
-        dense.close()
+def test_thresholds_beside_rows_of_outputs(tmp_path: Path) -> None:
+    """Neurons that add little are left out, as the reference leaves them out."""
+    path = tmp_path / "tiny.gguf"
+    file_of(tiny_gguf(), path, MIXED)
+    thresholds = [Thresholds(np.float32(20), np.float32(20000))] * 2
+    told = [(float(each.gate), float(each.product)) for each in thresholds]
+    file = written(path, 2, thresholds)
+    options = SystemOptions(context_length=128, mode="threshold", thresholds=file)
+    system, config = prepare_system(path, options)
+    assert system.down_transposed and system.has_down_norms
+    dense = reference_logits(path, GGUF_IDS)
+    wanted = reference_logits(path, GGUF_IDS, thresholds=told)
+    with InProcessSystem(path, num_threads=2, specs=service_specs(system, config)) as running:
+        engine = running.engine("threshold", thresholds=thresholds)
+        for at, token in enumerate(GGUF_IDS.tolist()):
+            engine.step([token], [at], [0])
+        times = engine.times
+        assert 0.2 * times.num_gates < times.num_neurons < times.num_ups < 0.9 * times.num_gates
+        found = running.logits("threshold", GGUF_IDS, (1,), thresholds=thresholds)
+        for size in (3, 10):
+            together = running.logits("threshold", GGUF_IDS, (size,), thresholds=thresholds)
+            assert np.array_equal(found, together)
+    # A number beside a threshold may fall to its other side: vectors have 8 bits here.
+    left_out = np.abs(wanted - dense).max()
+    assert left_out > 0.02 * np.abs(dense).max()
+    assert np.abs(found - wanted).max() < 0.5 * left_out

@@ -32,13 +32,13 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
 from hotcold.model.weights.ffn import load_ffn, load_ffn_biases
 from hotcold.model.weights.tensor_reader import TensorReader
-from tests.actors import test_gguf_experts, test_gguf_mixtures
+from tests.actors import test_gguf_mixtures
 from tests.mxfp4_models import make_mxfp4
 
 MODELS: dict[str, Callable[[Path], Path]] = {
     "Q4_0": lambda folder: test_gguf_mixtures.quantized("Q4_0", folder),
     "Q4_K_M": lambda folder: test_gguf_mixtures.quantized("Q4_K_M", folder),
-    "three": test_gguf_experts.write,
+    "three": test_gguf_mixtures.three_formats,
     "mxfp4": make_mxfp4,
 }
 
