@@ -13,7 +13,6 @@ from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.numba_kernels.decode.attention import SEGMENT_POSITIONS
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
-from tests.reference import relative_difference
 from tests.tiny_models import VOCAB_SIZE
 
 Tiny = Callable[..., TinyCheckpoint]
