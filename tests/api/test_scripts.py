@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -44,37 +43,31 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
-def begin(folder: Path, ray: Path, start: str, end: str) -> subprocess.Popen[str]:
-    script = folder / "script.py"
-    script.write_text(SCRIPT.format(start=start, end=end, folder=str(folder)))
-    return subprocess.Popen(
-        [sys.executable, str(script)], cwd=folder, env=environment(ray), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+RAY = "import ray; ray.init(num_cpus=2, include_dashboard=False)"
 
 
 @pytest.mark.parametrize(
-    "start", ["", "import ray; ray.init(num_cpus=2, include_dashboard=False)"], ids=["own", "ray"]
+    ("start", "end"),
+    [(RAY, ""), ("", "import time; time.sleep(1000)")],
+    ids=["ends", "killed"],
 )
-def test_no_service_runs_a_module_of_the_scripts_folder(folder: Path, start: str) -> None:
-    """The script closes nothing, and nothing is left when it has ended."""
+def test_no_service_runs_a_module_of_the_scripts_folder(folder: Path, start: str, end: str) -> None:
+    """The script closes nothing, and nothing is left when it has ended or is killed."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(start=start, end=end, folder=str(folder)))
     with ray_folder() as ray:
-        process = begin(folder, ray, start, "")
-        out, err = process.communicate(timeout=WAIT_S)
-        assert process.returncode == 0, err
-        assert out.splitlines()[-2:] == ["True []", "False model.py True"]
+        process = subprocess.Popen(
+            [sys.executable, str(script)], cwd=folder, env=environment(ray), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stdout is not None
+        lines = [process.stdout.readline().strip() for _ in range(3)]
+        if end:
+            process.kill()
+        _, err = process.communicate(timeout=WAIT_S)
+        assert lines[1:] == ["True []", "False model.py True"], err
+        assert process.returncode == (-signal.SIGKILL if end else 0), err
         marks = {line.split()[0] for line in (folder / "marks").read_text().splitlines()}
         pids = {line.split()[1] for line in (folder / "marks").read_text().splitlines()}
         assert marks == {"model.py", "ui/__init__.py"} and pids == {str(process.pid)}
-        assert processes_left(ray) == []
-
-
-def test_a_script_that_is_killed_leaves_nothing(folder: Path) -> None:
-    with ray_folder() as ray:
-        process = begin(folder, ray, "", "import time; time.sleep(1000)")
-        assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(3)]
-        assert "model.py" in lines[-1], process.communicate()
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
         assert processes_left(ray) == []

@@ -6,6 +6,7 @@ import http.client
 import json
 import threading
 from collections import Counter
+from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -147,77 +148,26 @@ def requests(draw: st.DrawFn) -> tuple[str, str, bytes]:
         return "POST", route, body[:cut] + draw(st.binary(max_size=3)) + body[cut:]
     method = draw(st.sampled_from(["GET", "PUT", "DELETE", "PATCH", "OPTIONS"]))
     others = [
-        "/v1/models/x",
-        "/v1/%00",
-        "/v1/%ff/..",
-        "/metrics",
-        "/v1/responses/resp_x",
-        "/v1/responses/%ff/input_items?limit=-1",
-        "/v1/responses/resp_x/cancel",
-        "/api/pull",
-        "/api/%00",
-        "/api/ps",
-    ]
-    path = draw(st.sampled_from([route, *others, "/api/tags", "/api/version", "/api/delete"]))
+        "/v1/models/x", "/v1/%00", "/v1/%ff/..", "/metrics", "/v1/responses/resp_x",
+        "/v1/responses/%ff/input_items?limit=-1", "/v1/responses/resp_x/cancel", "/api/pull",
+        "/api/%00", "/api/ps", "/api/tags", "/api/version", "/api/delete",
+    ]  # fmt: skip
+    path = draw(st.sampled_from([route, *others]))
     return method, path, b""
 
 
-class _Server:
-    """Asks over one connection a thread, made again where the server closed it."""
-
-    def __init__(self, url: str) -> None:
-        self._address = urlsplit(url).netloc
-        self._connections = threading.local()
-
-    def ask(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        for attempt in range(2):
-            connection = getattr(self._connections, "one", None)
-            if connection is None:
-                connection = http.client.HTTPConnection(self._address, timeout=300)
-                self._connections.one = connection
-            try:
-                connection.request(method, path, body)
-                answer = connection.getresponse()
-                return answer.status, answer.read()
-            except (http.client.RemoteDisconnected, ConnectionError):
-                connection.close()
-                self._connections.one = None
-                if attempt:
-                    raise
-        raise AssertionError
+def _ask(url: str, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+    with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)) as connection:
+        connection.request(method, path, body)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
 
 
-class _Bystander:
-    """Runs one greedy generation again and again, and compares."""
-
-    def __init__(self, server: _Server) -> None:
-        self._server = server
-        self._body = json.dumps(
-            {"prompt": "Return the", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
-        ).encode()
-        self._expected = self._answer()
-        self._stopping = threading.Event()
-        self.num_same = self.num_other = 0
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> _Bystander:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stopping.set()
-        self._thread.join(300)
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            if self._answer() == self._expected:
-                self.num_same += 1
-            else:
-                self.num_other += 1
-
-    def _answer(self) -> str:
-        status, body = self._server.ask("POST", "/v1/completions", self._body)
-        return json.loads(body)["choices"][0]["text"] if status == 200 else f"status {status}"
+def _generation(url: str) -> str:
+    """A greedy one, or the status of what is no answer."""
+    body = {"prompt": "Return the", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    status, answer = _ask(url, "POST", "/v1/completions", json.dumps(body).encode())
+    return json.loads(answer)["choices"][0]["text"] if status == 200 else f"status {status}"
 
 
 def check(status: int, body: bytes, path: str) -> None:
@@ -238,7 +188,12 @@ def fuzz(url: str, num_requests: int) -> tuple[Counter[int], int]:
     Errors:  AssertionError for an answer that is not OpenAI's or Ollama's error, or for a
              generation that is not what it was when the server was alone
     """
-    server, statuses = _Server(url), Counter[int]()
+    statuses, expected = Counter[int](), _generation(url)
+    generations, is_over = list[str](), threading.Event()
+
+    def generate() -> None:
+        while not is_over.is_set():
+            generations.append(_generation(url))
 
     @settings(
         max_examples=num_requests, database=None, deadline=None,
@@ -246,11 +201,16 @@ def fuzz(url: str, num_requests: int) -> tuple[Counter[int], int]:
     )  # fmt: skip
     @given(requests())
     def send(request: tuple[str, str, bytes]) -> None:
-        status, body = server.ask(*request)
+        status, body = _ask(url, *request)
         statuses[status] += 1
         check(status, body, request[1])
 
-    with _Bystander(server) as bystander:
+    beside = threading.Thread(target=generate)
+    beside.start()
+    try:
         send()
-    assert not bystander.num_other
-    return statuses, bystander.num_same
+    finally:
+        is_over.set()
+        beside.join(300)
+    assert {*generations} == {expected}
+    return statuses, len(generations)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.browser import chromium, find_chromium
 from tests.e2e.page_visit import TIMEOUT_MS
-from tests.e2e.server import Server, serving
+from tests.e2e.server import WAIT_S, Server, serving
 from tests.e2e.stand_in import StandIn
 from tests.e2e.word_model import make_word_model
 
@@ -33,6 +33,12 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def openai() -> Any:
     """OpenAI's package, which takes seconds to import."""
     return importlib.import_module("openai")
+
+
+@pytest.fixture(scope="session")
+def client(openai: Any, server: Server) -> Any:
+    """OpenAI's client; its types know the fields of OpenAI alone."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=WAIT_S)
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,8 @@
-"""A system without processes that answers by the book, for tests of the page and of its speed.
-
-python -m tests.e2e.stand_in --port 8123     # the page over it, to look at by hand
-"""
+"""A system without processes that answers by the book, for tests of the page and of its speed."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -173,24 +168,3 @@ class StandIn:
             deliver(TokenEvent("", result))
         finally:
             self._num_running -= 1
-
-
-def main() -> None:
-    from tests.e2e.page_server import served_page
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--tokens", type=int, default=400)
-    parser.add_argument("--rate", type=float, default=100.0)
-    parser.add_argument("--experts", action="store_true")
-    arguments = parser.parse_args()
-    system = StandIn(
-        tokens_per_s=arguments.rate, num_tokens=arguments.tokens, has_experts=arguments.experts
-    )
-    with served_page(system, "demo", port=arguments.port, client=system) as address:
-        print(address, flush=True)
-        threading.Event().wait()
-
-
-if __name__ == "__main__":
-    main()

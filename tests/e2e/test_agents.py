@@ -34,11 +34,6 @@ OTHER = {"type": "function", "function": {"name": "now"}}
 ASKED = {"role": "user", "content": "What does textwrap.dedent do?"}
 
 
-@pytest.fixture
-def client(openai: Any, server: Server) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=WAIT_S)
-
-
 @pytest.mark.parametrize("choice", ["auto", "required", TOOL["function"]["name"]])
 def test_a_stream_is_the_same_answer(client: Any, choice: str) -> None:
     named = {"type": "function", "function": {"name": choice}}
@@ -62,15 +57,6 @@ def test_a_stream_is_the_same_answer(client: Any, choice: str) -> None:
     for name, arguments in calls(whole.message):
         expected = PARAMETERS if name == "look_up" else {"maxProperties": 0}
         jsonschema.validate(json.loads(arguments), expected)
-
-
-def test_a_response_of_a_schema(client: Any) -> None:
-    schema = PARAMETERS | {"additionalProperties": False}  # else it goes on to its last token
-    shape = {"type": "json_schema", "name": "place", "schema": schema}
-    response = client.responses.create(
-        model="demo", input="Where?", text={"format": shape}, temperature=0, max_output_tokens=400
-    )
-    jsonschema.validate(json.loads(response.output_text), PARAMETERS)
 
 
 def test_a_follow_up_reads_only_what_is_new(client: Any) -> None:

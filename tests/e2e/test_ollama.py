@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from typing import Any
 
@@ -24,58 +23,52 @@ SHAPE: dict[str, Any] = {
 
 
 @pytest.fixture
-def client(server: Server) -> ollama.Client:
+def ollamas(server: Server) -> ollama.Client:
     return ollama.Client(server.url, timeout=WAIT_S)
 
 
-@pytest.fixture(scope="module")
-def openai(server: Server) -> Any:
-    made = importlib.import_module("openai").OpenAI
-    return made(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=WAIT_S)
-
-
-def test_answers_are_those_of_openais_route(client: ollama.Client, openai: Any) -> None:
-    expected = openai.chat.completions.create(model="demo", messages=[QUESTION], temperature=0)
+def test_answers_are_those_of_openais_route(ollamas: ollama.Client, client: Any) -> None:
+    expected = client.chat.completions.create(model="demo", messages=[QUESTION], temperature=0)
     text = expected.choices[0].message.content
-    whole = client.chat("demo", [QUESTION], options=GREEDY)
+    whole = ollamas.chat("demo", [QUESTION], options=GREEDY)
     assert (whole.message.content, whole.done_reason) == (text, "stop")
     assert whole.eval_count == expected.usage.completion_tokens
     assert whole.prompt_eval_count == expected.usage.prompt_tokens
     assert 0 < (whole.prompt_eval_duration or 0) < (whole.total_duration or 0)
-    streamed = list(client.chat("demo:latest", [QUESTION], options=GREEDY, stream=True))
+    streamed = list(ollamas.chat("demo:latest", [QUESTION], options=GREEDY, stream=True))
     assert "".join(piece.message.content or "" for piece in streamed) == text
     assert [piece.done for piece in streamed] == [False] * (len(streamed) - 1) + [True]
-    generated = client.generate("demo", QUESTION["content"], options=GREEDY)
+    generated = ollamas.generate("demo", QUESTION["content"], options=GREEDY)
     assert generated.response == text
-    raw = client.generate("demo", "Return the", raw=True, options=GREEDY | {"num_predict": 5})
-    continued = openai.completions.create(
+    raw = ollamas.generate("demo", "Return the", raw=True, options=GREEDY | {"num_predict": 5})
+    continued = client.completions.create(
         model="demo", prompt="Return the", temperature=0, max_tokens=5
     )
     assert raw.response == continued.choices[0].text and raw.done_reason == "length"
 
 
-def test_formats_and_calls_fit_their_schemas(client: ollama.Client) -> None:
+def test_formats_and_calls_fit_their_schemas(ollamas: ollama.Client) -> None:
     options = {"temperature": 1, "seed": 3, "num_predict": 300}
-    shaped = client.chat("demo", [QUESTION], format=SHAPE, options=options)
+    shaped = ollamas.chat("demo", [QUESTION], format=SHAPE, options=options)
     jsonschema.validate(json.loads(shaped.message.content or ""), SHAPE)
     called = {"type": "function", "function": {"name": "look_up", "parameters": SHAPE}}
-    answer = client.chat("demo", [QUESTION], tools=[called], options=options)
+    answer = ollamas.chat("demo", [QUESTION], tools=[called], options=options)
     for call in answer.message.tool_calls or ():
         jsonschema.validate(dict(call.function.arguments), SHAPE)
     result = {"role": "tool", "tool_name": "look_up", "content": "a function"}
-    again = client.chat("demo", [QUESTION, answer.message, result], options=options)
+    again = ollamas.chat("demo", [QUESTION, answer.message, result], options=options)
     assert again.done_reason in ("stop", "length")
 
 
-def test_vectors_of_all_routes_are_the_same(client: ollama.Client, openai: Any) -> None:
+def test_vectors_of_all_routes_are_the_same(ollamas: ollama.Client, client: Any) -> None:
     texts = ["Return a list.", "Return the first item of a list.", "Close the socket. " * 30]
-    made = openai.embeddings.create(model="demo", input=texts)  # asks for base64
+    made = client.embeddings.create(model="demo", input=texts)  # asks for base64
     vectors = np.array([one.embedding for one in made.data])
     assert vectors.shape == (3, 384)
-    plain = openai.embeddings.create(model="demo", input=texts[2], encoding_format="float")
+    plain = client.embeddings.create(model="demo", input=texts[2], encoding_format="float")
     np.testing.assert_array_equal(plain.data[0].embedding, vectors[2])
-    np.testing.assert_array_equal(client.embeddings("demo", texts[1]).embedding, vectors[1])
-    unit = np.array(client.embed("demo", texts).embeddings)
+    np.testing.assert_array_equal(ollamas.embeddings("demo", texts[1]).embedding, vectors[1])
+    unit = np.array(ollamas.embed("demo", texts).embeddings)
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     np.testing.assert_allclose(unit, vectors / lengths, rtol=1e-6)
     likeness = unit @ unit.T

@@ -37,10 +37,10 @@ def test_a_second_start_says_who_runs(server: Server) -> None:
 SHOWN = ("environ", "cmdline")  # of a process, to its user
 
 
-@pytest.mark.parametrize("name", ["HOTCOLD_API_KEY", "HOTCOLD_SERVE_API_KEY"])
-def test_drains_once_asked_and_needs_its_key(openai: Any, name: str) -> None:
+def test_drains_once_asked_and_needs_its_key(openai: Any) -> None:
     keys = ["the-secret-of-one", "the-key-of-another"]
-    with serving("--kv-tokens", "1024", changes={name: " ".join(keys)}) as server:
+    given = {name: " ".join(keys) for name in ("HOTCOLD_API_KEY", "HOTCOLD_SERVE_API_KEY")}
+    with serving("--kv-tokens", "1024", changes=given) as server:
         own = psutil.Process(server.process.pid)
         for one in (own, *own.children(recursive=True)):
             with suppress(FileNotFoundError, ProcessLookupError):  # a worker that nobody needs ends

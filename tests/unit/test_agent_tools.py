@@ -12,7 +12,6 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llguidance import LLMatcher
 
 from hotcold.actors.protocol.messages import TokenEvent
 from hotcold.ui.api.tools.custom import arguments_of, pattern_of
@@ -28,7 +27,7 @@ from tests.unit.ollama_routes import (
     server,
     with_openai,
 )
-from tests.unit.test_enforced_schemas import matcher_of
+from tests.unit.test_enforced_schemas import takes_text
 
 # As Codex declares it.
 PATCH_GRAMMAR = """\
@@ -226,12 +225,6 @@ GRAMMARS = [
 ]
 
 
-def takes(lark: str, text: str) -> bool:
-    """Whether llguidance takes it for a text of the grammar."""
-    found = matcher_of(LLMatcher.grammar_from_lark(lark))
-    return bool(found.consume_tokens(_ids(text)) and found.is_accepting())
-
-
 @pytest.mark.parametrize("grammar", GRAMMARS)
 @given(data=st.data())
 def test_a_grammar_without_recursion_is_one_regex(grammar: str, data: st.DataObject) -> None:
@@ -239,16 +232,10 @@ def test_a_grammar_without_recursion_is_one_regex(grammar: str, data: st.DataObj
     pattern = regex_of(grammar)
     assert pattern is not None
     text = data.draw(st.from_regex(pattern, fullmatch=True))
-    assert takes(grammar, text)
+    assert takes_text(grammar, text)
     at = data.draw(st.integers(0, len(text)))
     for changed in (text[:at] + text[at + 1 :], text[:at] + "+" + text[at:]):
-        assert takes(grammar, changed) == bool(re.fullmatch(pattern, changed))
-
-
-def _ids(text: str) -> list[int]:
-    tokenizer = server()[0].prompts.tokenizer
-    assert tokenizer is not None
-    return tokenizer.encode(text, False)
+        assert takes_text(grammar, changed) == bool(re.fullmatch(pattern, changed))
 
 
 @pytest.mark.parametrize(
@@ -283,9 +270,9 @@ def test_an_answer_is_held_to_the_tools_grammar() -> None:
     grammar = client.requests[0].grammar
     assert grammar is not None
     for text in (PATCH, PATCH.removesuffix("\n")):
-        assert takes(grammar.text, written("apply_patch", arguments_of(text)))
+        assert takes_text(grammar.text, written("apply_patch", arguments_of(text)))
     for text in ("", PATCH[1:], PATCH.replace("+", "*"), PATCH + "x"):
-        assert not takes(grammar.text, written("apply_patch", arguments_of(text)))
+        assert not takes_text(grammar.text, written("apply_patch", arguments_of(text)))
 
 
 @given(st.text(), st.booleans(), st.lists(st.integers(0, 200), max_size=6))

@@ -119,12 +119,22 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-@pytest.mark.parametrize("begun", [b"", b"POST / HTT", HEAD])
-def test_a_connection_that_does_not_ask_is_cut_off(begun: bytes) -> None:
-    with serving(echo, head_s=0.05) as connect:
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [(b"", b""), (b"POST / HTT", b""), (HEAD, b""), (HEAD + b"\r\nabc", b"\r\n\r\nabc")],
+)
+def test_a_connection_that_does_not_ask_is_cut_off(asked: bytes, answer: bytes) -> None:
+    """After its last answer, too."""
+    with serving(echo, asked, head_s=0.2) as connect:
+        found = read_to_end(connect())
+        assert found.endswith(answer) and bool(found) == bool(answer)
+
+
+def test_a_body_that_does_not_come_is_cut_off() -> None:
+    with serving(echo, body_s=0.05) as connect:
         client = connect()
-        client.sendall(begun)
-        assert read_to_end(client) == b""
+        client.sendall(HEAD + b"\r\na")
+        assert b"abc" not in read_to_end(client)
 
 
 def test_a_head_that_drips_has_no_longer() -> None:
@@ -141,18 +151,6 @@ def test_a_head_that_drips_has_no_longer() -> None:
         threading.Thread(target=drip, daemon=True).start()
         assert read_to_end(client) == b""
         ended.set()
-
-
-def test_a_body_that_does_not_come_is_cut_off() -> None:
-    with serving(echo, body_s=0.05) as connect:
-        client = connect()
-        client.sendall(HEAD + b"\r\na")
-        assert b"abc" not in read_to_end(client)
-
-
-def test_a_connection_is_cut_off_after_its_last_answer_too() -> None:
-    with serving(echo, HEAD + b"\r\nabc", head_s=0.2) as connect:
-        assert read_to_end(connect()).endswith(b"\r\n\r\nabc")
 
 
 def test_an_answer_may_take_as_long_as_it_takes() -> None:

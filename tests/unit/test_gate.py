@@ -39,14 +39,16 @@ def gate(keys: list[str] | None = None, local: bool = True) -> Gate:
     return Gate(_length, keys=keys or [], local=local, max_body_bytes=100)
 
 
-@pytest.mark.parametrize("host", ["localhost", "localhost:1", "127.0.0.1:8000", "[::1]:8000"])
-def test_local_names_are_answered(host: str) -> None:
-    assert ask(gate(), headers={"Host": host}).status_code == 200
-
-
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "[::1", "a@b"])
-def test_other_names_are_not(host: str) -> None:
-    assert ask(gate(), headers={"Host": host}).status_code == 403
+@pytest.mark.parametrize(
+    ("host", "is_local"),
+    [
+        ("localhost:1", True), ("127.0.0.1:8000", True), ("[::1]:8000", True),
+        ("evil.example", False), ("127.0.0.1.evil.example", False), ("", False), ("[::1", False),
+        ("a@b", False),
+    ],
+)  # fmt: skip
+def test_local_names_alone_are_answered(host: str, is_local: bool) -> None:
+    assert ask(gate(), headers={"Host": host}).status_code == (200 if is_local else 403)
     assert ask(gate(["k"], local=False), headers={"Host": host}).status_code == 401
 
 
@@ -63,50 +65,34 @@ def test_refusals_have_the_form_of_the_api_that_is_asked(path: str) -> None:
         assert told if isinstance(told, str) else told["message"]
 
 
-@pytest.mark.parametrize(
-    ("origin", "status"),
-    [
-        ("http://localhost:8000", 200),
-        ("http://localhost:9000", 403),
-        ("https://evil.example", 403),
-        ("null", 403),
-    ],
-)
-def test_pages_of_others_are_refused(origin: str, status: int) -> None:
-    assert ask(gate(), headers={"Origin": origin}).status_code == status
-    # A browser adds a password by itself, but no bearer's key.
-    elsewhere = gate(["k"], local=False)
-    assert ask(elsewhere, headers={"Origin": origin}, auth=("", "k")).status_code == status
-    bearer = {"Authorization": "Bearer k", "Origin": origin}
-    assert ask(elsewhere, headers=bearer).status_code == 200
-
-
 NAVIGATION = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
 PICTURE = {"Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"}
 FRAME = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"}
 
 
 @pytest.mark.parametrize(
-    ("method", "site", "headers", "status"),
+    ("method", "headers", "status"),
     [
-        ("GET", "same-origin", PICTURE, 200),
-        ("GET", "cross-site", NAVIGATION, 200),
-        ("GET", "cross-site", PICTURE, 403),
-        ("GET", "same-site", PICTURE, 403),
-        ("GET", "cross-site", FRAME, 403),
-        ("POST", "cross-site", NAVIGATION, 403),
-        ("GET", "news", PICTURE, 403),
+        ("GET", {"Origin": "http://localhost:8000"}, 200),
+        ("GET", {"Origin": "http://localhost:9000"}, 403),
+        ("GET", {"Origin": "https://evil.example"}, 403),
+        ("GET", {"Origin": "null"}, 403),
+        ("GET", {"Sec-Fetch-Site": "same-origin", **PICTURE}, 200),
+        ("GET", {"Sec-Fetch-Site": "cross-site", **NAVIGATION}, 200),
+        ("GET", {"Sec-Fetch-Site": "cross-site", **PICTURE}, 403),
+        ("GET", {"Sec-Fetch-Site": "same-site", **PICTURE}, 403),
+        ("GET", {"Sec-Fetch-Site": "cross-site", **FRAME}, 403),
+        ("POST", {"Sec-Fetch-Site": "cross-site", **NAVIGATION}, 403),
+        ("GET", {"Sec-Fetch-Site": "news", **PICTURE}, 403),
     ],
 )
-def test_what_pages_of_others_show_is_refused(
-    method: str, site: str, headers: dict[str, str], status: int
-) -> None:
+def test_pages_of_others_are_refused(method: str, headers: dict[str, str], status: int) -> None:
     """A browser sends no Origin with a picture's address; a link from elsewhere may lead here."""
-    told = {**headers, "Sec-Fetch-Site": site}
-    assert ask(gate(), method, headers=told).status_code == status
+    assert ask(gate(), method, headers=headers).status_code == status
+    # A browser adds a password by itself, but no bearer's key.
     elsewhere = gate(["k"], local=False)
-    assert ask(elsewhere, method, headers=told, auth=("", "k")).status_code == status
-    assert ask(elsewhere, method, headers={**told, "Authorization": "Bearer k"}).is_success
+    assert ask(elsewhere, method, headers=headers, auth=("", "k")).status_code == status
+    assert ask(elsewhere, method, headers={**headers, "Authorization": "Bearer k"}).is_success
 
 
 @pytest.mark.parametrize("host", ["localhost", "evil.example"])
@@ -144,9 +130,7 @@ def test_a_proxy_on_this_machine_passes_on_the_name_that_was_asked_for() -> None
         ("bearer two", 200),
         ("Basic " + base64.b64encode(b"name:two").decode(), 200),
         ("Basic " + base64.b64encode(b"two:name").decode(), 401),
-        ("Bearer on", 401),
         ("Bearer one two", 401),
-        ("Digest one", 401),
         ("", 401),
     ],
 )
@@ -244,7 +228,6 @@ def test_other_pages_may_not_even_ask_whether_they_may(keys: list[str], origin: 
 ("https://chat.example.org:443", "https://chat.example.org"),
 ("chrome-extension://abc", "chrome-extension://abc"),
 ("*", None),
-("null", None),
 ("chat.example.org", None),
 ("https://*.example.org", None),
 ("https://a.example/page", None),],

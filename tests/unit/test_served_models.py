@@ -296,50 +296,44 @@ async def test_a_driver_that_does_not_answer_is_not_waited_for(house: House) -> 
     assert 'hotcold:model_loaded{model_name="a"} 0.0' in lines
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_bad_prompt_loads_nothing(stream: bool) -> None:
-    async def run() -> None:
-        house = House(room=1)
+@house(room=1)
+async def test_a_bad_prompt_loads_nothing(house: House) -> None:
+    for stream in (False, True):
         status, _, text = await house.ask("b", prompt=[99999], stream=stream)
         assert status == 400 and "99999" in text and house.log == []
 
-    asyncio.run(run())
-
 
 class Told:
-    """Notes what it is asked to do."""
+    """Notes what it is asked to do, and answers with what is given for that."""
 
     count = 1
 
-    def __init__(self, name: str, told: list[str], **does: Callable[..., Any]) -> None:
-        self.name, self.told, self.does = name, told, does
+    def __init__(self, told: list[str], **answers: Callable[..., Any]) -> None:
+        self.told, self.answers = told, answers
 
     def __getattr__(self, method: str) -> Any:
         def do(*given: Any) -> Any:
-            self.told.append(f"{self.name}.{method}")
-            return self.does[method](*given) if method in self.does else None
+            self.told.append(method)
+            return self.answers[method](*given) if method in self.answers else None
 
         return do
 
 
-def served_by_stand_ins(num_models: int, **starter: Callable[..., Any]) -> list[str]:
+def served_by_stand_ins(num_models: int, **answers: Callable[..., Any]) -> list[str]:
     """What `_serve` has done to its end: a signal, after one poll. Errors: those of the poll."""
     told: list[str] = []
     backends = list(House(1).of.values())[:num_models]
     models: Any = SimpleNamespace(backends=backends, first=backends[0])
-    given: Any = (
-        Told("server", told), Told("starter", told, **starter), Told("loader", told), models,
-        SimpleNamespace(left_s=None), Told("signals", told, wait=lambda poll: poll()),
-    )  # fmt: skip
-    _serve(*given)
+    one: Any = Told(told, **answers, wait=lambda poll: poll())
+    routes: Any = SimpleNamespace(left_s=None)
+    _serve(one, one, one, models, routes, one)
     return told
 
 
 def test_a_server_that_ends_is_found_no_more_before_it_refuses() -> None:
     """Else a command could find it, and then not come in."""
     assert served_by_stand_ins(1, lost=list) == [
-        "signals.wait", "starter.lost", "starter.require_ray",
-        "starter.unregister_all", "server.refuse_new", "starter.close", "server.stop",
+        "wait", "lost", "require_ray", "unregister_all", "refuse_new", "close", "stop",
     ]  # fmt: skip
 
 
@@ -352,7 +346,7 @@ def test_the_only_model_takes_the_server_with_it() -> None:
     def lost() -> list[Any]:
         return [(None, problem)]
 
-    assert served_by_stand_ins(2, lost=lost)[3:5] == ["loader.drop", "server.begin"]
+    assert served_by_stand_ins(2, lost=lost)[3:5] == ["drop", "begin"]
     with pytest.raises(ServiceError, match="the driver died"):
         served_by_stand_ins(1, lost=lost)
     with pytest.raises(ServiceError, match="Ray has ended"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -176,8 +177,7 @@ def test_stops_sleep_by_every_route(served: Served) -> None:
     assert raw["choices"][0]["text"] == "\nTh"
 
 
-@pytest.mark.parametrize("opened", OPENED)
-@pytest.mark.parametrize("more", [{}, {"stop": ["o."]}])
+@pytest.mark.parametrize(("opened", "more"), [(OPENS, {"stop": ["o."]}), ({}, {})])
 def test_logprobs_are_the_answers(
     served: Served, opened: dict[str, Any], more: dict[str, Any]
 ) -> None:
@@ -223,21 +223,17 @@ def test_an_end_token_ends_thoughts(tmp_path: Path) -> None:
 
 
 CALL = ["<tool_call>", "\n", '{"name": "f"', ', "arguments": ', '{"a": 1}', "}\n", "</tool_call>"]
-CHOICES = [{}, {"tool_choice": "required"}]
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("opened", OPENED)
-def test_a_call_within_thoughts_is_delivered(
-    tmp_path: Path, opened: dict[str, Any], choice: dict[str, Any]
-) -> None:
+def test_a_call_within_thoughts_is_delivered(tmp_path: Path) -> None:
     thinks = ["[go]", "<think>", "plan `f` ", *CALL, END]
     with serving(tmp_path, thinks) as served:
-        told = served.chat(**opened, **choice, tools=[TOOL])
-        (call,) = told["message"]["tool_calls"]
-        assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
-        assert told["message"]["reasoning_content"] == "plan `f`"
-        assert told["finish_reason"] == "tool_calls"
+        for opened, choice in itertools.product(OPENED, ("auto", "required")):
+            told = served.chat(**opened, tool_choice=choice, tools=[TOOL])
+            (call,) = told["message"]["tool_calls"]
+            assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+            assert told["message"]["reasoning_content"] == "plan `f`"
+            assert told["finish_reason"] == "tool_calls"
         thought, called = served.post("/v1/responses", input="a", tools=[
             {"type": "function", **FUNCTION}]).json()["output"]  # fmt: skip
         assert (thought["type"], called["type"]) == ("reasoning", "function_call")
@@ -269,7 +265,7 @@ def with_python(served: Served, **options: Any) -> tuple[str, list[str]]:
     return reader.said, [call.arguments for call in reader.tool_calls]
 
 
-@pytest.mark.parametrize("stop", ["1", "}", "ol_call>", ". <"])
+@pytest.mark.parametrize("stop", ["1", "ol_call>", ". <"])
 def test_stops_sleep_within_calls(calling: Served, stop: str) -> None:
     told = calling.chat(tools=[TOOL], stop=[stop])
     (call,) = told["message"]["tool_calls"]
@@ -296,7 +292,7 @@ def test_stops_end_the_text_before_calls(calling: Served) -> None:
     assert calling.chat(tools=[TOOL], stop_token_ids=[ids[2]])["message"]["content"] == "Let"
 
 
-@pytest.mark.parametrize("most", range(1, len(CALLS) - 2, 2))
+@pytest.mark.parametrize("most", range(1, len(CALLS) - 2, 3))
 def test_nothing_of_a_call_that_is_cut_off_is_told(calling: Served, most: int) -> None:
     told = calling.chat(tools=[TOOL], max_tokens=most)
     text = "Let me." if most > 1 else "Let"
@@ -310,53 +306,41 @@ def test_nothing_of_a_call_that_is_cut_off_is_told(calling: Served, most: int) -
     assert with_python(calling, max_tokens=most)[0].rstrip() == text
 
 
-@pytest.mark.parametrize("opened", OPENED)
 @pytest.mark.parametrize("mark", [["<to", "ol_call>", "\n"], ["</thi", "nk>"]], ids=["call", "end"])
-def test_a_mark_that_is_cut_off_is_no_thought(
-    tmp_path: Path, opened: dict[str, Any], mark: list[str]
-) -> None:
+def test_a_mark_that_is_cut_off_is_no_thought(tmp_path: Path, mark: list[str]) -> None:
     with serving(tmp_path, ["[go]", "<think>", "plan", " it", *mark, END]) as served:
-        for most in range(3, 3 + len(mark)):
+        for opened, most in itertools.product(OPENED, range(3, 3 + len(mark))):
             told = served.chat(**opened, tools=[TOOL], max_tokens=most + (not opened))
             assert (told["message"]["reasoning_content"], told["finish_reason"]) == (
                 "plan it", "length",
             )  # fmt: skip
 
 
-@pytest.mark.parametrize("opened", OPENED)
 @pytest.mark.parametrize(
     "prose", [["a ", "<tool_call>", " is how"], ["`", "<tool_call>", '{"name": "g"', "'"]]
 )
-def test_names_of_calls_in_thoughts_are_no_calls(
-    tmp_path: Path, opened: dict[str, Any], prose: list[str]
-) -> None:
+def test_names_of_calls_in_thoughts_are_no_calls(tmp_path: Path, prose: list[str]) -> None:
     """Thoughts are as free as without tools, whoever began them; what follows is held."""
     with serving(tmp_path, ["[go]", "<think>", *prose, "</think>", "Yes", END]) as served:
-        told = served.chat(**opened, tools=[TOOL])
-        assert told["message"]["reasoning_content"] == "".join(prose)
-        assert told["message"]["content"] == "Yes" and told["finish_reason"] == "stop"
+        for opened in OPENED:
+            told = served.chat(**opened, tools=[TOOL])
+            assert told["message"]["reasoning_content"] == "".join(prose)
+            assert told["message"]["content"] == "Yes" and told["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("opened", OPENED)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"guided_choice": ["7"]},
-        {"guided_regex": "[0-9]"},
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [7]}}}},
-        {"grammar": 'start: "7"'},
-    ],
-)
-def test_shapes_hold_what_follows_thoughts(
-    tmp_path: Path, opened: dict[str, Any], shape: dict[str, Any]
-) -> None:
+def test_shapes_hold_what_follows_thoughts(tmp_path: Path) -> None:
+    schema = {"type": "json_schema", "json_schema": {"schema": {"enum": [7]}}}
+    shapes: list[dict[str, Any]] = [
+        {"guided_regex": "[0-9]"}, {"response_format": schema}, {"grammar": 'start: "7"'},
+    ]  # fmt: skip
     thinks = ["[go]", "<think>", "{'x' <tool_call>", "$", "</think>", "\n\n", "7", "8", END]
     with serving(tmp_path, thinks, ["[off]", "x"]) as served:
-        message = served.chat(**opened, **shape)["message"]
-        assert message["reasoning_content"] == "{'x' <tool_call>$"
-        assert message["content"] == "7"
-        at_once = served.chat(**opened, **shape, thinking_token_budget=0)["message"]
-        assert at_once["content"] == "7" and "reasoning_content" not in at_once
+        for opened, shape in itertools.product(OPENED, shapes):
+            message = served.chat(**opened, **shape)["message"]
+            assert message["reasoning_content"] == "{'x' <tool_call>$"
+            assert message["content"] == "7"
+            at_once = served.chat(**opened, **shape, thinking_token_budget=0)["message"]
+            assert at_once["content"] == "7" and "reasoning_content" not in at_once
 
 
 def test_marks_of_several_tokens_are_seen(tmp_path: Path) -> None:

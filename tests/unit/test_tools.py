@@ -10,18 +10,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer
 
 from hotcold.chats import template_messages
 from hotcold.model.errors import PromptError
-from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.chat_template import ChatTemplate
-from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.model.text.tools import BARE, TAGGED, CallSyntax
 from hotcold.ui.api.responses.schemas import ResponsesRequest
 from hotcold.ui.api.schemas import ChatRequest, parse
 from hotcold.ui.api.tools.grammar import calls_grammar
 from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, CallReader, TextPart
+from tests.unit.test_enforced_schemas import takes_text
 
 WEATHER = {
     "type": "object",
@@ -124,22 +122,6 @@ def test_arguments_stay_the_text_that_they_were(template: str) -> None:
     assert WRITTEN in _template(template).render(asked, tools=TOOLS)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    found = Tokenizer.from_model(DEMO_DIRECTORY)
-    assert found is not None
-    return found
-
-
-def _accepts(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
-    """Whether the grammar takes the text whole, and may end after it."""
-    table = LLTokenizer(tokenizer.to_json(), tokenizer.vocab_size, [0])
-    matcher = LLMatcher(table, LLMatcher.grammar_from_lark(grammar), log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    ids = tokenizer.encode(text, False)
-    return bool(matcher.consume_tokens(ids) and not matcher.is_error() and matcher.is_accepting())
-
-
 PARIS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 BARE_PARIS = '{"name": "weather", "parameters": {"city": "Paris", "days": 3}}'
@@ -167,17 +149,13 @@ SHAPE = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}
     ],
 )  # fmt: skip
 def test_answers_are_held_to_the_grammar(
-    tokenizer: Tokenizer,
-    syntax: CallSyntax,
-    fields: dict[str, Any],
-    taken: list[str],
-    refused: list[str],
+    syntax: CallSyntax, fields: dict[str, Any], taken: list[str], refused: list[str]
 ) -> None:
     request = _request(**fields)
     assert request.callable is not None
     shape = json.dumps({"type": "integer"}) if "response_format" in fields else None
     grammar = calls_grammar(request.callable, syntax, shape).text
-    assert {text: _accepts(tokenizer, grammar, text) for text in [*taken, *refused]} == {
+    assert {text: takes_text(grammar, text) for text in [*taken, *refused]} == {
         **dict.fromkeys(taken, True), **dict.fromkeys(refused, False)
     }  # fmt: skip
 
@@ -212,13 +190,13 @@ FORMS = [
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_the_grammar_takes_calls_as_models_write_them(tokenizer: Tokenizer, choice: str) -> None:
+def test_the_grammar_takes_calls_as_models_write_them(choice: str) -> None:
     request = _request(tool_choice=choice)
     assert request.callable is not None
     grammar = calls_grammar(request.callable, TAGGED, None).text
     for call in FORMS:
-        assert _accepts(tokenizer, grammar, call), call
-        assert not _accepts(tokenizer, grammar, call.replace("now", "not")), call
+        assert takes_text(grammar, call), call
+        assert not takes_text(grammar, call.replace("now", "not")), call
 
 
 ODD = '{"city": "a}\\"{ </tool_call>", "days": 1}'
