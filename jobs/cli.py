@@ -31,7 +31,7 @@ from hotcold.jobs.support.console import (
     tell,
     use_own_streams,
 )
-from hotcold.jobs.support.lazy_group import LazyGroup, lazy_commands
+from hotcold.jobs.support.lazy_group import LazyGroup
 from hotcold.jobs.support.settings import origin_of
 from hotcold.jobs.support.signals import (
     end_at_sigterm,
@@ -51,49 +51,38 @@ EXIT_UNREAD = 141
 # Objects allocated between two garbage collections: most of those that imports make stay.
 _GC_THRESHOLD = 50_000
 
-COMMANDS = lazy_commands(
-    "hotcold.jobs.commands",
-    {
-        "run": "Talk with a model, or answer a prompt.",
-        "generate": "Continue a prompt.",
-        "chat": "Talk with a model in the terminal.",
-        "serve": "The chat page and an OpenAI-compatible API.",
-        "ps": "List the systems that are running.",
-        "top": "Watch a running system's neurons and services.",
-        "stop": "End a running system.",
-        "pull": "Fetch a model from Hugging Face.",
-        "show": "Say what a model is and takes.",
-        "list": "List the models that are here.",
-        "rm": "Remove a model that was fetched.",
-        "scale": "Give a running system more or fewer CPU services.",
-        "plan": "Decide which device holds which neurons.",
-        "doctor": "Say what this machine has, what fits, what is wrong.",
-        "compile": "Compile a model's kernels ahead of its first start.",
-        "make-model": "Write a checkpoint of random weights of a given shape.",
-        "quantize": "Write a model again in 8 or 4 bits a weight.",
-        "pack": "Write a model's neurons for reading them from storage.",
-        "perplexity": "Score a mode on a text, and compare it with dense.",
-        "profile": "Count on a text how often each neuron fires.",
-        "train-predictors": "Fit what says which neurons will fire.",
-        "config": "Say what settings hold, and from where.",
-        "completion": "Let the shell complete commands and options.",
-        "bench": "Measure one part, beside the hardware's limit.",
-    },
-    {
-        "pull": "models:pull",
-        "show": "models:show",
-        "list": "models:list_models",
-        "rm": "models:rm",
-        "compile": "compile:compile_kernels",
-        "quantize": "rewrite:quantize",
-        "pack": "rewrite:pack",
-    },
-)
+COMMANDS = {
+    "run": (".run", "Talk with a model, or answer a prompt."),
+    "generate": (".generate", "Continue a prompt."),
+    "chat": (".chat", "Talk with a model in the terminal."),
+    "serve": (".serve", "The chat page and an OpenAI-compatible API."),
+    "ps": (".ps", "List the systems that are running."),
+    "top": (".top", "Watch a running system's neurons and services."),
+    "stop": (".stop", "End a running system."),
+    "pull": (".models:pull", "Fetch a model from Hugging Face."),
+    "show": (".models:show", "Say what a model is and takes."),
+    "list": (".models:list_models", "List the models that are here."),
+    "rm": (".models:rm", "Remove a model that was fetched."),
+    "scale": (".scale", "Give a running system more or fewer CPU services."),
+    "plan": (".plan", "Decide which device holds which neurons."),
+    "doctor": (".doctor", "Say what this machine has, what fits, what is wrong."),
+    "compile": (".compile:compile_kernels", "Compile a model's kernels ahead of its first start."),
+    "make-model": (".make_model", "Write a checkpoint of random weights of a given shape."),
+    "quantize": (".rewrite:quantize", "Write a model again in 8 or 4 bits a weight."),
+    "pack": (".rewrite:pack", "Write a model's neurons for reading them from storage."),
+    "perplexity": (".perplexity", "Score a mode on a text, and compare it with dense."),
+    "profile": (".profile", "Count on a text how often each neuron fires."),
+    "train-predictors": (".train_predictors", "Fit what says which neurons will fire."),
+    "config": (".config", "Say what settings hold, and from where."),
+    "completion": (".completion", "Let the shell complete commands and options."),
+    "bench": (".bench", "Measure one part, beside the hardware's limit."),
+}
 
 
 @click.group(
     cls=LazyGroup,
     lazy_commands=COMMANDS,
+    package="hotcold.jobs.commands",
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
 @click.version_option(hotcold.__version__)

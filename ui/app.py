@@ -9,6 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from hotcold.model.errors import HotcoldError
 from hotcold.ui.api import sse
 from hotcold.ui.api import tokenize as api_text
 from hotcold.ui.api.answer import JsonAnswer, answer_of, answered
@@ -87,7 +88,7 @@ def _add_error_handlers(app: FastAPI, models: ServedModels) -> None:
         body = answer.body_for(request.url.path)
         return JSONResponse(body, answer.status, answer.headers)
 
-    for kind in (ApiError, HTTPException, *_GONE, Exception):
+    for kind in (ApiError, HTTPException, HotcoldError, *_GONE, Exception):
         app.add_exception_handler(kind, as_answer)
 
 

@@ -20,7 +20,7 @@ class Need:
 
     memory_bytes: int
     uses_gpu: bool = False  # which holds one model at a time
-    reserved_bytes: int = 0  # of memory_bytes, reserved by the first start for all
+    reserved_bytes: int = 0  # of memory_bytes, in shared memory, which the first start reserves
 
 
 class Starter(Protocol):

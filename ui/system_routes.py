@@ -20,7 +20,6 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import Field, TypeAdapter, ValidationError
-from starlette.requests import ClientDisconnect
 
 import hotcold
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
@@ -181,12 +180,7 @@ def _local(answer: Callable[[Request], Awaitable[Response]]) -> Callable[..., Aw
     async def answered(request: Request) -> Response:
         if request.client is not None:
             raise ApiError(404, "this is answered at the server's Unix socket alone")
-        try:
-            return await answer(request)
-        except (sse.ClientGoneError, ClientDisconnect):
-            raise
-        except Exception as error:
-            raise as_api_error(error) from error
+        return await answer(request)
 
     return answered
 

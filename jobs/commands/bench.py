@@ -2,20 +2,16 @@
 
 import click
 
-from hotcold.jobs.support.lazy_group import LazyGroup, lazy_commands
+from hotcold.jobs.support.lazy_group import LazyGroup
 
-_COMMANDS = lazy_commands(
-    "hotcold.jobs.bench",
-    {
-        "exchange": "A round trip to the CPU services.",
-        "kernels": "Kernels beside a plain read of memory.",
-        "decode": "Tokens a second, and where the time goes.",
-        "prefill": "Prompt tokens a second.",
-    },
-    {"prefill": "decode:prefill"},
-)
+_COMMANDS = {
+    "exchange": (".exchange", "A round trip to the CPU services."),
+    "kernels": (".kernels", "Kernels beside a plain read of memory."),
+    "decode": (".decode", "Tokens a second, and where the time goes."),
+    "prefill": (".decode:prefill", "Prompt tokens a second."),
+}
 
 
-@click.group(cls=LazyGroup, lazy_commands=_COMMANDS)
+@click.group(cls=LazyGroup, lazy_commands=_COMMANDS, package="hotcold.jobs.bench")
 def bench() -> None:
     """Measure one part, beside what the hardware allows. Run it while nothing else runs."""

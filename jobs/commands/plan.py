@@ -81,8 +81,7 @@ def plan(
     would need, and how fast it would be.
     """
     from hotcold.jobs.support.plan_tables import plan_json, print_plan
-    from hotcold.jobs.support.planned_model import planned_model, planned_profile
-    from hotcold.jobs.support.planning import Planning
+    from hotcold.jobs.support.planning import Planning, planned_model, planned_profile
     from hotcold.placement.machine.description import read_machine
 
     require_extra("plan", "plan")

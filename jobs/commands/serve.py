@@ -143,7 +143,7 @@ def serve(
     from hotcold.ui.api.served_models import ServedModels
     from hotcold.ui.app import create_app
     from hotcold.ui.connections import ConnectionLimits
-    from hotcold.ui.model_loading import ModelLoader, Need
+    from hotcold.ui.model_loading import ModelLoader
     from hotcold.ui.server_thread import LoadingGate, ServerThread
     from hotcold.ui.system_routes import SystemRoutes
 
@@ -178,9 +178,8 @@ def serve(
         backends = []
         for plan in plans:
             settings = replace(limits, model_name=plan.name)
-            backend = Backend(None, plan.system, settings, loader)
-            need = Need(plan.memory_bytes, plan.system.device != "cpu", plan.shared_bytes)
-            loader.add(backend, need)
+            backend = Backend(plan.system, settings, loader)
+            loader.add(backend, plan.need)
             backends.append(backend)
         first = backends[0]
         first.attach(starter.start_first(first, loading_gate.show, stack))

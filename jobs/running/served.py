@@ -28,6 +28,7 @@ from hotcold.jobs.support.loading import require_bundles, running_system
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError, shown
 from hotcold.model.files.locate import locate_model, model_name
 from hotcold.ui.api.backend import Backend
+from hotcold.ui.model_loading import Need
 
 _TIMEOUT_POLLS = 60  # seconds in which a driver says nothing: requests give up earlier
 _ENDED_S = 10.0
@@ -42,8 +43,7 @@ class ModelPlan:
     name: str  # in requests
     model: str  # of `model_text`
     system: SystemConfig
-    memory_bytes: int
-    shared_bytes: int = 0  # of these, in shared memory, which the first start reserves for all
+    need: Need
 
 
 def model_plans(models: Sequence[str], options: SystemOptions) -> list[ModelPlan]:
@@ -77,9 +77,10 @@ def model_plans(models: Sequence[str], options: SystemOptions) -> list[ModelPlan
 def _plan(model: str | None, options: SystemOptions) -> ModelPlan:
     path = locate_model(model)
     system, config = prepare_system(path, options)
-    need = account(system, config)
-    shared = need.arena_bytes + need.predictor_bytes
-    return ModelPlan(model_name(model, path), model_text(model), system, need.total_bytes, shared)
+    found = account(system, config)
+    shared = found.arena_bytes + found.predictor_bytes
+    need = Need(found.total_bytes, system.device != "cpu", shared)
+    return ModelPlan(model_name(model, path), model_text(model), system, need)
 
 
 def tell_unlisted(problem: Exception) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import import_module
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -14,33 +12,24 @@ from hotcold.jobs.support.settings import check_top, let_settings_decide, read_s
 from hotcold.jobs.support.signals import interrupts_after
 
 
-class LazyCommand(NamedTuple):
-    """Where a command lives, and the line that the group's help shows for it."""
-
-    target: str  # "module:attribute"
-    short_help: str
-
-
-def lazy_commands(
-    package: str, about: Mapping[str, str], places: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, LazyCommand]:
-    """Commands by their names: `about` is what help says of each.
-
-    Each is the function of its name in a module of its name, but for those in `places`.
-    """
-    found = {}
-    for name, text in about.items():
-        own = name.replace("-", "_")
-        found[name] = LazyCommand(f"{package}.{places.get(name, f'{own}:{own}')}", text)
-    return found
-
-
 class LazyGroup(click.Group):
-    """A group over a table of LazyCommand; every command that it loads also takes `--debug`."""
+    """A group over a table of commands; every command that it loads also takes `--debug`.
 
-    def __init__(self, *args: Any, lazy_commands: dict[str, LazyCommand], **kwargs: Any) -> None:
+    The table has of each by its name where it lives, "module:attribute", and the line that the
+    group's help shows. An attribute of the module's name need not be named.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        lazy_commands: dict[str, tuple[str, str]],
+        package: str = "",
+        **kwargs: Any,
+    ) -> None:
+        """`package`: of modules whose names begin with a dot."""
         super().__init__(*args, **kwargs)
         self.lazy_commands = lazy_commands
+        self._package = package
         add_debug_option(self)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -58,12 +47,12 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return the command, or None where there is no such name."""
-        entry = self.lazy_commands.get(cmd_name)
-        if entry is None:
+        if cmd_name not in self.lazy_commands:
             return None
-        module, _, attribute = entry.target.partition(":")
+        module, _, attribute = self.lazy_commands[cmd_name][0].partition(":")
+        attribute = attribute or module.rpartition(".")[2]
         with interrupts_after():
-            command: click.Command = getattr(import_module(module), attribute)
+            command: click.Command = getattr(import_module(module, self._package), attribute)
         add_debug_option(command)
         if not ctx.resilient_parsing:  # shell completion runs no command
             _let_settings_decide(ctx, cmd_name, command)
@@ -82,7 +71,7 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the table of commands without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, e.short_help) for name, e in self.lazy_commands.items()])
+            formatter.write_dl([(name, about) for name, (_, about) in self.lazy_commands.items()])
 
 
 def _let_settings_decide(ctx: click.Context, name: str, command: click.Command) -> None:

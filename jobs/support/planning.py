@@ -1,4 +1,7 @@
-"""What `hotcold plan` asks of the planner: for one model, options and machine."""
+"""What `hotcold plan` asks of the planner: for one model, options and machine.
+
+The model is one on this machine, or only its config.json.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
-from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.protocol.options import QUANTIZED, SystemOptions
+from hotcold.actors.protocol.messages import NO_MODEL, PREDICTED_MODES, SystemConfig
+from hotcold.actors.protocol.options import AUTO_DRAFT, QUANTIZED, SystemOptions
 from hotcold.actors.setup.account import account
-from hotcold.actors.setup.placement_choice import plan_request
+from hotcold.actors.setup.choose import choose_system
+from hotcold.actors.setup.modes import require_predictable
+from hotcold.actors.setup.placement_choice import own_profile, plan_request, predictor_cost
+from hotcold.actors.setup.preflight import in_memory, read_model
 from hotcold.jobs.support.offload_plan import (
     OffloadPlan,
     Stored,
@@ -18,21 +25,21 @@ from hotcold.jobs.support.offload_plan import (
     stored_config,
     stored_model,
 )
-from hotcold.jobs.support.planned_model import (
-    PlannedModel,
-    planned_in_memory,
-    planned_predictors,
-    planned_system,
-)
+from hotcold.model.config.build import build_config, read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import loaded_config
-from hotcold.model.errors import MemoryBudgetError, UsageError
+from hotcold.model.errors import MemoryBudgetError, UsageError, shown
+from hotcold.model.files import hub
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.locate import locate_model
+from hotcold.model.sparsity import MAX_DENSITY, MIN_DENSITY, known_firing_share
+from hotcold.model.synthetic.shape import DTYPES, config_json, resolve_shape
 from hotcold.placement.machine.description import Machine
 from hotcold.placement.machine.this_machine import this_machine, unmeasured_machine
 from hotcold.placement.plan import PlacementPlan, PlanRequest
 from hotcold.placement.planner import make_plan, require_room
-from hotcold.placement.profile import ActivationProfile
-from hotcold.placement.solver.cost import PredictorCost
+from hotcold.placement.profile import ActivationProfile, read_profile, stated_profile
+from hotcold.placement.solver.cost import PredictorCost, assumed_predictors
 from hotcold.placement.solver.plan_devices import RESERVE_BYTES
 
 _PLOTTED = 17  # sizes of memory in a plot
@@ -40,6 +47,93 @@ _ROOMY = 1 << 50  # bytes of a node in which every model fits
 Asked = tuple[
     ModelConfig, Machine, ActivationProfile | None, PlanRequest, PredictorCost | None, int
 ]  # arguments of `make_plan`
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model to plan for. `path` is None without its weights."""
+
+    config: ModelConfig
+    path: Path | None
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """Of the model that is here. Errors: ValueError where none is."""
+        if self.path is None:
+            raise ValueError("no model is here")
+        return ModelIdentity.of(self.path)
+
+
+def planned_model(
+    model: str | None, shape: str | None, config_source: str | None, weight_dtype: str | None
+) -> PlannedModel:
+    """The model that the command's arguments name: at most one of the three.
+
+    Errors:  UsageError, ConfigError, CheckpointError
+    """
+    if sum(name is not None for name in (model, shape, config_source)) > 1:
+        raise UsageError("MODEL, --shape and --config each name a model; give one of them")
+    if shape is not None:
+        config = build_config(config_json(resolve_shape(shape, {}), DTYPES["f16"]), name=shape)
+        return PlannedModel(loaded_config(config, weight_dtype or ""), None)
+    if config_source is not None:
+        config = read_config(_config_folder(config_source))
+        return PlannedModel(loaded_config(config, weight_dtype or ""), None)
+    path = locate_model(model)
+    return PlannedModel(read_model(path, weight_dtype), path)
+
+
+def _config_folder(source: str) -> Path:
+    """The folder of a config.json: a path to either, or an org/repo of Hugging Face."""
+    path = Path(source).expanduser()
+    if path.name == "config.json" and path.is_file():
+        return path.parent
+    if path.is_dir():
+        return path
+    if (match := hub.REPOSITORY.fullmatch(source)) and not match["name"]:
+        return hub.fetch_config(match["repo"]).parent
+    raise UsageError(f"--config is {shown(source)}; give a config.json, its folder, or org/repo")
+
+
+def planned_profile(
+    model: PlannedModel, file: Path | None, density: float | None
+) -> ActivationProfile | None:
+    """How often neurons fire: counted for a model that is here, stated for another.
+
+    Errors:  UsageError where it must be stated, or cannot be; ArtifactError
+    """
+    if model.path is not None:
+        if density is not None:
+            raise UsageError(
+                "--density states what is not known, for --shape and --config; `hotcold profile` "
+                "counts which neurons of this model fire"
+            )
+        if file is None:
+            return own_profile(model.path, model.config) or _stated(
+                model.config, "`hotcold profile` counts", is_even=True
+            )
+        return read_profile(file, model.identity, model.config)
+    if file is not None:
+        raise UsageError("--profile is of a model that is here; leave --shape and --config out")
+    if density is not None:
+        return stated_profile(model.config, density, "--density")
+    stated = _stated(model.config, "--density states it")
+    if stated is None and model.config.is_sparse:
+        raise UsageError(
+            f"nobody published how many neurons of {model.config.name} fire; state a share, such "
+            "as --density 0.1"
+        )
+    return stated
+
+
+def _stated(config: ModelConfig, how: str, is_even: bool = False) -> ActivationProfile | None:
+    """As many neurons as config.json or others say; None where nobody does, or all fire."""
+    known = known_firing_share(config)
+    if known is None or not config.is_sparse:
+        return None
+    share, who = known
+    share = min(max(share, MIN_DENSITY), MAX_DENSITY)
+    return stated_profile(config, share, f"{who}; {how}", is_even)
 
 
 @dataclass(frozen=True)
@@ -57,13 +151,13 @@ class Planning:
 
     @property
     def system(self) -> SystemConfig:
-        """The system, with all neurons in memory. Errors: those of `planned_system`."""
+        """The system, with all neurons in memory. Errors: UsageError, ArtifactError."""
         return self._in_memory[0]
 
     def require_room(self) -> None:
         """Raise what keeps this from being planned, as far as no speed is needed to know it.
 
-        Errors:  MemoryBudgetError; those of `planned_system`
+        Errors:  MemoryBudgetError; those of `system`
         """
         require_room(*self._asked(self._sizes))
 
@@ -134,12 +228,41 @@ class Planning:
 
     @cached_property
     def _planned(self) -> SystemConfig:
-        return planned_system(self.model, self.options, self.described)
+        """The system to plan for, with cores and nodes of the `described` machine.
+
+        Errors:  UsageError; ArtifactError for predictors
+        """
+        # Planned for, not used by this process.
+        options = replace(self.options, gpu_memory_bytes=None, device="cpu")
+        if self.described is None:
+            return _chosen(self.model, options)
+        cores = sum(node.num_cores for node in self.described.nodes)
+        num_threads = cores if options.num_threads is None else options.num_threads
+        if not 1 <= num_threads <= cores:
+            raise UsageError(f"--threads is {num_threads}; the machine has 1 to {cores}")
+        num_actors = options.num_cpu_actors
+        if num_actors is None:
+            num_actors = min(len(self.described.nodes), num_threads)
+        if not 1 <= num_actors <= num_threads:
+            raise UsageError(f"--cpu-actors is {num_actors}; give a number from 1 to {num_threads}")
+        here = _chosen(self.model, replace(options, num_threads=None, num_cpu_actors=None))
+        return replace(here, num_threads=num_threads, num_cpu_actors=num_actors)
 
     @cached_property
     def _in_memory(self) -> tuple[SystemConfig, ModelConfig]:
         """The system, and the config with the formats of its matrices."""
-        return planned_in_memory(self.model, self._planned, self._uses_gpu, self.has_plan)
+        system = replace(self._planned, device="cuda" if self._uses_gpu else "cpu")
+        if self.model.path is None:
+            return system, self.model.config
+        return in_memory(self.model.path, system, self.model.config, self.has_plan)
+
+    def _predictors(self, system: SystemConfig) -> PredictorCost | None:
+        """What the mode's predictors cost. Errors: ArtifactError"""
+        model = self.model
+        if model.path is not None:
+            return predictor_cost(system, model.identity, model.config)
+        is_predicted = system.mode in PREDICTED_MODES
+        return assumed_predictors(model.config, system.mode) if is_predicted else None
 
     def _asked(self, machine: Machine) -> Asked:
         system, config = self._in_memory
@@ -150,6 +273,22 @@ class Planning:
             self._placed_on(machine),
             self.profile,
             plan_request(system, *budgets, machine.identity, self.profile),
-            planned_predictors(self.model, system),
+            self._predictors(system),
             need.process_bytes + need.arena_bytes + need.draft_bytes,
         )
+
+
+def _chosen(model: PlannedModel, options: SystemOptions) -> SystemConfig:
+    """Options checked; predictors of a model that is not here need no file."""
+    if model.path is not None:
+        return choose_system(model.path, model.config, options)
+    if options.predictors is not None:
+        raise UsageError("--predictors are of a model that is here; leave --shape and --config out")
+    if options.draft not in (AUTO_DRAFT, NO_MODEL):
+        raise UsageError("--draft is of a model that is here; leave --shape and --config out")
+    is_predicted = options.mode in PREDICTED_MODES
+    if is_predicted:
+        require_predictable(model.config, f"--mode {options.mode}")
+    plain = replace(options, mode=None) if is_predicted else options
+    system = choose_system(Path(model.config.name), model.config, plain)
+    return replace(system, mode=str(options.mode)) if is_predicted else system

@@ -50,7 +50,7 @@ def served_page(
     from hotcold.ui.gate import Gate
     from hotcold.ui.page.page import build_page
 
-    backend = Backend(None, system.call("describe"), ServerSettings(model_name))
+    backend = Backend(system.call("describe"), ServerSettings(model_name))
     backend.attach(system, client)
     app = create_app(ServedModels([backend]), {"/": lambda: build_page(backend)})
     gate = Gate(app, keys=keys, local=True, max_body_bytes=backend.settings.max_body_bytes)

@@ -31,7 +31,7 @@ def address(books: dict[str, StandIn]) -> Iterator[str]:
     backends = []
     for name, book in books.items():
         system: Any = book
-        backends.append(Backend(None, book.describe(), ServerSettings(name)))
+        backends.append(Backend(book.describe(), ServerSettings(name)))
         backends[-1].attach(system, system)
     models = ServedModels(backends)
     paths = models.page_paths

@@ -14,7 +14,7 @@ import pytest
 
 import hotcold
 from hotcold.jobs.cli import ensure_home, main
-from hotcold.jobs.support.lazy_group import LazyCommand, LazyGroup
+from hotcold.jobs.support.lazy_group import LazyGroup
 from hotcold.model.errors import CheckpointError
 from tests.e2e.commands import run_main
 
@@ -39,8 +39,8 @@ def nested() -> None:
 nested.add_command(fails, "inner")
 
 TABLE = {
-    "fails": LazyCommand(f"{__name__}:fails", "Fails."),
-    "nested": LazyCommand(f"{__name__}:nested", "A group."),
+    "fails": (f"{__name__}:fails", "Fails."),
+    "nested": (f"{__name__}:nested", "A group."),
 }
 group = LazyGroup("hotcold", lazy_commands=TABLE)
 
@@ -129,7 +129,7 @@ def test_an_interrupt_while_a_command_is_imported_is_not_lost(
         f"from {__name__} import fails\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(TABLE, "lost", LazyCommand("loses_interrupts:fails", "Is imported."))
+    monkeypatch.setitem(TABLE, "lost", ("loses_interrupts:fails", "Is imported."))
     assert run("lost") == (130, "", "\n")
     assert "loses_interrupts" in sys.modules
     assert run("lost") == (0, "None None None\n", "")

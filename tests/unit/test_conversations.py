@@ -64,7 +64,7 @@ class Visit:
     def __init__(self, may_go_on: bool = True, **settings: Any) -> None:
         config = SystemConfig(str(DEMO_DIRECTORY), context_length=128, max_batch=2)
         settings = {"max_queue": 1, "max_tokens": 100, **settings}
-        self.backend = Backend(None, config, ServerSettings("demo", **settings))
+        self.backend = Backend(config, ServerSettings("demo", **settings))
         self.book: Any = Book()
         give_client(self.backend, self.book)
         if may_go_on:

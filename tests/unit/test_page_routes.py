@@ -77,8 +77,7 @@ def test_of_gradios_routes_those_are_reached_that_the_page_needs() -> None:
 
 def page_in_front_of(gradio: Any) -> Any:
     """The server's whole application, with something else in Gradio's place."""
-    system: Any = object()  # nobody asks it
-    backend = Backend(system, SystemConfig(str(DEMO_DIRECTORY)), ServerSettings("demo"))
+    backend = Backend(SystemConfig(str(DEMO_DIRECTORY)), ServerSettings("demo"))
     app = create_app(ServedModels([backend]))
     app.router.routes.append(Mount("", app=PageRoutes(gradio)))
     return Gate(app, keys=[], local=True, max_body_bytes=1000)

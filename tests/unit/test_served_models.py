@@ -90,7 +90,7 @@ class House:
         self.of: dict[str, Backend] = {}
         for name in names:
             settings = ServerSettings(name, 1, 100, timeout_s)
-            self.of[name] = Backend(None, config, settings, self.loader)
+            self.of[name] = Backend(config, settings, self.loader)
             self.loader.add(self.of[name], Need(10, name in gpus))
         self.models = ServedModels(list(self.of.values()))
         transport = httpx.ASGITransport(create_app(self.models), raise_app_exceptions=False)

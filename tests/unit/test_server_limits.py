@@ -70,7 +70,7 @@ class Client:
 
 def make_backend(client: Client, num_active: int = 0, timeout_s: float = _TIMEOUT_S) -> Backend:
     config = SystemConfig(str(DEMO_DIRECTORY), context_length=128, max_batch=2)
-    backend = Backend(None, config, ServerSettings("demo", 1, 100, timeout_s))
+    backend = Backend(config, ServerSettings("demo", 1, 100, timeout_s))
     give_client(backend, client)
     backend.num_active = num_active
     return backend

@@ -11,7 +11,7 @@ import click
 import pytest
 
 from hotcold.jobs.cli import COMMANDS, cli, main
-from hotcold.jobs.support.lazy_group import LazyCommand, LazyGroup
+from hotcold.jobs.support.lazy_group import LazyGroup
 from hotcold.jobs.support.settings import (
     OTHER_VARIABLES,
     SHARED_OPTIONS,
@@ -47,9 +47,9 @@ def bench() -> None:
 run = _command()
 bench.add_command(_command(), "decode")
 TABLE = {
-    "run": LazyCommand(f"{__name__}:run", "Runs."),
-    "serves": LazyCommand(f"{__name__}:serves", "Takes several."),
-    "bench": LazyCommand(f"{__name__}:bench", "A group."),
+    "run": (f"{__name__}:run", "Runs."),
+    "serves": (f"{__name__}:serves", "Takes several."),
+    "bench": (f"{__name__}:bench", "A group."),
 }
 
 

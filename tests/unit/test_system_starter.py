@@ -25,6 +25,7 @@ from hotcold.jobs.running.served import ModelPlan, SystemStarter
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.ui.api.backend import Backend, ServerSettings
+from hotcold.ui.model_loading import Need
 
 
 class StandIn:
@@ -54,7 +55,7 @@ Made = tuple[SystemStarter, Backend, StandIn]
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     """A starter whose systems start at once, and tell of it; the user's folder is its own."""
     system = StandIn()
-    plan = ModelPlan("demo", str(DEMO_DIRECTORY), CONFIG, 1)
+    plan = ModelPlan("demo", str(DEMO_DIRECTORY), CONFIG, Need(1))
 
     def start(config: SystemConfig, on_progress: Callable[[LoadProgress], None]) -> StandIn:
         assert found() == ["demo"]  # commands may wait for it
@@ -68,7 +69,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
         loader: Any = SimpleNamespace()
         registration = Registration("demo", "http://here")
         starter = SystemStarter(registration, [plan], SystemOptions())
-        yield starter, Backend(None, CONFIG, ServerSettings("demo"), loader), system
+        yield starter, Backend(CONFIG, ServerSettings("demo"), loader), system
         registration.listener.close()
 
 

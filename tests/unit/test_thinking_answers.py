@@ -65,7 +65,7 @@ class Served:
 
     def __init__(self, path: Path, driver: Driver) -> None:
         config = SystemConfig(str(path), context_length=256, max_batch=2)
-        backend = Backend(None, config, ServerSettings("demo", 1, 100, 60.0))
+        backend = Backend(config, ServerSettings("demo", 1, 100, 60.0))
         give_client(backend, DriverClient(driver))
         self.driver = driver
         self._app = create_app(ServedModels([backend]))

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hotcold.actors.client import AsyncClient
 from hotcold.actors.driver.prompts import Prompts
@@ -30,6 +30,9 @@ from hotcold.ui.api.errors import LOADING_TOOK, ApiError, timed_out, unavailable
 from hotcold.ui.api.logprobs import TokenTexts
 from hotcold.ui.api.metrics import Metrics
 
+if TYPE_CHECKING:
+    from hotcold.ui.model_loading import ModelLoader
+
 MakeRequests = Callable[[], Awaitable[Sequence[GenerateRequest]]]
 _Found = TypeVar("_Found")
 _MAX_THREADS = 4
@@ -49,31 +52,16 @@ class ServerSettings:
     max_body_bytes: int = 4 << 20
 
 
-class Loader(Protocol):
-    """Loads and unloads one of several models."""
-
-    async def load(self, backend: "Backend") -> None:
-        """Start the model's system and `attach` it. Errors: ApiError 503, HotcoldError."""
-
-    def unload(self, backend: "Backend") -> None:
-        """`detach` and end the system, if it is loaded and idle."""
-
-    @property
-    def has_several(self) -> bool:
-        """Whether it has several models, so that unloading one makes room for another."""
-
-
 class Backend:
     """One model of a server, as the routes use it; its system may not have started."""
 
     def __init__(
         self,
-        system: System | None,
         config: SystemConfig,
         settings: ServerSettings,
-        loader: Loader | None = None,
+        loader: "ModelLoader | None" = None,
     ) -> None:
-        """`config` is the system's; without a `system` the `loader` attaches one."""
+        """`config` is the system's, which the `loader` attaches where that is not done before."""
         path = Path(config.model_path)
         model_config = read_config(path)
         self.config = config
@@ -94,8 +82,6 @@ class Backend:
         self._loader = loader
         self._system: System | None = None
         self._client: AsyncClient | None = None
-        if system is not None:
-            self.attach(system)
 
     def attach(self, system: System, client: AsyncClient | None = None) -> None:
         """Send requests to this system from now on; `client`: one that exists already."""
