@@ -13,7 +13,7 @@ from hotcold.sampling_params import grammars, unknown_argument
 
 if TYPE_CHECKING:
     from hotcold.model.text.tokenizer import Tokenizer
-    from hotcold.ui.api.tools.grammar import Callable
+    from hotcold.ui.api.tools.grammar import Callable, Function
     from hotcold.ui.api.tools.reader import AnswerReader
 
 Message = Mapping[str, Any]
@@ -29,14 +29,6 @@ class ChatOptions(TypedDict, total=False):
     enable_thinking: bool | None  # None: as the chat template has it
     continue_final_message: bool  # the answer goes on with the last message
     template_variables: Mapping[str, Any] | None  # what the chat template may read besides
-
-
-class _Function(NamedTuple):
-    """A function of `tools`."""
-
-    name: str
-    parameters: Any
-    strict: bool | None
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -81,46 +73,21 @@ def _template_call(call: Message) -> dict[str, Any]:
         raise PromptError(f"{shown(call)} is no tool call in OpenAI's format") from None
 
 
-class Tools:
-    """What answers may call, by OpenAI's `tools` and `tool_choice`."""
+class Tools(NamedTuple):
+    """What answers may call."""
 
-    def __init__(
-        self, tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] = "auto"
-    ) -> None:
-        """`choice`: "auto", "required", "none", or the tool to call. Errors: UsageError."""
-        functions = [_function(tool) for tool in tools]
-        names = [function.name for function in functions]
-        if len(set(names)) < len(names):
-            raise UsageError("two of the tools have the same name")
-        self.for_template = [_described(tool["function"]) for tool in tools]
-        named = choice if isinstance(choice, str) else choice.get("function", {}).get("name", "")
-        is_named = named not in ("auto", "required", "none")
-        if is_named:
-            functions = [function for function in functions if function.name == named]
-            if not functions:
-                raise UsageError(
-                    f"tool_choice is {shown(choice)}; give auto, required, none or a tool's name"
-                )
-        self._is_off = named == "none" or not functions
-        self._functions, self._is_named, self._choice = functions, is_named, named
-
-    @property
-    def wanted(self) -> Callable | None:
-        """What an answer may call, if anything."""
-        if self._is_off:
-            return None
-        is_required = self._is_named or self._choice == "required"
-        found: Callable = grammars().Callable(self._functions, is_required, not self._is_named)
-        return found
+    for_template: list[dict[str, Any]] | None = None  # None where nothing may be called
+    wanted: Callable | None = None
 
 
-def _function(tool: Mapping[str, Any]) -> _Function:
+def _function(tool: Mapping[str, Any]) -> Function:
     try:
         function = tool["function"]
         name, strict = function["name"], function.get("strict")
         if tool["type"] != "function" or not isinstance(name, str) or not name:
             raise TypeError
-        return _Function(name, function.get("parameters"), strict)
+        found: Function = grammars().Function(name, function.get("parameters"), strict)
+        return found
     except (KeyError, TypeError, AttributeError):
         raise UsageError(
             f"{shown(tool)} is no tool; write it like "
@@ -199,15 +166,34 @@ class ChatReader:
         return tuple(self._calls)
 
 
-def tools_of(options: ChatOptions) -> Tools | None:
-    """What answers may call. Errors: UsageError, also for an option that is not known."""
+def tools_of(options: ChatOptions) -> Tools:
+    """What answers may call, by OpenAI's `tools` and `tool_choice`.
+
+    Errors:  UsageError, also for an option that is not known
+    """
     known = ChatOptions.__annotations__
     if unknown := sorted(options.keys() - known.keys()):
         raise UsageError(unknown_argument("chat", unknown[0], list(known), _OTHER_NAMES))
     tools, choice = options.get("tools"), options.get("tool_choice", "auto")
-    if tools is None and choice not in ("auto", "none", None):
-        raise UsageError("tool_choice is for chats with tools")
-    return None if tools is None else Tools(tools, choice)
+    if tools is None:
+        if choice not in ("auto", "none", None):
+            raise UsageError("tool_choice is for chats with tools")
+        return Tools()
+    functions = [_function(tool) for tool in tools]
+    if len({function.name for function in functions}) < len(functions):
+        raise UsageError("two of the tools have the same name")
+    named = choice if isinstance(choice, str) else choice.get("function", {}).get("name", "")
+    is_named = named not in ("auto", "required", "none")
+    if is_named:
+        functions = [function for function in functions if function.name == named]
+        if not functions:
+            raise UsageError(
+                f"tool_choice is {shown(choice)}; give auto, required, none or a tool's name"
+            )
+    if named == "none" or not functions:
+        return Tools()
+    wanted = grammars().Callable(functions, is_named or named == "required", not is_named)
+    return Tools([_described(tool["function"]) for tool in tools], wanted)
 
 
 def variables_of(options: ChatOptions) -> dict[str, Any]:
@@ -222,13 +208,12 @@ def variables_of(options: ChatOptions) -> dict[str, Any]:
 
 
 def chat_request(
-    sampling: Any, messages: Sequence[Message], tools: Tools | None, variables: dict[str, Any]
+    sampling: Any, messages: Sequence[Message], tools: Tools, variables: dict[str, Any]
 ) -> GenerateRequest:
     """A conversation as a request, before it is encoded. Errors: PromptError."""
-    told = tools.for_template if tools is not None and tools.wanted is not None else None
     return GenerateRequest(
         sampling,
         messages=template_messages(messages),
-        tools=told,
+        tools=tools.for_template,
         template_variables=variables,
     )

@@ -96,14 +96,13 @@ class Inputs:
         from hotcold.chats import Chat, chat_request, tools_of, variables_of
 
         tools, variables = tools_of(options), variables_of(options)
-        wanted = None if tools is None else tools.wanted
 
         def make(messages: Sequence[Message], params: SamplingParams) -> Task:
             asked = chat_request(self.default_sampling, messages, tools, variables)
             ids = self.prompts.ids(asked)
             tokenizer = self.prompts.tokenizer
             assert tokenizer is not None  # or it has no ids
-            chat = Chat.of(tokenizer, wanted, params.shape())
+            chat = Chat.of(tokenizer, tools.wanted, params.shape())
             request = GenerateRequest(self.default_sampling, prompt_ids=ids, is_chat=True)
             return Task(messages, self._requests(request, params, chat.grammar), chat)
 

@@ -82,14 +82,7 @@ class LLM:
     ) -> None:
         if unknown:
             raise _unknown_option(next(iter(unknown)))
-        given = {
-            "mode": mode, "dtype": dtype, "cpu_memory": cpu_memory, "gpu_memory": gpu_memory,
-            "threads": threads, "cpu_actors": cpu_actors, "context_length": context_length,
-            "parallel": parallel, "kv_tokens": kv_tokens, "kv_dtype": kv_dtype, "device": device,
-            "predictors": predictors, "thresholds": thresholds, "plan": plan,
-            "exchange": exchange, "pin": pin, "hosts": hosts, "prefix_cache": prefix_cache,
-            "speculate": str(speculate), "draft": draft,
-        }  # fmt: skip
+        given = locals() | {"speculate": str(speculate)}
         options = SystemOptions.of_keywords(given)
         keep_s = seconds_of(keep) if isinstance(keep, str) else float(keep or 0)
         text = None if model is None else os.fspath(model)

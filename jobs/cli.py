@@ -31,7 +31,7 @@ from hotcold.jobs.support.console import (
     tell,
     use_own_streams,
 )
-from hotcold.jobs.support.lazy_group import LazyGroup
+from hotcold.jobs.support.lazy_group import LazyGroup, add_debug_option
 from hotcold.jobs.support.settings import origin_of
 from hotcold.jobs.support.signals import (
     end_at_sigterm,
@@ -139,6 +139,7 @@ def run(command: click.Command = cli, program: str = "hotcold") -> NoReturn:
     once: C's `exit` would destroy what threads still use. After an interrupted start of Ray, its
     `CoreWorkerProcess::HandleAtExit` does, and ends in a segmentation fault.
     """
+    add_debug_option(command)
     os.environ["PYTHONSAFEPATH"] = "1"  # no Python that is started runs modules of this folder
     use_own_streams()
     sys.unraisablehook = interrupt_again

@@ -42,7 +42,6 @@ from hotcold.jobs.cluster_system import job_system
 from hotcold.jobs.request_lines import RequestLine, read_requests
 from hotcold.jobs.running.find import find_system
 from hotcold.jobs.running.in_flight import Connection, InFlight
-from hotcold.jobs.support.lazy_group import add_debug_option
 from hotcold.jobs.support.options import own_option, split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.model.errors import HotcoldError, ServiceError, UsageError
@@ -209,5 +208,4 @@ def _failure(line: RequestLine, problem: object) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    add_debug_option(generate)
     run(command=generate, program="python -m hotcold.jobs.generate")

@@ -13,7 +13,6 @@ import click
 from hotcold.actors.processes.cluster import connect
 from hotcold.actors.system import System
 from hotcold.jobs.cli import run
-from hotcold.jobs.support.lazy_group import add_debug_option
 from hotcold.model.errors import ServiceError, UsageError
 
 _TIMEOUT_S = 30.0
@@ -37,5 +36,4 @@ def stop(name: str) -> None:
 
 
 if __name__ == "__main__":
-    add_debug_option(stop)
     run(command=stop, program="python -m hotcold.jobs.stop")

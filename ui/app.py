@@ -20,7 +20,6 @@ from hotcold.ui.api.errors import ApiError, as_api_error
 from hotcold.ui.api.not_served import add_not_served
 from hotcold.ui.api.ollama import routes as ollama
 from hotcold.ui.api.responses.answer import add_responses
-from hotcold.ui.api.responses.schemas import ResponsesRequest
 from hotcold.ui.api.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -54,18 +53,7 @@ def create_app(
     _add_models(app, models)
     _add_tools(app, models)
     ollama.add_ollama(app, models)
-    add_description(
-        app,
-        [
-            ChatRequest,
-            ResponsesRequest,
-            CompletionRequest,
-            EmbeddingsRequest,
-            TokenizeRequest,
-            DetokenizeRequest,
-            *ollama.SCHEMAS,
-        ],
-    )
+    add_description(app)
     if system_routes is not None:
         system_routes.add(app)
     add_not_served(app)

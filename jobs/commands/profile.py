@@ -11,7 +11,7 @@ import click
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.profile.files import ProfileFiles
 from hotcold.jobs.support.console import json_option
-from hotcold.jobs.support.options import options_adder, system_option
+from hotcold.jobs.support.options import given_option, options_adder, system_option
 from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import locate_model
@@ -104,7 +104,12 @@ def profile(
     # Of a mixture, whose weights may not fit in memory, only where that is asked for.
     is_asked = target_kld is not None or thresholds_out is not None
     if has_thresholds(config) and (config.experts is None or is_asked):
-        _refuse_counting_options(config)
+        if given := given_option("num_inputs", "inputs_out", "restart", "every_s", "window"):
+            raise UsageError(
+                f"{given} is for models some of whose activations are zero; of this one "
+                f"({config.activation_fn}) none is, so thresholds are calibrated instead: leave it "
+                "out"
+            )
         own = thresholds_out or place_to_write(path, thresholds_path(path))
         files = ProfileFiles.choose(path, out, None, plot, with_inputs=False, thresholds=own)
         options = SystemOptions(mode="dense", **values)
@@ -122,18 +127,6 @@ def profile(
     with_inputs = reading.num_inputs != 0
     files = ProfileFiles.choose(path, out, inputs_out, plot, with_inputs=with_inputs)
     return _count(path, config, files, reading, values, restart, every_s)
-
-
-def _refuse_counting_options(config: ModelConfig) -> None:
-    context = click.get_current_context()
-    for name in ("num_inputs", "inputs_out", "restart", "every_s", "window"):
-        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
-            option = next(p.opts[0] for p in context.command.params if p.name == name)
-            raise UsageError(
-                f"{option} is for models some of whose activations are zero; of this one "
-                f"({config.activation_fn}) none is, so thresholds are calibrated instead: leave it "
-                "out"
-            )
 
 
 def _count(

@@ -12,6 +12,8 @@ import click
 
 from hotcold.actors.protocol.options import QUANTIZED
 from hotcold.jobs.support.console import json_option, steps_bar
+from hotcold.jobs.support.options import given_option
+from hotcold.model.errors import UsageError
 
 if TYPE_CHECKING:
     from hotcold.model.config.model_config import ModelConfig
@@ -94,7 +96,8 @@ def train_predictors(
     target = out or artifact_folders(path)[0] / predictors_name(made, weight_dtype or "")
     require_writable("--out", target)
     if folder is not None:
-        _refuse_fitting_options()
+        if given := given_option("kind", "target_recall", "weight_dtype", "inputs_file"):
+            raise UsageError(f"{given} says how to fit, and --import fits nothing; leave one out")
         from hotcold.predictors.powerinfer import import_powerinfer
 
         predictors = import_powerinfer(folder, config)
@@ -119,21 +122,6 @@ def train_predictors(
         click.echo(f"used from now on in place of {before}; remove the new file to go back")
     facts = {"path": str(target), "seconds": round(seconds, 3), "time_of_gates": share}
     return _as_json(predictors) | facts
-
-
-def _refuse_fitting_options() -> None:
-    from hotcold.model.errors import UsageError
-
-    context = click.get_current_context()
-    options = {
-        "kind": "--kind",
-        "target_recall": "--recall",
-        "weight_dtype": "--dtype",
-        "inputs_file": "--inputs",
-    }
-    for name, option in options.items():
-        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
-            raise UsageError(f"{option} says how to fit, and --import fits nothing; leave one out")
 
 
 def _train(

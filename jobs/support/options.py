@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from hotcold.actors.protocol.options import OPTIONS, SystemOptions, bytes_of, seconds_of
 from hotcold.jobs.support.settings import flag_of
@@ -125,6 +126,16 @@ def given_sampling(values: dict[str, Any]) -> dict[str, Any]:
     sources = {name: source(name) or 0 for name in REPEATS & given.keys()}
     first = min(sources.values(), default=0)  # the line's is less than that of settings
     return {name: value for name, value in given.items() if sources.get(name, first) == first}
+
+
+def given_option(*names: str) -> str:
+    """The first option of these parameters that the running command was given; "" for none."""
+    context = click.get_current_context()
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        if param.name in names and source is not ParameterSource.DEFAULT:
+            return param.opts[0]
+    return ""
 
 
 def split_sampling(path: Path, values: dict[str, Any]) -> SamplingParams:

@@ -43,7 +43,10 @@ class TextIds:
 
 
 def read_text_ids(
-    path: Path, prompts: Prompts, on_progress: Callable[[float], None] = lambda share: None
+    path: Path,
+    prompts: Prompts,
+    on_progress: Callable[[float], None] = lambda share: None,
+    content: bytes | None = None,
 ) -> TextIds:
     """Tokenize a file: UTF-8 text as one document, or in .jsonl and .json a document a line.
 
@@ -51,12 +54,12 @@ def read_text_ids(
     template writes, or {"ids": [...]}, which needs no tokenizer; other keys are ignored. The
     model's eos stands between documents. No document opens with bos: a reader of windows
     puts it before each. A plain text is cut between words and line ends into pieces that are
-    encoded one by one; `on_progress` gets the share done.
+    encoded one by one; `on_progress` gets the share done. `content`: what the file holds, if known.
     Errors:  UsageError where the file is missing, empty or malformed or the model has no tokenizer;
              PromptError, ConfigError of the tokenizer and chat template
     """
     tokenizer = prompts.tokenizer
-    content = _read(path)
+    content = _read(path) if content is None else content
     read = _json_documents if path.suffix.lower() in _JSON_LINES else _plain_documents
     bos, eos = prompts.config.bos_token_id, prompts.config.eos_token_ids[:1]
     parts: list[np.ndarray] = []
@@ -79,26 +82,15 @@ def read_text_ids(
 
 
 def read_text(path: Path | None, prompts: Prompts) -> TextIds:
-    """`read_text_ids`, or without a path `reference_ids`, with a progress bar."""
+    """`read_text_ids` with a progress bar; without a path of the language reference of Python."""
+    content = None
     if path is None:
-        return reference_ids(prompts)
+        from pydoc_data.topics import topics
+
+        path = Path("Python's reference")
+        content = "\n\n".join(topics[name] for name in sorted(topics)).encode()
     with steps_bar("tokenizing", 1.0) as show:
-        return read_text_ids(path, prompts, show)
-
-
-def reference_ids(prompts: Prompts) -> TextIds:
-    """Tokenize the language reference that comes with Python, as one document.
-
-    Errors:  UsageError where the model has no tokenizer
-    """
-    from pydoc_data.topics import topics
-
-    content = "\n\n".join(topics[name] for name in sorted(topics)).encode()
-    name = Path("Python's reference")
-    *_, (ids, _) = _plain_documents(name, content, prompts.tokenizer)
-    found = np.array(ids, np.int32)
-    _check_vocabulary(name, found, prompts.config.vocab_size)
-    return TextIds(found, hashlib.sha256(content).hexdigest(), str(name), 1)
+        return read_text_ids(path, prompts, show, content)
 
 
 def windows(num_ids: int, size: int) -> list[tuple[int, int]]:

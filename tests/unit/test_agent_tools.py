@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotcold.actors.protocol.messages import TokenEvent
-from hotcold.ui.api.tools.custom import arguments_of, pattern_of
 from hotcold.ui.api.tools.lark_regex import regex_of
 from hotcold.ui.api.tools.reader import InputReader
+from hotcold.ui.api.tools.schemas import arguments_of, pattern_of
 from tests.unit.ollama_routes import (
     HELLO,
     RESULT,

@@ -25,7 +25,7 @@ def client() -> TestClient:
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def complete(request: Request) -> None: ...
 
-    add_description(app, SCHEMAS)  # type: ignore[arg-type]
+    add_description(app)
     return TestClient(app)
 
 

@@ -17,10 +17,9 @@ import pytest
 from llguidance import LLMatcher
 
 from hotcold.model.text.tools import TAGGED
-from hotcold.ui.api.tools.grammar import calls_grammar
+from hotcold.ui.api.tools.grammar import Callable, Function, calls_grammar
 from hotcold.ui.api.tools.json_schema import enforced
 from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, CallReader
-from hotcold.ui.api.tools.schemas import Callable, Function
 from tests.documents import ROOT
 from tests.unit.ollama_routes import HELLO, Recording, post, server
 from tests.unit.test_enforced_schemas import drawn, matcher_of
@@ -106,7 +105,9 @@ def test_a_call_of_each_tool_fits_its_own_schema() -> None:
     num_whole, lost = 0, Counter[str]()
     for tool in ALL:
         lost.update(enforced(tool["parameters"], is_object=True).lost)
-        wanted = Callable([Function(**tool)], is_required=True, may_be_several=False)
+        wanted = Callable(
+            [Function(tool["name"], tool["parameters"])], is_required=True, may_be_several=False
+        )
         if (call := call_of(calls_grammar(wanted, TAGGED, None).text, rng)) is not None:
             num_whole += 1
             assert call[0] == tool["name"]

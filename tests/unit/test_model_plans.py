@@ -19,9 +19,9 @@ def test_each_has_its_name_and_its_need(tmp_path: Path) -> None:
     (tmp_path / "linked").symlink_to(DEMO_DIRECTORY)
     (alone,) = model_plans([], NONE)
     assert (alone.name, alone.model) == ("demo", DEMO)
-    assert alone.memory_bytes > 3 * 180 << 20
+    assert alone.need.memory_bytes > 3 * 180 << 20
     (other,) = model_plans([str(tmp_path / "linked")], SystemOptions(context_length=64))
-    assert other.system.context_length == 64 and other.memory_bytes < alone.memory_bytes
+    assert other.system.context_length == 64 and other.need.memory_bytes < alone.need.memory_bytes
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
-from hotcold.chats import Chat, Tools, chat_request
+from hotcold.chats import Chat, chat_request, tools_of
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.backend import Backend, ServerSettings
 from hotcold.ui.api.served_models import ServedModels
@@ -255,7 +255,7 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def with_python(served: Served, **options: Any) -> tuple[str, list[str]]:
     """What a conversation of the Python API says, and the arguments of its calls."""
-    tools, tokenizer = Tools([TOOL]), served.driver.generator.prompts.tokenizer
+    tools, tokenizer = tools_of({"tools": [TOOL]}), served.driver.generator.prompts.tokenizer
     assert tokenizer is not None
     chat = Chat.of(tokenizer, tools.wanted, None)
     asked = chat_request(SamplingParams(temperature=0.0, **options), HELLO, tools, {})

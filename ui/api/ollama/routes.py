@@ -7,7 +7,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel
 
 from hotcold.ui.api.answer import JsonAnswer, answer_of, answered
 from hotcold.ui.api.backend import Backend
@@ -27,9 +26,6 @@ from hotcold.ui.api.schemas import parse
 from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.openapi import body_of
 
-SCHEMAS: list[type[BaseModel]] = [
-    OllamaGenerate, OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaShow,
-]  # fmt: skip
 _VERSION = "0.32.15"  # of Ollama's API: clients check it before they use newer parts
 _FORBIDDEN = 403
 _ELSEWHERE = {

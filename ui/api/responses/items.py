@@ -14,7 +14,7 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter
 from hotcold.ui.api.fields import StrictModel
 from hotcold.ui.api.parts import Declined, LeftOut, text_of
 from hotcold.ui.api.responses.tools import flat_name
-from hotcold.ui.api.tools.custom import arguments_of
+from hotcold.ui.api.tools.schemas import arguments_of
 
 MAX_ITEMS = 10_000
 _ENCODED = "text:"  # what `encrypted_content` of this server begins with

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
@@ -19,20 +19,12 @@ _GAP = r"[ \t\r\n]{0,4}"  # within a call
 _SURE_CHARS = 1 << 17  # a grammar as long as this is within llguidance's limits
 
 
-class Function(Protocol):
-    """A function that an answer may call; `parameters` is a JSON schema of its arguments."""
+class Function(NamedTuple):
+    """A function that an answer may call."""
 
-    @property
-    def name(self) -> str:
-        """Its name in calls."""
-
-    @property
-    def parameters(self) -> Any:
-        """The schema; None without arguments."""
-
-    @property
-    def strict(self) -> bool | None:
-        """Whether all of the schema must be enforced."""
+    name: str
+    parameters: Any = None  # a JSON schema of its arguments; None without any
+    strict: bool | None = None  # whether all of the schema must be enforced
 
 
 class Callable(NamedTuple):

@@ -1,17 +1,25 @@
-"""Schemas of tools, `tool_choice`, and calls in a conversation."""
+"""Schemas of tools, `tool_choice`, and calls in a conversation.
 
+An answer calls a custom tool with any text, which the tool's own grammar may hold: the model is
+offered a function of one string `input`.
+"""
+
+import json
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from hotcold.model.text.calls import NAME_CHARACTERS
 from hotcold.ui.api.fields import MAX_TOOLS, AnyJson, StrictModel
-from hotcold.ui.api.tools.custom import InputFormat, arguments_of, parameters_of, pattern_of
+from hotcold.ui.api.tools import grammar
 from hotcold.ui.api.tools.grammar import Callable
+from hotcold.ui.api.tools.lark_regex import regex_of
 
 _MAX_CALLS = 128
+_MAX_GRAMMAR = 1 << 16  # characters
 _MAX_NAME = 128
 _Name = Annotated[str, Field(pattern=f"^{NAME_CHARACTERS}{{1,{_MAX_NAME}}}$")]
 _ODD = re.compile(f"(?!{NAME_CHARACTERS}).", re.DOTALL)
@@ -55,6 +63,47 @@ class Tool(StrictModel):
         if isinstance(function.parameters, dict) and function.parameters:
             described["parameters"] = function.parameters
         return {"type": "function", "function": described}
+
+
+class InputGrammar(StrictModel):
+    """A grammar of a custom tool's input."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class InputFormat(StrictModel):
+    """The form of a custom tool's input."""
+
+    type: Literal["text", "grammar"]
+    grammar: InputGrammar | None = None
+
+
+def arguments_of(text: str) -> str:
+    """The arguments of a call with this input, as JSON."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def parameters_of(pattern: str | None = None) -> dict[str, Any]:
+    """The schema of the arguments."""
+    held = {} if pattern is None else {"pattern": pattern}
+    return {
+        "type": "object",
+        "properties": {"input": {"type": "string", **held}},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+
+
+def pattern_of(syntax: str, definition: str) -> str | None:
+    """What the input matches; None where it is not held: by a long, recursive or wrong grammar."""
+    return None if len(definition) > _MAX_GRAMMAR else _pattern(syntax, definition)
+
+
+@lru_cache(64)
+def _pattern(syntax: str, definition: str) -> str | None:
+    found = definition if syntax == "regex" else regex_of(definition)
+    return None if found is None else f"^(?:{found})$"
 
 
 class Custom(StrictModel):
@@ -179,7 +228,8 @@ def callable_functions(
         if choice not in (None, "none", "auto"):
             raise ValueError("tool_choice is for requests with tools")
         return None
-    functions = [tool.function for tool in tools]
+    given = [tool.function for tool in tools]
+    functions = [grammar.Function(one.name, one.parameters, one.strict) for one in given]
     if len({one.name for one in functions}) < len(functions):
         raise ValueError("two of the tools have the same name")
     if choice == "none":
