@@ -144,7 +144,7 @@ class AttentionService(Service):
 
     def _prompts(self) -> PromptScratch:
         """Work space of the compiled loop for prompts, made at the first call, in any thread."""
-        from hotcold.actors.cpu.matmul import new_tokens
+        from hotcold.actors.cpu.matmul import loop_tokens
         from hotcold.numba_kernels.prefill.serve_prefill import new_prompt_scratch
 
         with self._making:
@@ -155,7 +155,7 @@ class AttentionService(Service):
                     self._most_tokens,
                     (self._scratch.normed.shape[2], qkv, heads),
                     self.arrays,
-                    partial(new_tokens, self.num_threads, self._most_tokens),
+                    partial(loop_tokens, self.num_threads, self._most_tokens),
                 )
             return self._prompt_scratch
 

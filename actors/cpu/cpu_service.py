@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hotcold.actors.cpu.lazy_matmul import LazyMatmul
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import ServiceSpec
@@ -55,6 +54,7 @@ from hotcold.numba_kernels.loops.mailbox import (
 )
 
 if TYPE_CHECKING:
+    from hotcold.actors.cpu.matmul import Matmul
     from hotcold.numba_kernels.ffn.serve_prefill import PromptFfnScratch
 
 _Made = TypeVar("_Made", bound="CpuService")
@@ -66,6 +66,7 @@ class CpuService(Service):
     _scratch: FfnScratch
     _predictor_scratch: PredictorScratch | None = None
     _prompt_scratch: PromptFfnScratch | None = None
+    _matmul: Matmul | None = None
 
     def __init__(
         self,
@@ -103,8 +104,6 @@ class CpuService(Service):
     def prepare(self, layout: ArenaLayout) -> None:
         """Work space for kernels of up to KERNEL_TOKENS tokens."""
         predictors = self.predictors
-        dtypes = (*self.weight_dtypes(), *([] if predictors is None else [predictors.inner.dtype]))
-        self._matmul = LazyMatmul(self.num_threads, dtypes, self.thread_cores)
         self._places = layout.bundles(self._arena)[self.index]
         starts = self.arrays.starts
         by_layer = np.split(self.buckets, starts[1:, 0])
@@ -122,6 +121,14 @@ class CpuService(Service):
             is_dense and predictors is None and all(map(is_quantized, self.weight_dtypes()))
         )
         self._prompt_scratch, self._most_tokens = None, layout.max_tokens
+
+    def matmul(self) -> Matmul:
+        """What multiplies where no compiled loop does, made once a request needs it."""
+        from hotcold.actors.cpu.matmul import Matmul
+
+        if self._matmul is None:
+            self._matmul = Matmul(self.num_threads, self.thread_cores)
+        return self._matmul
 
     def _prompts(self) -> PromptFfnScratch:
         """Work space of the compiled loop for prompts, made at the first call, in any thread."""
@@ -168,12 +175,13 @@ class CpuService(Service):
         else:
             from hotcold.actors.cpu.prefill_ffn import compile_prompt_ffn
 
-            self._matmul.get()
             compile_prompt_ffn(self.arrays, self.function)
 
     def release(self) -> None:
         """End the threads of the matmul."""
-        self._matmul.close()
+        if self._matmul is not None:
+            self._matmul.close()
+            self._matmul = None
 
     def serve(self, thread: int, seen: int) -> int:
         """Run `serve_ffn`, and while there are prompts their loop."""
@@ -261,7 +269,7 @@ class CpuService(Service):
         first, last = self._rows(layer)
         counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
         prompt_ffn(
-            self._matmul.get(),
+            self.matmul(),
             arrays,
             index,
             x,
@@ -323,7 +331,7 @@ class CpuService(Service):
                     own = source[begin + first : begin + last][part]
                     rows[part] = own.reshape(rows[part].shape).view(rows.dtype)
 
-        with (matmul := self._matmul.get()).at_once():
+        with (matmul := self.matmul()).at_once():
             matmul.then(copy)
         write_count(place, last - first)
         self.buffers.replies[self.index, NUM_COMPUTED] = bundle.rounds(end - begin)

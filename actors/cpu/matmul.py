@@ -10,23 +10,17 @@ share nothing but the input, which matters where they share no cache.
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
-from hotcold.actors.cpu.kernel_matmul import (
-    AmxMatmul,
-    Bfloat16Matmul,
-    Float32Matmul,
-    Int16Matmul,
-    QuantizedMatmul,
-)
-from hotcold.actors.cpu.thread_team import Phase, ThreadTeam
+from hotcold.actors.cpu.thread_team import Phase, Shared, Then, ThreadTeam
 from hotcold.model.weights.memory import aligned_empty
+from hotcold.numba_kernels.block_rows import BEGIN, END
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors
-from hotcold.numba_kernels.formats import CHUNK, is_quantized, row_items
-from hotcold.numba_kernels.ir.target import has_feature
+from hotcold.numba_kernels.formats import QUANT_GROUP, is_quantized
+from hotcold.numba_kernels.ir.target import LANES, has_feature
 from hotcold.numba_kernels.prefill.block_tokens import (
     BlockTokens,
     CutRows,
@@ -34,23 +28,33 @@ from hotcold.numba_kernels.prefill.block_tokens import (
     StripeSums,
     WeightBlocks,
     every_token,
-    one_block,
     weight_blocks,
 )
+from hotcold.numba_kernels.prefill.float_items import num_items, row_stride, row_unit
+from hotcold.numba_kernels.prefill.float_matmul import (
+    combine_kernel,
+    num_groups,
+    pack_rows_kernel,
+)
 from hotcold.numba_kernels.prefill.shared_rows import (
+    AMX,
+    BFLOAT16,
+    FLOAT32,
+    INT16,
+    QUANTIZED,
+    FloatTokens,
     Tokens,
-    float_tokens,
-    int16_tokens,
-    quantized_tokens,
+    multiply_blocks,
+    new_tokens,
+    prepare_blocks,
+    token_items,
+    token_space,
 )
 from hotcold.placement.machine.pinning import pin_thread
 
 _FEATURES = ("amx-bf16", "avx512bf16", "avx512vnni")  # that decide, by LLVM's names
 ThreadCores = Sequence[Sequence[int]]
 RowsPart = Callable[[int, int], object]  # of the first row and the one after the last
-# A class whose objects have operand(x, weights, tokens), linear(operand, weights, out) and most of
-# them combine(h, tokens, rows, out), as those of `kernel_matmul`.
-Kind = type[Any]
 
 
 def matmul_features() -> frozenset[str]:
@@ -61,45 +65,163 @@ def matmul_features() -> frozenset[str]:
     return frozenset(name for name in _FEATURES if has_feature(name))
 
 
-def matmul_kinds(dtype: np.dtype, features: Collection[str]) -> tuple[Kind, Kind]:
+def matmul_kinds(dtype: np.dtype, features: Collection[str]) -> tuple[type, type]:
     """How weights of `dtype` are multiplied on a CPU with `features`: x @ weights.T, h @ rows.
 
     It depends on nothing else, so that CPUs of one kind never differ in a bit:
 
-    | weights             | amx-bf16           | avx512bf16 | avx512vnni | others   |
-    | ------------------- | ------------------ | ---------- | ---------- | -------- |
-    | float32             | float32            | float32    | float32    | float32  |
-    | 16 bits, x @ w.T    | bfloat16, in tiles | bfloat16   | int16      | float32  |
-    | 16 bits, h @ rows   | bfloat16, in tiles | bfloat16   | float32    | float32  |
-    | quantized, x @ w.T  | integers           | integers   | integers   | integers |
-    | quantized, h @ rows | bfloat16, in tiles | bfloat16   | float32    | float32  |
+    | weights             | amx-bf16  | avx512bf16 | avx512vnni | others    |
+    | ------------------- | --------- | ---------- | ---------- | --------- |
+    | float32             | FLOAT32   | FLOAT32    | FLOAT32    | FLOAT32   |
+    | 16 bits, x @ w.T    | AMX       | BFLOAT16   | INT16      | FLOAT32   |
+    | 16 bits, h @ rows   | AMX       | BFLOAT16   | FLOAT32    | FLOAT32   |
+    | quantized, x @ w.T  | QUANTIZED | QUANTIZED  | QUANTIZED  | QUANTIZED |
+    | quantized, h @ rows | AMX       | BFLOAT16   | FLOAT32    | FLOAT32   |
 
     A CPU is of the leftmost column whose feature it has. None of them lets a token's bits depend on
     its batch-mates. Figures: docs/decisions.md.
     """
     if dtype == np.float32:
-        return Float32Matmul, Float32Matmul
-    sums: Kind = Bfloat16Matmul if "avx512bf16" in features else Float32Matmul
+        return FLOAT32, FLOAT32
+    sums: type = BFLOAT16 if "avx512bf16" in features else FLOAT32
     if {"amx-bf16", "avx512bf16"} <= set(features):  # numbers are rounded by the latter
-        sums = AmxMatmul
+        sums = AMX
     if is_quantized(dtype):
-        return QuantizedMatmul, sums
-    if sums is Float32Matmul and "avx512vnni" in features:
-        return Int16Matmul, sums
+        return QUANTIZED, sums
+    if sums is FLOAT32 and "avx512vnni" in features:
+        return INT16, sums
     return sums, sums
 
 
-def new_tokens(num_threads: int, num_tokens: int, dtype: np.dtype, width: int) -> Tokens:
+def loop_tokens(num_threads: int, num_tokens: int, dtype: np.dtype, width: int) -> Tokens:
     """Work space of a compiled loop for tokens of up to `width` numbers: as `matmul_kinds` has it.
 
     They are multiplied with rows of `dtype`, x @ weights.T.
     """
-    kind = matmul_kinds(dtype, matmul_features())[0]
-    if kind is QuantizedMatmul:
-        return quantized_tokens(num_threads, num_tokens, width)
-    if kind is Int16Matmul:
-        return int16_tokens(num_threads, num_tokens, width)
-    return float_tokens(num_threads, num_tokens, width, kind.items)
+    return new_tokens(matmul_kinds(dtype, matmul_features())[0], num_threads, num_tokens, width)
+
+
+class Operand(NamedTuple):
+    """What blocks of weights are multiplied with: their choices; see `prepare_blocks`."""
+
+    choices: BlockTokens
+    tokens: Tokens
+    starts: np.ndarray
+
+
+class BlockProducts:
+    """Products of blocks of weights and the tokens that chose them, as numbers of one kind.
+
+    Each token's sums have one order, whatever its batch-mates and however many threads there are.
+    Work space is kept from call to call: new memory takes long to get.
+    """
+
+    def __init__(self, kind: type, num_threads: int, then: Then) -> None:
+        """`then` has a function called with every thread's number, after those before."""
+        self._kind, self._num_threads, self._then = kind, num_threads, then
+        self._num_items = self._num_tokens = 0
+        self._space: Tokens | None = None
+
+    def operand(self, x: Rows, weights: WeightBlocks, choices: BlockTokens) -> Operand:
+        """Each block's rows of x as rows like `weights` take them."""
+        counts, widths = np.diff(choices.starts), _row_widths(x, choices)
+        if self._kind is QUANTIZED:
+            starts = choices.starts
+            tokens: Tokens = self._vectors(choices.ids.size, int(widths.max(initial=0)))
+        else:
+            groups = num_groups(counts)
+            starts = _starts(groups * LANES * token_items(self._kind, widths))
+            tokens = self._floats(int(starts[-1]), int(groups.max(initial=0)) * LANES)
+
+        def prepare(thread: int) -> None:
+            prepare_blocks(
+                weights.array, x, choices, tokens, starts, thread, thread, self._num_threads
+            )
+
+        self._then(prepare)
+        return Operand(choices, tokens, starts)
+
+    def linear(self, operand: Operand, weights: WeightBlocks, out: Rows) -> None:
+        """out = x @ weights.T of each block's choices.
+
+        Shapes:  out: `ChoiceRows`, or `StripeSums`, which they are added to
+        Dtypes:  out float32
+        """
+
+        def multiply(thread: int, part: int, count: int) -> None:
+            multiply_blocks(*weights, *operand, out, thread, part, count)
+
+        # Multiplications, or of bytes if quantized.
+        items = weights.places[:, END] - weights.places[:, BEGIN]
+        work = int(items @ np.diff(operand.choices.starts))
+        self._then(Shared(self._num_threads, work, multiply))
+
+    def combine(
+        self, h: CutRows, choices: BlockTokens, rows: WeightBlocks, out: StripeSums
+    ) -> None:
+        """out = h @ rows of each block's choices, added up as `out` says; not as integers.
+
+        Shapes:  h: as many numbers for each choice as its block has rows
+        Dtypes:  h float32; rows float32, 16 bits, or of ROW_FORMATS
+        """
+        kind, counts = self._kind, np.diff(choices.starts)
+        strides, unit = row_stride(num_items(_row_widths(h, choices), kind), kind), row_unit(kind)
+        starts = _starts(counts * strides)
+        most = -(-int(counts.max(initial=0)) // unit) * unit
+        space = self._floats(int(starts[-1]) + unit * int(strides.max(initial=0)), most)
+        assert isinstance(space, FloatTokens)
+
+        def pack(thread: int) -> None:
+            pack_rows_kernel(h, choices, space.packed, starts, thread, self._num_threads)
+
+        def multiply(thread: int, part: int, count: int) -> None:
+            combine_kernel(
+                *rows, choices, space.packed, starts, space.buffers[thread], space.sums[thread],
+                out, part, count,
+            )  # fmt: skip
+
+        self._then(pack)
+        # Fewer columns than a block has take longer: no thread's columns are cut.
+        self._then(Shared(self._num_threads, 0, multiply))
+
+    def _floats(self, num_items: int, num_tokens: int) -> Tokens:
+        """Space for so many items, and for sums of so many tokens of a block."""
+        if num_items > self._num_items or num_tokens > self._num_tokens or self._space is None:
+            self._num_items = max(num_items, self._num_items)
+            self._num_tokens = max(num_tokens, self._num_tokens)
+            self._space = token_space(
+                self._kind, self._num_threads, self._num_items, self._num_tokens, aligned_empty
+            )
+        return self._space
+
+    def _vectors(self, count: int, width: int) -> QuantizedVectors:
+        """Space for so many vectors."""
+        groups = -(-width // QUANT_GROUP)
+        if count * groups > self._num_items or self._space is None:
+            self._num_items = max(count * groups, self._num_items)
+            self._space = new_tokens(QUANTIZED, 1, self._num_items, QUANT_GROUP)
+        sizes = groups * QUANT_GROUP, groups, groups
+        return QuantizedVectors(
+            *(
+                array.reshape(-1)[: count * size].reshape(count, size)
+                for array, size in zip(self._space, sizes, strict=True)
+            )
+        )
+
+
+def _row_widths(rows: Rows, choices: BlockTokens) -> np.ndarray:
+    """How many numbers a row has in each block (B,) int64."""
+    counts = np.diff(choices.starts)
+    if isinstance(rows, np.ndarray):
+        return np.full(counts.size, rows.shape[1])
+    if isinstance(rows, CutRows):
+        return np.diff(rows.columns).ravel()
+    assert not isinstance(rows, StripeSums)
+    return np.diff(rows.starts) // np.maximum(counts, 1)
+
+
+def _starts(sizes: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
 
 @dataclass(frozen=True)
@@ -119,14 +241,8 @@ class _RowShares:
 class Matmul:
     """Multiplies a service's weights with the hidden states of many tokens."""
 
-    def __init__(
-        self, num_threads: int, dtypes: Sequence[np.dtype], thread_cores: ThreadCores = ()
-    ) -> None:
-        """`num_threads` cores, each with its own rows; thread t kept on thread_cores[t] if any.
-
-        Kernels of `block_linears` for weights of `dtypes` are compiled at once; `combine` is for
-        down rows alone, whose service compiles it (`actors.cpu.prefill_ffn`).
-        """
+    def __init__(self, num_threads: int, thread_cores: ThreadCores = ()) -> None:
+        """`num_threads` cores, each with its own rows; thread t kept on thread_cores[t] if any."""
 
         def begin(thread: int) -> None:
             if thread_cores:
@@ -138,16 +254,7 @@ class Matmul:
         self._phases: list[Phase] = []
         self._scratch: list[np.ndarray] = []
         self._num_allocated = 0
-        self._kinds: dict[Kind, Any] = {}
-        for dtype in dtypes:
-            self._compile(dtype)
-
-    def _compile(self, dtype: np.dtype) -> None:
-        """So that no prompt waits for it."""
-        row = np.zeros((1, row_items(dtype, CHUNK)), dtype)
-        x, out = np.zeros((1, CHUNK), np.float32), one_block(np.empty((1, 1), np.float32))
-        with self.at_once():
-            self.block_linears(x, every_token(1), [(weight_blocks(row), out)])
+        self._kinds: dict[type, BlockProducts] = {}
 
     def begin_layer(self) -> None:
         """What `scratch` gave before may be used for something else from now on."""
@@ -227,23 +334,21 @@ class Matmul:
     def few(self, rows: np.ndarray) -> float:
         """Up to which share of neurons with such down rows one by one is faster than `combine`.
 
-        Of quantized ones as without AMX, which makes them twice as fast at most.
+        And what makes its numbers, over all (docs/decisions.md). Of quantized ones as without AMX,
+        which makes them twice as fast at most.
         """
-        if is_quantized(rows.dtype):
-            return Float32Matmul.few
-        share: float = matmul_kinds(rows.dtype, self._features)[1].few
-        return share
+        kind = matmul_kinds(rows.dtype, self._features)[1]
+        return 0.05 if kind is AMX and not is_quantized(rows.dtype) else 0.18
 
     def vectors(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray | QuantizedVectors:
         """What kernels multiply `weights` with: x (T, d), or its vectors until the next matmul."""
         if not is_quantized(weights.dtype):
             return x
-        kind, tokens = self._kind(QuantizedMatmul), every_token(len(x))
-        operand = kind.operand(x, weight_blocks(weights), tokens)
-        return cast(QuantizedVectors, operand.vectors)
+        operand = self._kind(QUANTIZED).operand(x, weight_blocks(weights), every_token(len(x)))
+        return cast(QuantizedVectors, operand.tokens)
 
-    def _kind(self, kind: Kind) -> Any:
-        """That of this object; a thread's buffers are made when the first weights need them."""
+    def _kind(self, kind: type) -> BlockProducts:
+        """Those of a kind, whose work space is made when the first weights need it."""
         if kind not in self._kinds:
-            self._kinds[kind] = kind(self.num_threads, self.then)
+            self._kinds[kind] = BlockProducts(kind, self.num_threads, self.then)
         return self._kinds[kind]

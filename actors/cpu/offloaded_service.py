@@ -91,7 +91,7 @@ class OffloadedCpuService(_StoredService):
         """
 
         def together(phase: Callable[[int], None]) -> None:
-            with (matmul := self._matmul.get()).at_once():
+            with (matmul := self.matmul()).at_once():
                 matmul.then(phase)
 
         return self.store.layer_arrays(layer, together), 0

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hotcold.actors.cpu.matmul import Matmul
 from hotcold.actors.cpu.thread_team import MOST_CUTS, Shared
-from hotcold.numba_kernels.block_rows import NUM_PLACE_NUMBERS
+from hotcold.numba_kernels.block_rows import NUM_PLACE_NUMBERS, BlockRows
 from hotcold.numba_kernels.checks import ACTIVATES_UP
 from hotcold.numba_kernels.decode.activations import Activation
 from hotcold.numba_kernels.decode.rows import split_range
@@ -42,13 +42,9 @@ from hotcold.numba_kernels.prefill.block_tokens import (
     StripeSums,
     WeightBlocks,
     choices,
-    every_token,
     layer_blocks,
-    one_sum,
     row_starts,
-    rows_of_block,
     weight_blocks,
-    whole_rows,
 )
 from hotcold.numba_kernels.prefill.ffn import (
     activate_kernel,
@@ -125,7 +121,7 @@ def prompt_ffn(
             if not scales_at_once:
                 await_up_down()
         if counts is not None:
-            _count_fired(shard, tokens, h, counts)
+            _count_fired(shard, h, counts)
         rest = _Rest(matmul, shard, x, factors if is_gated and not scales_at_once else _NO_ROWS)
         is_few = np.zeros(num_fired.shape, bool)
         if skip_silent and isinstance(arrays, FfnArrays):
@@ -147,46 +143,46 @@ def prompt_ffn(
 
 
 def compile_prompt_ffn(arrays: FfnArrays | TransposedArrays, function: Activation) -> None:
-    """Compile what `prompt_ffn` calls beside `Matmul`'s own, so that no prompt waits for it.
+    """Compile what `prompt_ffn` calls, so that no prompt waits for it: for a layer of zeros.
 
     With a matmul of its own: a prompt may be computed by the service's meanwhile.
     """
-    with closing(Matmul(1, ())) as matmul:
-        _compile(matmul, arrays, function)
+    layer = _zero_layer(arrays)
+    x, out = np.zeros((1, CHUNK), np.float32), np.empty((1, CHUNK), np.float32)
+    with closing(Matmul(1)) as matmul:
+        # Neurons one by one; then as matmuls, whose up products wait for what fires.
+        prompt_ffn(matmul, layer, 0, x, function, out, skip_silent=True)
+        counts = np.zeros(layer.starts[0, -1], np.int64)
+        prompt_ffn(matmul, layer, 0, x, function, out, skip_silent=False, counts=counts)
 
 
-def _compile(matmul: Matmul, arrays: FfnArrays | TransposedArrays, function: Activation) -> None:
-    nothing, ends = np.empty(0, np.float32), np.zeros(2, np.int64)
-    tokens, rows = every_token(0), ChoiceRows(nothing, ends)
-    biases = arrays.gate_bias[:0], arrays.up_bias[:0]
-    stripes, num_fired = np.zeros((1, 2), np.int64), np.empty((1, 0), np.int64)
-    cut = whole_rows(np.empty((0, 0), np.float32))
-    activate_kernel(
-        function, nothing, *biases, ends, tokens, rows, rows, stripes, rows, num_fired, 0, 0
+def _zero_layer(arrays: FfnArrays | TransposedArrays) -> FfnArrays | TransposedArrays:
+    """A layer of few neurons in the formats of `arrays`; a block for each format of down rows."""
+    down, starts = arrays.down, np.array([[0, 1]])
+    if isinstance(down, BlockRows):
+        starts = np.array([[0, CHUNK, 2 * CHUNK]])
+        own = [np.zeros(CHUNK * row_items(each.dtype, CHUNK), each.dtype) for each in down[:2]]
+        places = [[(i, 0, each.size, each.size // CHUNK) for i, each in enumerate(own)]]
+        down = BlockRows(own[0], own[1], np.array(places))
+
+    def rows(like: np.ndarray) -> np.ndarray:
+        count = starts[0, -1] if like.shape[0] else 0
+        return np.zeros((count, row_items(like.dtype, CHUNK)), like.dtype)
+
+    def bias(like: np.ndarray) -> np.ndarray:
+        return np.zeros(starts[0, -1] if like.shape[0] else 0, np.float32)
+
+    width = CHUNK if arrays.down_bias.shape[2] else 0
+    parts: Any = (
+        starts,
+        rows(arrays.gate),
+        rows(arrays.up),
+        down if isinstance(down, BlockRows) else rows(down),
+        bias(arrays.gate_bias),
+        bias(arrays.up_bias),
+        np.zeros((1, starts.size - 1, width), np.float32),
     )
-    scale_kernel(function, biases[1], ends, tokens, rows, cut, 0, 0)
-    no_tokens = np.empty((0, 0), np.float32)
-    add_bias_kernel(NO_WEIGHTS, arrays.down_bias[0], no_tokens, 0, 0)
-    h, out = whole_rows(np.zeros((1, 1), np.float32)), one_sum(np.empty((1, CHUNK), np.float32))
-    if isinstance(arrays, FfnArrays):
-        fired = empty_fired(tokens, ends[:1], ends[:1])
-        list_fired(cut, ends, tokens, 0, 0, fired)
-        if arrays.up.shape[0]:
-            vectors = matmul.vectors(np.empty((0, CHUNK), np.float32), arrays.up)
-            prompt_up_kernel(arrays.up, arrays.up_bias, vectors, tokens, 0, 0, fired)
-        sums, none = np.empty((1, 1, PART_COLUMNS), np.float32), out.steps[:0]
-        prompt_down_kernel(arrays.down, tokens, fired, none, none, 0, 0, sums, out)
-        row = np.zeros((1, row_items(arrays.down.dtype, CHUNK)), arrays.down.dtype)
-        with matmul.at_once():
-            matmul.combine(h, every_token(1), weight_blocks(row), out)
-        return
-    for dtype in {array.dtype for array in (arrays.down.first, arrays.down.second)}:
-        row = np.zeros((1, row_items(dtype, CHUNK)), dtype)
-        h = whole_rows(np.zeros((1, CHUNK), np.float32))
-        with matmul.at_once():
-            matmul.block_linears(
-                h, every_token(1), [(weight_blocks(row), one_sum(np.empty((1, 1), np.float32)))]
-            )
+    return type(arrays)(*parts)
 
 
 class _Shard(NamedTuple):
@@ -412,10 +408,11 @@ def _relu(values: np.ndarray, first: int, last: int) -> None:
     np.maximum(values[first:last], 0, out=values[first:last])
 
 
-def _count_fired(shard: _Shard, tokens: BlockTokens, h: ChoiceRows, counts: np.ndarray) -> None:
+def _count_fired(shard: _Shard, h: ChoiceRows, counts: np.ndarray) -> None:
     ends = np.concatenate([[0], np.cumsum(shard.widths)])
-    for block, (first, last) in enumerate(pairwise(ends)):
-        if len(rows := rows_of_block(h, tokens, block)[0]):
+    for (first, last), own in zip(pairwise(ends), pairwise(h.starts), strict=True):
+        if first < last:
+            rows = h.values[slice(*own)].reshape(-1, last - first)
             counts[first:last] += np.count_nonzero(rows, axis=0)
 
 

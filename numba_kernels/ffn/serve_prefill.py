@@ -33,13 +33,14 @@ from hotcold.numba_kernels.loops.mailbox import (
 )
 from hotcold.numba_kernels.loops.work_stealing import new_block_counters, next_block
 from hotcold.numba_kernels.prefill.ffn import activate_row, scale_row
-from hotcold.numba_kernels.prefill.quantized_matmul import (
+from hotcold.numba_kernels.prefill.shared_rows import (
     ROWS,
     SUM_ROWS,
     TOKENS_AT_ONCE,
+    prepare_tokens,
+    share_rows,
     vectors_part,
 )
-from hotcold.numba_kernels.prefill.shared_rows import prepare_tokens, share_rows
 
 _GATES, _UPS, _DOWN = range(3)
 _NUM_KINDS = 3

@@ -111,25 +111,6 @@ def row_starts(tokens: BlockTokens, widths: np.ndarray) -> np.ndarray:
     return _starts(np.diff(tokens.starts) * widths)
 
 
-def one_block(matrix: np.ndarray) -> ChoiceRows:
-    """The rows of a contiguous matrix, as those of one block."""
-    return ChoiceRows(_flat(matrix), np.array([0, matrix.size], np.int64))
-
-
-def whole_rows(matrix: np.ndarray) -> CutRows:
-    """The rows of a contiguous matrix, as those of one block that is not cut."""
-    count, width = matrix.shape
-    ends = np.array([0, matrix.size], np.int64)
-    columns = np.array([[0, width]], np.int64)
-    return CutRows(_flat(matrix), ends, columns[0, 1:], columns, np.arange(count, dtype=np.int64))
-
-
-def one_sum(out: np.ndarray) -> StripeSums:
-    """`out` (T, d) as the sum of one part, of all tokens."""
-    step = np.array([[0, 0, 1, 0]], np.int64)
-    return StripeSums(out, np.empty((0, *out.shape), np.float32), step)
-
-
 class WeightBlocks(NamedTuple):
     """Of each of B blocks a matrix, all in one format.
 
@@ -139,10 +120,6 @@ class WeightBlocks(NamedTuple):
 
     array: np.ndarray
     places: np.ndarray
-
-    def matrix(self, block: int) -> np.ndarray:
-        """The rows of a block, a view."""
-        return places_of_blocks.block_matrix(self.array, self.places[block])
 
 
 def weight_blocks(
@@ -181,25 +158,6 @@ def _flat(matrix: np.ndarray) -> np.ndarray:
 
 
 Rows = np.ndarray | ChoiceRows | CutRows | StripeSums
-
-
-def rows_of_block(rows: Rows, tokens: BlockTokens, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """`block_rows` outside of compiled code; nothing is copied."""
-    first, last = tokens.starts[block : block + 2]
-    if isinstance(rows, np.ndarray):
-        return rows, tokens.ids[first:last]
-    if isinstance(rows, StripeSums):
-        level = int(rows.steps[block, LEVEL])
-        return rows.more[level - 1] if level else rows.out, tokens.ids[first:last]
-    if isinstance(rows, CutRows):
-        own, (begin, end) = block % rows.widths.size, rows.columns[block]
-        values = rows.values[rows.starts[own] : rows.starts[own + 1]]
-        whole = values.reshape(values.size // max(1, rows.widths[own]), rows.widths[own])
-        return whole[:, begin:end], rows.rows[first:last]
-    values = rows.values[rows.starts[block] : rows.starts[block + 1]]
-    return values.reshape(last - first, values.size // max(last - first, 1)), tokens.order[
-        : last - first
-    ]
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
@@ -257,11 +215,6 @@ def cut_row(rows, block, row):
     own = block % rows.widths.shape[0]
     begin = rows.starts[own] + row * rows.widths[own]
     return rows.values[begin + rows.columns[block, 0] : begin + rows.columns[block, 1]]
-
-
-def is_summed(out: Any) -> bool:
-    """Whether a type of compiled code is `StripeSums`."""
-    return is_of(out, StripeSums)
 
 
 @by_types

@@ -25,7 +25,6 @@ from hotcold.numba_kernels.prefill.block_tokens import (
     block_matrix,
     block_rows,
     end_sums,
-    num_outputs,
 )
 from hotcold.numba_kernels.prefill.float_items import (
     Count,
@@ -39,7 +38,6 @@ from hotcold.numba_kernels.prefill.float_items import (
     unit_of,
 )
 from hotcold.numba_kernels.prefill.float_tiles import (
-    MAX_SUMS,
     PAD,
     add_tiles,
     ahead_of_turn,
@@ -57,33 +55,9 @@ def num_groups(num_tokens: Count) -> Count:
 
 
 @njit(nogil=True, cache=True)
-def pack_tokens_kernel(x, tokens, packed, starts, buffer, thread, num_threads):
-    """A thread's share of `packed` = items of each block's rows of x; checks nothing.
-
-    x (T, d) float32, `ChoiceRows` or `CutRows`; tokens `BlockTokens`
-    buffer (BUFFER_ITEMS,) like packed
-    packed (items,), of block b packed[starts[b] : starts[b + 1]]: (groups, items of a row, LANES),
-    zeros where its choices end
-    """
-    for b in range(starts.shape[0] - 1):
-        own, ids = block_rows(x, tokens, b)
-        groups = num_groups_of(ids.shape[0])
-        first, last = split_range(groups, (thread + b) % num_threads, num_threads, 1)
-        if first < last:
-            of_block = _packed_block(packed, starts, groups, b)
-            pack_groups(own, ids, of_block, buffer, first, last)
-
-
-@njit(nogil=True, cache=True)
 def num_groups_of(num_tokens):
     """`num_groups` in compiled code."""
     return (num_tokens + LANES - 1) // LANES
-
-
-@njit(nogil=True, cache=True)
-def _packed_block(packed, starts, groups, block):
-    own = packed[starts[block] : starts[block + 1]]
-    return own.reshape(groups, own.shape[0] // (groups * LANES), LANES)
 
 
 @njit(nogil=True, cache=True)
@@ -107,38 +81,6 @@ def pack_groups(x, ids, tokens, buffer, first, last):
                     tokens[group, item, lane] = buffer[item - begin]
         for item in range(0, tokens.shape[1] // LANES * LANES, LANES):
             transpose(tokens[group], item)
-
-
-@njit(nogil=True, cache=True)
-def linear_kernel(weights, places, tokens, packed, starts, buffer, sums, out, thread, num_threads):
-    """A thread's share of each block's rows times its choices; checks nothing.
-
-    out[t, n] = weights[n] . x[t] of row n and choice t of a block; of `StripeSums` they are added
-    up.
-    weights, places: `WeightBlocks` of float32, uint16 (float16) or int16 (bfloat16)
-    out: see `block_rows`
-    packed, starts: see `pack_tokens_kernel`; buffer (BUFFER_ITEMS,) like packed
-    sums (MAX_SUMS * groups * LANES,) float32, of the block with the most groups
-    """
-    start_tiles(buffer)
-    for b in range(starts.shape[0] - 1):
-        matrix = block_matrix(weights, places[b])
-        first, last = split_range(num_outputs(out, matrix.shape[0]), thread, num_threads, LANES)
-        own, ids = block_rows(out, tokens, b)
-        groups = num_groups_of(ids.shape[0])
-        begin_sums(out, b, first, last)
-        if first < last and groups and matrix.shape[0]:
-            multiply_rows(
-                matrix, _packed_block(packed, starts, groups, b),
-                buffer, _block_sums(sums, groups), own, ids, adds_rows(out, b), first, last,
-            )  # fmt: skip
-        end_sums(out, b, 0, own.shape[0], first, last)
-    stop_tiles(buffer)
-
-
-@njit(nogil=True, cache=True)
-def _block_sums(sums, groups):
-    return sums[: MAX_SUMS * groups * LANES].reshape(MAX_SUMS, groups, LANES)
 
 
 @njit(nogil=True, cache=True)
@@ -172,8 +114,8 @@ def multiply_rows(weights, tokens, buffer, sums, out, ids, adds, first, last):
 def pack_rows_kernel(h, tokens, packed, starts, thread, num_threads):
     """A thread's share of `packed` = items of each block's rows of h; checks nothing.
 
-    h, tokens as in `pack_tokens_kernel`; of block b packed[starts[b] : starts[b + 1]] is
-    (choices, `row_stride`), zeros where a row ends
+    h `CutRows`; tokens `BlockTokens`; packed (items,), of block b packed[starts[b] : starts[b + 1]]
+    as (choices, `row_stride`), zeros where a row ends
     """
     for b in range(starts.shape[0] - 1):
         own, ids = block_rows(h, tokens, b)
@@ -190,9 +132,9 @@ def combine_kernel(rows, places, tokens, packed, starts, buffer, sums, out, thre
     """A thread's share of the columns of each block's rows, weighted and summed; checks nothing.
 
     out[t] = sum over rows n of h[t, n] rows[n] of choice t of a block, added up as `StripeSums` say
-    rows as `weights` in `linear_kernel`, or of ROW_FORMATS; packed, starts: see `pack_rows_kernel`,
-    with `row_unit` rows behind the last one; sums (MAX_SUMS * choices,) float32 of the block with
-    the most choices, rounded up to `row_unit`; the rest as in `linear_kernel`
+    rows, places: `WeightBlocks`; packed, starts: see `pack_rows_kernel`, with `row_unit` rows
+    behind the last one; buffer (BUFFER_ITEMS,) like packed; sums (MAX_SUMS * choices,) float32 of
+    the block with the most choices, rounded up to `row_unit`
     """
     start_tiles(buffer)
     unit = unit_of(buffer)

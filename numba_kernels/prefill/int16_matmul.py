@@ -9,7 +9,6 @@ the first-level cache. A token's result does not depend on its batch-mates.
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.ir.bit_ir import float32_of
 from hotcold.numba_kernels.ir.int16_ir import (
     COLUMN_GROUP,
@@ -21,16 +20,8 @@ from hotcold.numba_kernels.ir.int16_ir import (
 )
 from hotcold.numba_kernels.ir.lane_tile import MAX_GROUPS, ROWS_AHEAD, TILE_ROWS
 from hotcold.numba_kernels.ir.target import LANES
-from hotcold.numba_kernels.prefill.block_tokens import (
-    adds_rows,
-    begin_sums,
-    block_matrix,
-    block_rows,
-    end_sums,
-    num_outputs,
-)
 from hotcold.numba_kernels.prefill.float_items import Count
-from hotcold.numba_kernels.prefill.float_matmul import num_groups_of, store_sums
+from hotcold.numba_kernels.prefill.float_matmul import store_sums
 
 _ROWS, _GROUPS = 16 * TILE_ROWS, 16  # of a block: 96 x 1024
 _PART = 4  # groups of columns: 64 tokens' 32 KiB
@@ -43,34 +34,6 @@ MAX_SUMS = _ROWS  # rows of sums that the kernel wants
 def num_column_groups(width: Count) -> Count:
     """Groups of columns in a row, the last one filled up with zeros."""
     return -(-width // COLUMN_GROUP)
-
-
-@njit(nogil=True, cache=True)
-def pack_int16_kernel(x, tokens, packed, scales, starts, buffer, thread, num_threads):
-    """A thread's share of `packed`, `scales` = rounded pairs of each block's rows of x.
-
-    x (T, d) float32, `ChoiceRows` or `CutRows`; tokens `BlockTokens`; buffer (BUFFER_PAIRS,) int32
-    packed (pairs,) int32, scales (groups of pairs,) float32: of block b packed[starts[b] :
-    starts[b + 1]] (groups, pairs of a row, LANES) and scales (groups, groups of columns, LANES),
-    whole groups of columns, zeros where its choices end. Checks nothing.
-    """
-    for b in range(starts.shape[0] - 1):
-        own, ids = block_rows(x, tokens, b)
-        groups = num_groups_of(ids.shape[0])
-        first, last = split_range(groups, (thread + b) % num_threads, num_threads, 1)
-        if first < last:
-            pairs, steps = _packed_block(packed, scales, starts, groups, b)
-            pack_groups(own, ids, pairs, steps, buffer, first, last)
-
-
-@njit(nogil=True, cache=True)
-def _packed_block(packed, scales, starts, groups, block):
-    first, last = starts[block], starts[block + 1]
-    pairs, steps = packed[first:last], scales[first // GROUP_PAIRS : last // GROUP_PAIRS]
-    return (
-        pairs.reshape(groups, pairs.shape[0] // (groups * LANES), LANES),
-        steps.reshape(groups, steps.shape[0] // (groups * LANES), LANES),
-    )
 
 
 @njit(nogil=True, cache=True, _nrt=True)
@@ -92,31 +55,6 @@ def pack_groups(x, ids, tokens, scales, buffer, first, last):
                 pair = begin * GROUP_PAIRS
                 for i in range((end - begin) * GROUP_PAIRS):
                     tokens[group, pair + i, lane] = row[i]
-
-
-@njit(nogil=True, cache=True)
-def linear_int16_kernel(
-    weights, places, tokens, packed, scales, starts, buffer, sums, out, thread, num_threads
-):
-    """As `float_matmul.linear_kernel`; checks nothing.
-
-    weights, places: `WeightBlocks` of uint16 (float16) or int16 (bfloat16)
-    packed, scales, starts: see `pack_int16_kernel`; buffer (BUFFER_PAIRS,) int32
-    """
-    for b in range(starts.shape[0] - 1):
-        matrix = block_matrix(weights, places[b])
-        first, last = split_range(num_outputs(out, matrix.shape[0]), thread, num_threads, LANES)
-        own, ids = block_rows(out, tokens, b)
-        groups = num_groups_of(ids.shape[0])
-        begin_sums(out, b, first, last)
-        if first < last and groups and matrix.shape[0]:
-            pairs, steps = _packed_block(packed, scales, starts, groups, b)
-            multiply_rows(
-                matrix, pairs, steps, buffer,
-                sums[: MAX_SUMS * groups * LANES].reshape(MAX_SUMS, groups, LANES),
-                own, ids, adds_rows(out, b), first, last,
-            )  # fmt: skip
-        end_sums(out, b, 0, own.shape[0], first, last)
 
 
 @njit(nogil=True, cache=True, _nrt=True)

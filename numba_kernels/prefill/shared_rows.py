@@ -1,9 +1,11 @@
-"""Rows of any format times a prompt's tokens, shared by threads that are in a compiled loop.
+"""Rows of any format times a prompt's tokens, shared by threads.
 
-The products are those of `quantized_matmul`, `float_matmul` and `int16_matmul`, to the bit. What
-tokens are multiplied as is the type of their work space, which `actors.cpu.matmul` chooses.
+Of one matrix by threads that are in a compiled loop, or of the blocks that tokens chose by threads
+that Python hands parts to. Products are those of `decode.rows`, `float_matmul` and `int16_matmul`.
+What tokens are multiplied as is the type of their work space, which `actors.cpu.matmul` chooses.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +18,16 @@ from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.ir.vector_ir import quantize_vector
 from hotcold.numba_kernels.loops.work_stealing import next_block
 from hotcold.numba_kernels.prefill import float_matmul, int16_matmul
-from hotcold.numba_kernels.prefill.block_tokens import is_of
-from hotcold.numba_kernels.prefill.float_items import items_in, num_items
+from hotcold.numba_kernels.prefill.block_tokens import (
+    adds_rows,
+    begin_sums,
+    block_matrix,
+    block_rows,
+    end_sums,
+    is_of,
+    num_outputs,
+)
+from hotcold.numba_kernels.prefill.float_items import Count, items_in, num_items
 from hotcold.numba_kernels.prefill.float_tiles import (
     BUFFER_ITEMS,
     MAX_SUMS,
@@ -25,10 +35,17 @@ from hotcold.numba_kernels.prefill.float_tiles import (
     start_tiles,
     stop_tiles,
 )
-from hotcold.numba_kernels.prefill.quantized_matmul import ROWS, TOKENS_AT_ONCE, vectors_part
 
 _pack_items, _multiply_items = float_matmul.pack_groups, float_matmul.multiply_rows
 _pack_pairs, _multiply_pairs = int16_matmul.pack_groups, int16_matmul.multiply_rows
+Zeros = Callable[..., np.ndarray]  # of a shape and a dtype
+
+# What numbers are multiplied as: pairs of bfloat16 in tiles of AMX or in vectors, float32, pairs of
+# int16 with scales, vectors quantized as rows are. The first three are dtypes of items.
+AMX, BFLOAT16, FLOAT32, INT16, QUANTIZED = np.uint32, np.int32, np.float32, np.int16, np.int8
+TOKENS_AT_ONCE = 128  # whose vectors stay in a core's second-level cache while rows pass by
+ROWS = 8  # a thread has whole ones: as many as some tile takes side by side
+SUM_ROWS = 192  # of products that are added to rows of tokens, panel by panel
 
 
 class FloatTokens(NamedTuple):
@@ -57,31 +74,48 @@ class Int16Tokens(NamedTuple):
 Tokens = QuantizedVectors | FloatTokens | Int16Tokens
 
 
-def quantized_tokens(num_threads: int, num_tokens: int, width: int) -> QuantizedVectors:
+def new_tokens(kind: type, num_threads: int, num_tokens: int, width: int) -> Tokens:
     """Work space for tokens of up to `width` numbers; what is not used of it takes no memory."""
-    return QuantizedVectors(*(array[0] for array in empty_vectors(1, num_tokens, width)))
-
-
-def float_tokens(num_threads: int, num_tokens: int, width: int, items: type) -> FloatTokens:
-    """As `quantized_tokens`; `items`: see `float_matmul`."""
+    if kind is QUANTIZED:
+        return QuantizedVectors(*(array[0] for array in empty_vectors(1, num_tokens, width)))
     whole = -(-num_tokens // LANES) * LANES
+    return token_space(kind, num_threads, whole * token_items(kind, width), whole, aligned_zeros)
+
+
+def token_items(kind: type, width: Count) -> Count:
+    """Items of a token of `width` numbers, of any kind but QUANTIZED."""
+    if kind is INT16:
+        return int16_matmul.num_column_groups(width) * GROUP_PAIRS
+    return num_items(width, kind)
+
+
+def token_space(
+    kind: type, num_threads: int, count: int, num_tokens: int, zeros: Zeros
+) -> FloatTokens | Int16Tokens:
+    """Work space of `count` items of tokens, of a block's num_tokens at most; not QUANTIZED."""
+    order = np.arange(num_tokens, dtype=np.int64)
+    if kind is INT16:
+        return Int16Tokens(
+            zeros((count,), np.int32),
+            zeros((count // GROUP_PAIRS,), np.float32),
+            zeros((num_threads, int16_matmul.BUFFER_PAIRS), np.int32),
+            zeros((num_threads, int16_matmul.MAX_SUMS * num_tokens), np.float32),
+            order,
+        )
     return FloatTokens(
-        aligned_zeros((whole * num_items(width, items),), items),
-        aligned_zeros((num_threads, BUFFER_ITEMS), items),
-        aligned_zeros((num_threads, MAX_SUMS * whole)),
-        np.arange(num_tokens, dtype=np.int64),
+        zeros((count,), kind),
+        zeros((num_threads, BUFFER_ITEMS), kind),
+        zeros((num_threads, MAX_SUMS * num_tokens), np.float32),
+        order,
     )
 
 
-def int16_tokens(num_threads: int, num_tokens: int, width: int) -> Int16Tokens:
-    """As `quantized_tokens`."""
-    whole, groups = -(-num_tokens // LANES) * LANES, int16_matmul.num_column_groups(width)
-    return Int16Tokens(
-        aligned_zeros((whole * groups * GROUP_PAIRS,), np.int32),
-        aligned_zeros((whole * groups,)),
-        aligned_zeros((num_threads, int16_matmul.BUFFER_PAIRS), np.int32),
-        aligned_zeros((num_threads, int16_matmul.MAX_SUMS * whole)),
-        np.arange(num_tokens, dtype=np.int64),
+@njit(nogil=True, cache=True)
+def vectors_part(vectors, first, count):
+    """`count` of the vectors from number `first` on."""
+    end = first + count
+    return QuantizedVectors(
+        vectors.values[first:end], vectors.scales[first:end], vectors.sums[first:end]
     )
 
 
@@ -100,17 +134,31 @@ def prepare_tokens(weights, x, first, last, tokens, thread):  # type: ignore[no-
         for t in range(first, last):
             quantize_vector(weights, x, t, tokens, t)
 
-    def floats(weights, x, first, last, tokens, thread):  # type: ignore[no-untyped-def]
-        if first < last:
-            packed = _packed(tokens, x.shape[0], x.shape[1])
-            order, end = tokens.order[: x.shape[0]], (last + LANES - 1) // LANES
-            _pack_items(x, order, packed, tokens.buffers[thread], first // LANES, end)
+    def others(weights, x, first, last, tokens, thread):  # type: ignore[no-untyped-def]
+        _prepare_some(weights, x, tokens.order[: x.shape[0]], first, last, tokens, thread)
 
-    def pairs(weights, x, first, last, tokens, thread):  # type: ignore[no-untyped-def]
+    return quantized if is_of(tokens, QuantizedVectors) else others
+
+
+@by_types
+def _prepare_some(weights, x, ids, first, last, tokens, thread):  # type: ignore[no-untyped-def]
+    """`prepare_tokens` of x[ids]."""
+
+    def quantized(weights, x, ids, first, last, tokens, thread):  # type: ignore[no-untyped-def]
+        for t in range(first, last):
+            quantize_vector(weights, x, ids[t], tokens, t)
+
+    def floats(weights, x, ids, first, last, tokens, thread):  # type: ignore[no-untyped-def]
         if first < last:
-            packed, scales = _packed_pairs(tokens, x.shape[0], x.shape[1])
-            order, end = tokens.order[: x.shape[0]], (last + LANES - 1) // LANES
-            _pack_pairs(x, order, packed, scales, tokens.buffers[thread], first // LANES, end)
+            packed = _packed(tokens, ids.shape[0], x.shape[1])
+            end = (last + LANES - 1) // LANES
+            _pack_items(x, ids, packed, tokens.buffers[thread], first // LANES, end)
+
+    def pairs(weights, x, ids, first, last, tokens, thread):  # type: ignore[no-untyped-def]
+        if first < last:
+            packed, scales = _packed_pairs(tokens, ids.shape[0], x.shape[1])
+            end = (last + LANES - 1) // LANES
+            _pack_pairs(x, ids, packed, scales, tokens.buffers[thread], first // LANES, end)
 
     if is_of(tokens, QuantizedVectors):
         return quantized
@@ -155,27 +203,69 @@ def _put_products(weights, tokens, thread, out, column, first, last):  # type: i
             some = vectors_part(tokens, t, count)
             block_products(weights, some, out[t : t + count], first, last, column + first)
 
-    def floats(weights, tokens, thread, out, column, first, last):  # type: ignore[no-untyped-def]
-        packed, order = _packed(tokens, out.shape[0], weights.shape[1]), tokens.order
+    def others(weights, tokens, thread, out, column, first, last):  # type: ignore[no-untyped-def]
+        ids, target = tokens.order[: out.shape[0]], out[:, column:]
+        _put_some(weights, tokens, thread, target, ids, False, first, last)
+
+    return quantized if is_of(tokens, QuantizedVectors) else others
+
+
+@by_types
+def _put_some(weights, tokens, thread, out, ids, adds, first, last):  # type: ignore[no-untyped-def]
+    """out[ids[t], n] = weights[n] . token t, or adds it, for first <= n < last.
+
+    Where it adds nothing, quantized ones take `ids` to be 0, 1, 2 ...
+    """
+
+    def quantized(weights, tokens, thread, out, ids, adds, first, last):  # type: ignore[no-untyped-def]
+        if not adds:
+            _put_products(weights, tokens, thread, out[: ids.shape[0]], 0, first, last)
+            return
+        for t in range(0, ids.shape[0], TOKENS_AT_ONCE):
+            count = min(TOKENS_AT_ONCE, ids.shape[0] - t)
+            _add_products(
+                weights, vectors_part(tokens, t, count), out, ids[t : t + count], first, last
+            )
+
+    def floats(weights, tokens, thread, out, ids, adds, first, last):  # type: ignore[no-untyped-def]
+        packed = _packed(tokens, ids.shape[0], weights.shape[1])
         groups = packed.shape[0]
         sums = tokens.sums[thread, : MAX_SUMS * groups * LANES].reshape(MAX_SUMS, groups, LANES)
-        _multiply_items(
-            weights, packed, tokens.buffers[thread], sums, out[:, column:],
-            order[: out.shape[0]], False, first, last,
-        )  # fmt: skip
+        _multiply_items(weights, packed, tokens.buffers[thread], sums, out, ids, adds, first, last)
 
-    def pairs(weights, tokens, thread, out, column, first, last):  # type: ignore[no-untyped-def]
-        packed, scales = _packed_pairs(tokens, out.shape[0], weights.shape[1])
-        groups, most, order = packed.shape[0], int16_matmul.MAX_SUMS, tokens.order
+    def pairs(weights, tokens, thread, out, ids, adds, first, last):  # type: ignore[no-untyped-def]
+        packed, scales = _packed_pairs(tokens, ids.shape[0], weights.shape[1])
+        groups, most = packed.shape[0], int16_matmul.MAX_SUMS
         sums = tokens.sums[thread, : most * groups * LANES].reshape(most, groups, LANES)
         _multiply_pairs(
-            weights, packed, scales, tokens.buffers[thread], sums, out[:, column:],
-            order[: out.shape[0]], False, first, last,
-        )  # fmt: skip
+            weights, packed, scales, tokens.buffers[thread], sums, out, ids, adds, first, last
+        )
 
     if is_of(tokens, QuantizedVectors):
         return quantized
     return floats if is_of(tokens, FloatTokens) else pairs
+
+
+@njit(nogil=True, cache=True, _nrt=True)
+def _add_products(weights, vectors, out, ids, first, last):
+    """out[ids[t], n] += weights[n] . vectors[t] for first <= n < last.
+
+    Panel by panel: neighbours of a row of `out` lie together, others a power of two apart.
+    """
+    size = min(SUM_ROWS, rows_a_panel(weights, ids.shape[0]))
+    sums = np.empty((ids.shape[0], SUM_ROWS), np.float32)
+    for row in range(first, last, size):
+        end = min(row + size, last)
+        block_products(weights, vectors, sums, row, end, 0)
+        _add_panel(sums, out, ids, row, end)
+
+
+@njit(nogil=True, cache=True)
+def _add_panel(sums, out, ids, first, last):
+    for t in range(ids.shape[0]):
+        target, products = out[ids[t]], sums[t]
+        for n in range(first, last):
+            target[n] += products[n - first]
 
 
 @by_types
@@ -245,3 +335,67 @@ def share_layer(
             counters[1], thread, num_threads, rows.second[second_begin:second_end], bias,
             second_tokens, addend, out, end - begin,
         )  # fmt: skip
+
+
+@by_types
+def _block_part(tokens, starts, block):  # type: ignore[no-untyped-def]
+    """Work space for a block's choices, which begin at starts[block]; for compiled code."""
+
+    def quantized(tokens, starts, block):  # type: ignore[no-untyped-def]
+        return vectors_part(tokens, starts[block], starts[block + 1] - starts[block])
+
+    def floats(tokens, starts, block):  # type: ignore[no-untyped-def]
+        return FloatTokens(
+            tokens.packed[starts[block] :], tokens.buffers, tokens.sums, tokens.order
+        )
+
+    def pairs(tokens, starts, block):  # type: ignore[no-untyped-def]
+        first = starts[block]
+        return Int16Tokens(
+            tokens.pairs[first:], tokens.scales[first // GROUP_PAIRS :], tokens.buffers,
+            tokens.sums, tokens.order,
+        )  # fmt: skip
+
+    if is_of(tokens, QuantizedVectors):
+        return quantized
+    return floats if is_of(tokens, FloatTokens) else pairs
+
+
+@njit(nogil=True, cache=True)
+def prepare_blocks(weights, x, choices, tokens, starts, buffer, thread, num_threads):
+    """A thread's share of `tokens` = each block's rows of x as rows like `weights` take them.
+
+    x (T, d) float32, `ChoiceRows` or `CutRows`; choices `BlockTokens`; weights of any shape
+    starts (B + 1,) int64: where each block's begin in items of `tokens`, of QUANTIZED in vectors
+    buffer: the number of the thread's buffer; checks nothing
+    """
+    for b in range(starts.shape[0] - 1):
+        own, ids = block_rows(x, choices, b)
+        first, last = split_range(
+            ids.shape[0], (thread + b) % num_threads, num_threads, share_unit(tokens)
+        )
+        if first < last:
+            of_block = _block_part(tokens, starts, b)
+            _prepare_some(weights, own, ids, first, last, of_block, buffer)
+
+
+@njit(nogil=True, cache=True)
+def multiply_blocks(weights, places, choices, tokens, starts, out, buffer, part, num_parts):
+    """Part `part` of each block's rows times its choices; checks nothing.
+
+    out[t, n] = weights[n] . x[t] of row n and choice t of a block; of `StripeSums` they are added
+    up.
+    weights, places: `WeightBlocks`; out: see `block_rows`; the rest as in `prepare_blocks`
+    """
+    _begin_tiles(tokens)
+    for b in range(starts.shape[0] - 1):
+        matrix = block_matrix(weights, places[b])
+        own, ids = block_rows(out, choices, b)
+        _, unit = _rows_at_once(matrix, tokens, ids.shape[0])
+        first, last = split_range(num_outputs(out, matrix.shape[0]), part, num_parts, unit)
+        begin_sums(out, b, first, last)
+        if first < last and ids.shape[0] and matrix.shape[0]:
+            of_block = _block_part(tokens, starts, b)
+            _put_some(matrix, of_block, buffer, own, ids, adds_rows(out, b), first, last)
+        end_sums(out, b, 0, own.shape[0], first, last)
+    _end_tiles(tokens)

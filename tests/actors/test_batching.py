@@ -328,7 +328,7 @@ def test_a_failed_chunk_ends_its_own_request(tiny: Tiny, monkeypatch: pytest.Mon
         def fail(*arguments: object) -> None:
             raise MemoryError("no room")
 
-        monkeypatch.setattr(system.services[1]._matmul.get(), "combine", fail)  # type: ignore[attr-defined]
+        monkeypatch.setattr(system.services[1].matmul(), "combine", fail)  # type: ignore[attr-defined]
         going = start(driver, greedy([3], 200))
         error = start(driver, greedy([1] * 100, 9)).end()
         assert isinstance(error, RequestError) and "no room" in str(error)

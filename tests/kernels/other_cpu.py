@@ -25,7 +25,6 @@ from numba import njit
 from numba.core import caching, codegen, config
 from safetensors.numpy import save_file
 
-from hotcold.actors.cpu.kernel_matmul import Float32Matmul
 from hotcold.numba_kernels.decode.ffn import add_one
 from hotcold.numba_kernels.decode.rows import add_in_order, gemv, rows_kernel
 from hotcold.numba_kernels.decode.vectors import (
@@ -37,9 +36,10 @@ from hotcold.numba_kernels.decode.vectors import (
 from hotcold.numba_kernels.formats import CHUNK, QUANT_GROUP, is_quantized, row_width, whole_chunks
 from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.ir.vector_ir import dot_ahead
+from hotcold.numba_kernels.prefill.shared_rows import FLOAT32
 from tests.kernels.arrays import random_bits, random_floats
 from tests.kernels.prefill_texts import a_text, attend
-from tests.kernels.products import combine, linear
+from tests.kernels.products import combine, in_turn, linear
 from tests.kernels.quantized_rows import (
     IN_BLOCKS,
     LIMITS,
@@ -137,7 +137,7 @@ def results(kind: str) -> dict[str, np.ndarray]:
 
 def _prompt_products(gate: np.ndarray, down: np.ndarray) -> dict[str, np.ndarray]:
     """Of a prompt's tokens, and of some alone: h @ down and, of float rows, x @ gate.T; float32."""
-    matmul, found = Float32Matmul(1, lambda phase: phase(0)), {}
+    matmul, found = in_turn(FLOAT32, 1), {}
     width = row_width(down.dtype, down.shape[1])
     for tokens in (range(PROMPT_TOKENS), PROMPT_PART):
         h = random_floats(PROMPT_TOKENS, PROMPT_TOKENS, NUM_ROWS)[tokens]

@@ -6,20 +6,13 @@ those of the CPU that kernels are compiled for: `tests/kernels/test_other_cpus.p
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from hotcold.actors.cpu.kernel_matmul import (
-    AmxMatmul,
-    Bfloat16Matmul,
-    Float32Matmul,
-    Int16Matmul,
-)
-from hotcold.actors.cpu.matmul import matmul_kinds
+from hotcold.actors.cpu.matmul import BlockProducts, matmul_kinds
 from hotcold.numba_kernels.ir.target import has_feature
+from hotcold.numba_kernels.prefill.shared_rows import AMX, BFLOAT16, FLOAT32, INT16
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.products import combine, in_turn, linear
 from tests.kernels.quantized_rows import IN_BLOCKS, KINDS, SUMMED, random_matrix
@@ -29,10 +22,10 @@ COLUMN_GROUP = 64  # of int16
 ZEN_4 = {"avx512bf16", "avx512vnni"}  # and Zen 5, Cooper Lake
 # A CPU's features, the one that must be here, the kinds of 16 bits, and of sums of quantized rows.
 WAYS = {
-    "amx": ({"amx-bf16", *ZEN_4}, "amx-bf16", (AmxMatmul, AmxMatmul), AmxMatmul),
-    "bf16": (ZEN_4, "avx512bf16", (Bfloat16Matmul, Bfloat16Matmul), Bfloat16Matmul),
-    "vnni": ({"avx512vnni"}, "avx512vnni", (Int16Matmul, Float32Matmul), Float32Matmul),
-    "plain": (set[str](), "", (Float32Matmul, Float32Matmul), Float32Matmul),
+    "amx": ({"amx-bf16", *ZEN_4}, "amx-bf16", (AMX, AMX), AMX),
+    "bf16": (ZEN_4, "avx512bf16", (BFLOAT16, BFLOAT16), BFLOAT16),
+    "vnni": ({"avx512vnni"}, "avx512vnni", (INT16, FLOAT32), FLOAT32),
+    "plain": (set[str](), "", (FLOAT32, FLOAT32), FLOAT32),
 }
 # Rows of floats, and what is summed of quantized ones; the others' are in the test of places.
 FLOATS = [(name, kind) for name in ("linear", "combine") for kind in BITS]
@@ -45,14 +38,16 @@ SHAPES = [
 each_way = pytest.mark.parametrize("way", WAYS)
 
 
-def kind_of(way: str, name: str, dtype: np.dtype) -> Any:
+def kind_of(way: str, name: str, dtype: np.dtype) -> type:
     features, needed, *_ = WAYS[way]
     if needed and not has_feature(needed):
         pytest.skip(f"this CPU has no {needed}")
     return matmul_kinds(dtype, features)[name == "combine"]
 
 
-def run(matmul: Any, name: str, x: np.ndarray, weights: np.ndarray, width: int) -> np.ndarray:
+def run(
+    matmul: BlockProducts, name: str, x: np.ndarray, weights: np.ndarray, width: int
+) -> np.ndarray:
     """x @ weights.T ("linear") or x @ weights ("combine"), so many columns."""
     out = np.full((len(x), width), np.nan, np.float32)
     (linear if name == "linear" else combine)(matmul, x, weights, out)
@@ -65,9 +60,9 @@ def rounded(kind: type, array: np.ndarray, most: int) -> np.ndarray:
     Of int16 each group of 64 columns is whole multiples of its largest magnitude / most; quotients
     are float32, because it matters where they are midway between two numbers.
     """
-    if kind is Float32Matmul:
+    if kind is FLOAT32:
         return array.astype(np.float64)
-    if kind is not Int16Matmul:
+    if kind is not INT16:
         floats = torch.from_numpy(array.astype(np.float32))
         return floats.to(torch.bfloat16).double().numpy()
     found = np.zeros(array.shape)
@@ -150,5 +145,5 @@ def test_what_is_not_finite_stays_in_its_place(way: str, name: str, kind: str, w
         found = product(np.abs(x))
         assert not np.isfinite(found[:, column]).any()
         assert np.isfinite(np.delete(found, column, axis=1)).all()
-        if of_kind is not Int16Matmul:
+        if of_kind is not INT16:
             assert (np.isposinf if is_infinite else np.isnan)(found[:, column]).all()

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from hotcold.actors.cpu import matmul
-from hotcold.actors.cpu.kernel_matmul import AmxMatmul
 from hotcold.numba_kernels import amx
 from hotcold.numba_kernels.ir import target
 from hotcold.numba_kernels.own_cache import read_checked
+from hotcold.numba_kernels.prefill.shared_rows import AMX
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="an x86 CPU")
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,4 +106,4 @@ def test_it_can_be_forbidden() -> None:
     )
     features = matmul.matmul_features() - {"amx-bf16"}
     kinds = [kind.__name__ for kind in matmul.matmul_kinds(np.dtype(np.uint16), features)]
-    assert done.stdout.strip() == str(kinds) and AmxMatmul.__name__ not in kinds
+    assert done.stdout.strip() == str(kinds) and AMX.__name__ not in kinds
