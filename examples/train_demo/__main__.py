@@ -9,16 +9,12 @@ Needs transformers and tokenizers. Stop it at any time: given the same --checkpo
 
 import platform
 import random
-import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 import torch
-from rich.console import Console
-from rich.progress import Progress as Bar
-from rich.progress import TextColumn, TimeElapsedColumn
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from examples.train_demo.corpus import held_out_text, questions, running_text, stdlib_entries
@@ -28,7 +24,7 @@ from examples.train_demo.training import Progress, Trainer, TrainingConfig, mode
 from hotcold.model.limits import num_cpus
 
 VOCAB_SIZE, CONTEXT = 4096, 512
-PLAIN_LINE_STEPS = 20
+STEPS_A_LINE = 20
 
 
 @click.command()
@@ -73,8 +69,7 @@ def train(config: TrainingConfig, out: Path, checkpoint: Path | None) -> None:
         len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     )
     trainer = Trainer(config, shape, source)
-    with TrainingDisplay(config) as display:
-        trainer.run(checkpoint, display.show)
+    trainer.run(checkpoint, TrainingDisplay(config).show)
     trainer.save(checkpoint)
     tokenizer.save_pretrained(out)
     save_model(trainer.master, out)
@@ -110,35 +105,24 @@ def training_facts(config: TrainingConfig, progress: Progress) -> dict[str, obje
 
 
 class TrainingDisplay:
-    """A progress bar on a terminal, a plain line every few steps elsewhere."""
+    """A line every few steps."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self.budget_s = config.minutes * 60
         self.started, self.first_tokens = time.perf_counter(), 0
-        columns = (*Bar.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[f]}"))
-        self.bar = Bar(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
-        self.task = self.bar.add_task("training", total=self.budget_s, f="")
-
-    def __enter__(self) -> "TrainingDisplay":
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
 
     def show(self, progress: Progress) -> None:
-        """Show how far the training is."""
+        """Say how far the training is."""
         self.first_tokens = self.first_tokens or progress.tokens
-        seconds = time.perf_counter() - self.started
-        figures = (
-            f"step {progress.step}  loss: chat {progress.chat_loss:.3f}"
-            f" text {progress.text_loss:.3f}  firing {progress.density:.3f}"
-            f"  {(progress.tokens - self.first_tokens) / seconds:,.0f} tokens/s"
-        )
-        self.bar.update(self.task, completed=progress.budget_s, f=figures)
-        if self.bar.disable and progress.step % PLAIN_LINE_STEPS == 0:
-            done = min(progress.budget_s / self.budget_s, 1)
-            print(f"{done:6.1%}  {figures}", flush=True)
+        if progress.step % STEPS_A_LINE == 0:
+            seconds = time.perf_counter() - self.started
+            print(
+                f"{min(progress.budget_s / self.budget_s, 1):6.1%}  step {progress.step}"
+                f"  loss: chat {progress.chat_loss:.3f} text {progress.text_loss:.3f}"
+                f"  firing {progress.density:.3f}"
+                f"  {(progress.tokens - self.first_tokens) / seconds:,.0f} tokens/s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -45,8 +45,7 @@ def target_rates(num_neurons: int, density: float, exponent: float) -> Tensor:
 class RateControl:
     """Watches gates, prices their neurons, gives the penalty of a forward pass.
 
-    A gate is a layer's, or an expert's, which some passes may leave out.
-    Shapes:  targets (N,), prices and rates (gates, N)
+    Shapes:  targets (N,), prices and rates (layers, N)
     """
 
     targets: Tensor
@@ -58,13 +57,13 @@ class RateControl:
     @classmethod
     def watching(cls, model: LlamaForCausalLM, density: float, exponent: float) -> "RateControl":
         """A control of all gates of `model`, with target rates as `target_rates` gives them."""
-        config, device, gates = model.config, model.device, gate_functions(model)
+        config, device = model.config, model.device
         targets = target_rates(config.intermediate_size, density, exponent).to(device)
-        shape = (len(gates), config.intermediate_size)
+        shape = (config.num_hidden_layers, config.intermediate_size)
         zeros, halves = torch.zeros(shape, device=device), torch.full(shape, 0.5, device=device)
         control = cls(targets, zeros, halves)
-        for number, gate in enumerate(gates):
-            gate.register_forward_hook(control._hook(number))
+        for number, layer in enumerate(model.model.layers):
+            layer.mlp.act_fn.register_forward_hook(control._hook(number))
         return control
 
     def penalty(self) -> Tensor:
@@ -94,9 +93,3 @@ class RateControl:
             self._fired.setdefault(number, []).append((gate.detach() > 0).float().mean(0))
 
         return watch
-
-
-def gate_functions(model: LlamaForCausalLM) -> list[nn.Module]:
-    """The modules that compute relu(gate): of each layer, or of each of its experts."""
-    blocks = [getattr(layer.mlp, "experts", [layer.mlp]) for layer in model.model.layers]
-    return [block.act_fn for of_layer in blocks for block in of_layer]

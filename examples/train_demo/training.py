@@ -87,14 +87,10 @@ class Trainer:
         config: TrainingConfig,
         model: LlamaConfig,
         source: RowSource,
-        make: Callable[[LlamaConfig], LlamaForCausalLM] = LlamaForCausalLM,
-        added_loss: Callable[[LlamaForCausalLM], Tensor | float] = lambda model: 0.0,
     ) -> None:
-        """`added_loss` is of the last forward pass."""
         torch.manual_seed(config.seed)
         self.config, self.source, self.progress = config, source, Progress()
-        self.added_loss = added_loss
-        self.master = make(model).to(config.device)
+        self.master = LlamaForCausalLM(model).to(config.device)
         self.work = copy.deepcopy(self.master).to(torch.bfloat16)
         self.control = RateControl.watching(self.work, config.density, config.exponent)
         named = list(self.master.named_parameters())
@@ -191,7 +187,7 @@ class Trainer:
         losses = torch.nn.functional.cross_entropy(logits, ids[:, 1:][wanted], reduction="none")
         kept = weights[:, 1:][wanted]
         loss = (losses.float() * kept).sum() / kept.sum()
-        ((loss + self.control.penalty() + self.added_loss(self.work)) * share).backward()
+        ((loss + self.control.penalty()) * share).backward()
         return float(loss.detach())
 
     def _tensor(self, array: np.ndarray) -> Tensor:
