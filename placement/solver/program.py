@@ -27,6 +27,7 @@ devices of any speed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -101,14 +102,31 @@ def _class_of_groups(frequency: np.ndarray) -> np.ndarray:
     return np.minimum((rank + fallen) / 2 * MAX_CLASSES, MAX_CLASSES - 1).astype(np.int64)
 
 
-class _Rows:
-    """Collects a sparse matrix of constraints, block by block."""
+class _Builder:
+    """Numbers the variables, and collects a sparse matrix of constraints, block by block."""
 
-    def __init__(self) -> None:
+    def __init__(self, problem: Problem, classes: Classes, unit_s: float) -> None:
+        self.problem, self.classes, self.unit_s = problem, classes, unit_s
         self.parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.low: list[np.ndarray] = []
         self.high: list[np.ndarray] = []
-        self.num_rows = 0
+        self.num_rows = self.num_columns = 0
+        layers, gpus = problem.num_layers, problem.num_gpus
+        num_joined = problem.joined_parts.size
+        self.n = self._variables(len(classes.layer), problem.num_devices)
+        self.t = self._variables(layers)
+        self.z = self._variables(layers, gpus)
+        self.w = self._variables(num_joined, gpus)
+        self.s = self._variables(num_joined, gpus)
+        self.h = self._variables(gpus if num_joined else 0)
+        self.p = self._variables(len(problem.part_bytes), gpus)
+        (self.one,) = self._variables(1)
+
+    def _variables(self, *shape: int) -> np.ndarray:
+        """Columns of new variables."""
+        found = self.num_columns + np.arange(math.prod(shape)).reshape(shape)
+        self.num_columns += found.size
+        return found
 
     def add(self, low: Any, high: Any, *entries: tuple[Any, Any, Any]) -> None:
         """Add rows low <= row <= high; each entry is rows (within the block), columns, values."""
@@ -120,136 +138,103 @@ class _Rows:
         self.high.append(high.astype(float))
         self.num_rows += low.size
 
-    def matrix(self, num_columns: int) -> coo_array:
-        """All rows as one matrix."""
+    def add_all(self) -> None:
+        """Add the constraints of this module's docstring."""
+        count, num_parts = self.classes.count, len(self.problem.part_bytes)
+        self.add(count, count, (np.arange(len(count))[:, None], self.n, 1.0))
+        self._add_times()
+        if self.problem.num_gpus:
+            self._add_min_neurons()
+            self.add(np.zeros(num_parts), 1.0, (np.arange(num_parts)[:, None], self.p, 1.0))
+            attention = self.p[self.problem.attention_parts]
+            row = np.arange(max(0, len(attention) - 1))[:, None]
+            before = (row, attention[:-1], -1.0)
+            self.add(np.zeros(row.size), np.inf, (row, attention[1:], 1.0), before)
+        if self.w.size:
+            self._add_whole_layers()
+        self._add_budgets()
+
+    def _add_times(self) -> None:
+        problem, w = self.problem, self.w
+        layers, devices, gpus = problem.num_layers, problem.num_devices, problem.num_gpus
+        row = np.arange(layers * devices).reshape(layers, devices)
+        self.add(
+            np.full(row.size, -np.inf),
+            0.0,
+            (row[self.classes.layer], self.n, self.classes.seconds / self.unit_s),
+            (row, self.t[:, None], -1.0),
+            (row[:, :gpus], self.z, problem.sync_s / self.unit_s),
+            (row[: len(w), :gpus], w, -problem.sync_s / self.unit_s),
+        )
+
+    def _on_gpus(self, row: np.ndarray) -> tuple[Any, Any, Any]:
+        """Neurons of layers on GPUs, in units of a group, so that coefficients are near 1."""
+        size = (self.classes.size / self.problem.group_sizes.max())[:, None]
+        return row[self.classes.layer], self.n[:, : self.problem.num_gpus], size
+
+    def _add_min_neurons(self) -> None:
+        problem, z = self.problem, self.z
+        unit, sizes = problem.group_sizes.max(), problem.layer_sizes[:, None]
+        row = np.arange(z.size).reshape(z.shape)
+        work, least = self._on_gpus(row), np.minimum(problem.min_neurons, sizes) / unit
+        self.add(np.zeros(row.size), np.inf, work, (row, z, -least))
+        self.add(np.full(row.size, -np.inf), 0.0, work, (row, z, -sizes / unit))
+
+    def _add_whole_layers(self) -> None:
+        problem, w, s, h = self.problem, self.w, self.s, self.h
+        row = np.arange(w.size).reshape(w.shape)
+        sizes = problem.layer_sizes[:, None] / problem.group_sizes.max()
+        none, gpus = np.zeros(w.size), np.zeros(problem.num_gpus)
+        self.add(none, np.inf, self._on_gpus(row), (row, w, -sizes))
+        self.add(none, np.inf, (row, self.p[problem.joined_parts], 1.0), (row, w, -1.0))
+        self.add(none, np.inf, (row, s, 1.0), (row, w, -1.0), (row[1:], w[:-1], 1.0))
+        heads = self.p[np.array(problem.part_kinds) == HEAD]
+        self.add(gpus, np.inf, (row[0], w[-1], 1.0), (row[0], h, -1.0))
+        self.add(gpus, np.inf, (row[0], heads, 1.0), (row[0], h, -1.0))
+
+    def _add_budgets(self) -> None:
+        """Rows in units of a group's bytes: the solver's tolerance is then a few bytes."""
+        problem, n, p, gpus = self.problem, self.n, self.p, self.problem.num_gpus
+        unit = float(problem.group_sizes.max() * problem.neuron_bytes)
+        size = (self.classes.size * problem.neuron_bytes / unit)[:, None]
+        part, budget = problem.part_bytes[:, None] / unit, problem.budget_bytes / unit
+        host, on_gpu = budget[gpus] - problem.part_bytes.sum() / unit, np.arange(gpus)
+        least = np.full(gpus, -np.inf)
+        self.add(least, budget[:gpus], (on_gpu, n[:, :gpus], size), (on_gpu, p, part))
+        self.add(-np.inf, host, (0, n[:, gpus:], size), (0, p, -part))
+
+    def program(self) -> Program:
+        """The cost of the variables and their bounds, beside the constraints."""
         from scipy.sparse import coo_array
 
+        problem, gpus, unit_s = self.problem, self.problem.num_gpus, self.unit_s
+        low, high = np.zeros(self.num_columns), np.ones(self.num_columns)
+        cost, integrality = np.zeros(self.num_columns), np.ones(self.num_columns)
+        cost[self.t], high[self.t], integrality[self.t] = 1.0, np.inf, 0
+        host_s = problem.part_seconds[:, -1]
+        cost[self.p] = (problem.part_seconds[:, :gpus] - host_s[:, None]) / unit_s
+        cost[self.one] = (problem.fixed_s + float(host_s.sum())) / unit_s
+        cost[self.w] = -2 * problem.exchange_s / unit_s
+        cost[self.s] = problem.sync_s / unit_s
+        cost[self.h] = -problem.exchange_s / unit_s
+        low[self.one] = 1
+        is_allowed = problem.min_neurons <= problem.layer_sizes[:, None]
+        high[self.n] = self.classes.count[:, None]
+        high[self.n[:, :gpus]] *= is_allowed[self.classes.layer]
+        high[self.z] = is_allowed
+        high[self.p] = problem.may_leave_host[:, None]
         rows, columns, values = (np.concatenate(part) for part in zip(*self.parts, strict=True))
-        return coo_array((values.astype(float), (rows, columns)), (self.num_rows, num_columns))
+        shape = self.num_rows, self.num_columns
+        matrix = coo_array((values.astype(float), (rows, columns)), shape)
+        row_low, row_high = np.concatenate(self.low), np.concatenate(self.high)
+        return Program(cost, matrix, row_low, row_high, low, high, integrality)
 
 
 def build_program(problem: Problem, classes: Classes, unit_s: float) -> Program:
     """The program of this module's docstring, as matrices."""
-    layers, devices, gpus = problem.num_layers, problem.num_devices, problem.num_gpus
-    num_classes, num_parts = len(classes.layer), len(problem.part_bytes)
-    n = np.arange(num_classes * devices).reshape(num_classes, devices)
-    t = n.size + np.arange(layers)
-    z = t[-1] + 1 + np.arange(layers * gpus).reshape(layers, gpus)
-    end = n.size + layers + z.size
-    num_joined = problem.joined_parts.size
-    w = end + np.arange(num_joined * gpus).reshape(num_joined, gpus)
-    s = w + w.size
-    h = end + 2 * w.size + np.arange(gpus if w.size else 0)
-    p = end + 2 * w.size + h.size + np.arange(num_parts * gpus).reshape(num_parts, gpus)
-    one = end + 2 * w.size + h.size + p.size
-    num_columns = one + 1
-    rows = _Rows()
-    of_class = np.arange(num_classes)[:, None]
-    rows.add(classes.count, classes.count, (of_class, n, 1.0))
-    _add_times(rows, problem, classes, unit_s, n, t, z, w)
-    if gpus:
-        _add_min_neurons(rows, problem, classes, n, z)
-        rows.add(np.zeros(num_parts), 1.0, (np.arange(num_parts)[:, None], p, 1.0))
-        _add_first_on_host(rows, problem, p)
-    if w.size:
-        _add_whole_layers(rows, problem, classes, n, w, s, h, p)
-    _add_budgets(rows, problem, classes, n, p)
-
-    cost, low, high = np.zeros(num_columns), np.zeros(num_columns), np.ones(num_columns)
-    integrality = np.ones(num_columns)
-    cost[t] = 1.0
-    high[t] = np.inf
-    integrality[t] = 0
-    host_s = problem.part_seconds[:, -1]
-    cost[p] = (problem.part_seconds[:, :gpus] - host_s[:, None]) / unit_s
-    cost[one] = (problem.fixed_s + float(host_s.sum())) / unit_s
-    cost[w] = -2 * problem.exchange_s / unit_s
-    cost[s] = problem.sync_s / unit_s
-    cost[h] = -problem.exchange_s / unit_s
-    low[one] = 1
-    is_allowed = problem.min_neurons <= problem.layer_sizes[:, None]
-    high[n] = classes.count[:, None]
-    high[n[:, :gpus]] *= is_allowed[classes.layer]
-    high[z] = is_allowed
-    high[p] = problem.may_leave_host[:, None]
-    row_low, row_high = np.concatenate(rows.low), np.concatenate(rows.high)
-    return Program(cost, rows.matrix(num_columns), row_low, row_high, low, high, integrality)
-
-
-def _add_times(
-    rows: _Rows,
-    problem: Problem,
-    classes: Classes,
-    unit_s: float,
-    n: np.ndarray,
-    t: np.ndarray,
-    z: np.ndarray,
-    w: np.ndarray,
-) -> None:
-    layers, devices, gpus = problem.num_layers, problem.num_devices, problem.num_gpus
-    row = np.arange(layers * devices).reshape(layers, devices)
-    rows.add(
-        np.full(row.size, -np.inf),
-        0.0,
-        (row[classes.layer], n, classes.seconds / unit_s),
-        (row, t[:, None], -1.0),
-        (row[:, :gpus], z, problem.sync_s / unit_s),
-        (row[: len(w), :gpus], w, -problem.sync_s / unit_s),
-    )
-
-
-def _add_min_neurons(
-    rows: _Rows, problem: Problem, classes: Classes, n: np.ndarray, z: np.ndarray
-) -> None:
-    """Rows in units of a group, so that coefficients are near 1."""
-    layers, gpus = problem.num_layers, problem.num_gpus
-    unit, sizes = problem.group_sizes.max(), problem.layer_sizes[:, None]
-    row = np.arange(layers * gpus).reshape(layers, gpus)
-    work = (row[classes.layer], n[:, :gpus], (classes.size / unit)[:, None])
-    least = np.minimum(problem.min_neurons, sizes) / unit
-    rows.add(np.zeros(row.size), np.inf, work, (row, z, -least))
-    rows.add(np.full(row.size, -np.inf), 0.0, work, (row, z, -sizes / unit))
-
-
-def _add_first_on_host(rows: _Rows, problem: Problem, p: np.ndarray) -> None:
-    attention = p[problem.attention_parts]
-    row = np.arange(max(0, len(attention) - 1))[:, None]
-    rows.add(np.zeros(row.size), np.inf, (row, attention[1:], 1.0), (row, attention[:-1], -1.0))
-
-
-def _add_whole_layers(
-    rows: _Rows,
-    problem: Problem,
-    classes: Classes,
-    n: np.ndarray,
-    w: np.ndarray,
-    s: np.ndarray,
-    h: np.ndarray,
-    p: np.ndarray,
-) -> None:
-    gpus, unit = problem.num_gpus, problem.group_sizes.max()
-    row, sizes = np.arange(w.size).reshape(w.shape), problem.layer_sizes[:, None] / unit
-    work = (row[classes.layer], n[:, :gpus], (classes.size / unit)[:, None])
-    rows.add(np.zeros(w.size), np.inf, work, (row, w, -sizes))
-    rows.add(np.zeros(w.size), np.inf, (row, p[problem.joined_parts], 1.0), (row, w, -1.0))
-    rows.add(np.zeros(w.size), np.inf, (row, s, 1.0), (row, w, -1.0), (row[1:], w[:-1], 1.0))
-    heads = p[np.array(problem.part_kinds) == HEAD]
-    rows.add(np.zeros(gpus), np.inf, (row[0], w[-1], 1.0), (row[0], h, -1.0))
-    rows.add(np.zeros(gpus), np.inf, (row[0], heads, 1.0), (row[0], h, -1.0))
-
-
-def _add_budgets(
-    rows: _Rows, problem: Problem, classes: Classes, n: np.ndarray, p: np.ndarray
-) -> None:
-    """Rows in units of a group's bytes: the solver's tolerance is then a few bytes."""
-    gpus = problem.num_gpus
-    unit = float(problem.group_sizes.max() * problem.neuron_bytes)
-    size = (classes.size * problem.neuron_bytes / unit)[:, None]
-    part = problem.part_bytes[:, None] / unit
-    budget = problem.budget_bytes / unit
-    on_gpu, host = np.arange(gpus), budget[gpus] - problem.part_bytes.sum() / unit
-    rows.add(np.full(gpus, -np.inf), budget[:gpus], (on_gpu, n[:, :gpus], size), (on_gpu, p, part))
-    rows.add(-np.inf, host, (0, n[:, gpus:], size), (0, p, -part))
+    builder = _Builder(problem, classes, unit_s)
+    builder.add_all()
+    return builder.program()
 
 
 def read_solution(problem: Problem, classes: Classes, values: np.ndarray) -> Assignment:
