@@ -4,7 +4,7 @@
     python -m examples.train_demo --evaluate demo          recompute the report of demo/
     ray job submit --working-dir . -- python -m examples.train_demo --out /data/demo
 
-Needs transformers and tokenizers. Stop it at any time: given the same --checkpoint it continues.
+Needs transformers and tokenizers.
 """
 
 import platform
@@ -33,7 +33,6 @@ STEPS_A_LINE = 20
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--threads", default=num_cpus(), show_default="all")
 @click.option("--seed", default=1, show_default=True)
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="Default: OUT/training.pt")
 @click.option("--evaluate", type=click.Path(path_type=Path, exists=True), help="Only the report.")
 def main(
     out: Path,
@@ -41,7 +40,6 @@ def main(
     device: str,
     threads: int,
     seed: int,
-    checkpoint: Path | None,
     evaluate: Path | None,
 ) -> None:
     """Train the demo model within a budget of computing time, or recompute a model's report."""
@@ -53,13 +51,12 @@ def main(
     if evaluate is not None:
         write_report(evaluate, None)
         return
-    train(TrainingConfig(minutes=minutes, device=device, seed=seed), out, checkpoint)
+    train(TrainingConfig(minutes=minutes, device=device, seed=seed), out)
 
 
-def train(config: TrainingConfig, out: Path, checkpoint: Path | None) -> None:
+def train(config: TrainingConfig, out: Path) -> None:
     """Train, then write the model, the held-out text and the report to the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    checkpoint = checkpoint or out / "training.pt"
     entries = stdlib_entries()
     asked, documents = questions(entries), running_text(entries)
     spoken = [f"{question.canonical} {question.answer}" for question in asked]
@@ -69,13 +66,11 @@ def train(config: TrainingConfig, out: Path, checkpoint: Path | None) -> None:
         len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     )
     trainer = Trainer(config, shape, source)
-    trainer.run(checkpoint, TrainingDisplay(config).show)
-    trainer.save(checkpoint)
+    trainer.run(TrainingDisplay(config).show)
     tokenizer.save_pretrained(out)
     save_model(trainer.master, out)
     (out / "heldout.txt").write_text(held_out_text(entries), "utf-8")
     write_report(out, training_facts(config, trainer.progress))
-    checkpoint.unlink()
 
 
 def save_model(model: LlamaForCausalLM, out: Path) -> None:

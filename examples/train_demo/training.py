@@ -1,16 +1,14 @@
 """Train a model: bfloat16 arithmetic, float32 master weights, Muon for the matrices.
 
 The budget is computing time, not wall time: on a CPU the process's own, shared out over its
-threads, so that a stopped process loses nothing. The learning rate follows the budget's progress
+threads. The learning rate follows the budget's progress
 and ends at zero with it, so stopping there gives a finished model.
 """
 
 import copy
-import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -39,7 +37,6 @@ class TrainingConfig:
     decay_from: float = 0.45
     density: float = 0.09
     exponent: float = 0.8
-    checkpoint_s: float = 60.0
 
     @property
     def tokens_per_step(self) -> int:
@@ -103,22 +100,16 @@ class Trainer:
             (torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0), config.other_rate),
         ]
 
-    def run(self, checkpoint: Path, show: Callable[[Progress], None]) -> None:
-        """Train until the budget is spent; a checkpoint that exists is gone on from."""
+    def run(self, show: Callable[[Progress], None]) -> None:
+        """Train until the budget is spent."""
         config, progress = self.config, self.progress
-        if checkpoint.exists():
-            self.load(checkpoint)
-        self.source.rng = random.Random(config.seed + progress.step)
         chat = self.source.chat_batches(config.chat_rows, config.chat_tokens)
         text = self.source.text_batches(config.text_rows, config.text_tokens)
-        used_before, started, saved = progress.budget_s, self._clock(), 0.0
+        started = self._clock()
         while (done := progress.budget_s / (config.minutes * 60)) < 1:
             self.step(next(chat), next(text), self._rate(done))
-            progress.budget_s = used_before + self._clock() - started
+            progress.budget_s = self._clock() - started
             show(progress)
-            if progress.budget_s - saved > config.checkpoint_s:
-                self.save(checkpoint)
-                saved = progress.budget_s
 
     def step(self, chat: Rows, text: Rows, rate: float) -> None:
         """One optimizer step on both kinds of rows; rate scales the learning rates."""
@@ -142,31 +133,6 @@ class Trainer:
         progress.chat_loss += (1 - keep) * (chat_loss - progress.chat_loss)
         progress.text_loss += (1 - keep) * (text_loss - progress.text_loss)
         progress.density = float(self.control.rates.mean())
-
-    def save(self, checkpoint: Path) -> None:
-        """Write all that `load` needs to go on; an interrupted write leaves the last one."""
-        state = {
-            "model": self.master.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer, _ in self.optimizers],
-            "prices": self.control.prices,
-            "rates": self.control.rates,
-            "progress": asdict(self.progress),
-        }
-        partial = checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(checkpoint)
-
-    def load(self, checkpoint: Path) -> None:
-        """Go on from what `save` wrote."""
-        state = torch.load(checkpoint, map_location=self.config.device)
-        self.master.load_state_dict(state["model"])
-        self.work.load_state_dict(state["model"])
-        for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.control.prices.copy_(state["prices"])
-        self.control.rates.copy_(state["rates"])
-        for name, value in state["progress"].items():
-            setattr(self.progress, name, value)
 
     def _backward(self, rows: Rows, share: float, masked: bool) -> float:
         """Add the gradients of share * (loss + penalty); the loss, a weighted mean in nats."""

@@ -181,77 +181,57 @@ def read_rope_object(
     nested = next((name for name, value in values.items() if isinstance(value, dict)), None)
     if nested is not None:
         raise rope.fail(shown(nested), "sets a rope of its own; use one rope for all layers")
-    kind = _kind(rope, kinds)
-    theta = _theta(reader, rope, default_theta)
-    part = _share(reader, rope, share)
-    if kind == "default":
-        return RopeConfig(theta=theta, share=part)
+    kind, theta = _kind(rope, kinds), _theta(reader, rope, default_theta)
+    fields: dict[str, Any] = {"theta": theta, "kind": kind, "share": _share(reader, rope, share)}
     if kind == "longrope":
-        return _longrope(reader, rope, max_positions, theta, part)
-    factor = rope.number("factor", low=1.0 if kind == "dynamic" else 1e-6, high=_MAX)
+        return RopeConfig(**fields, **_longrope(reader, rope, max_positions))
+    if kind != "default":
+        least = 1.0 if kind == "dynamic" else 1e-6
+        fields["factor"] = rope.number("factor", low=least, high=_MAX)
     if kind == "dynamic":
-        return RopeConfig(
-            theta, "dynamic", factor, original_max_positions=max_positions, share=part
-        )
-    if kind == "linear":
-        return RopeConfig(theta=theta, kind="linear", factor=factor, share=part)
-    if kind == "yarn":
-        return _yarn(reader, rope, max_positions, theta, part)
-    low = rope.number("low_freq_factor", low=1e-6, high=_MAX)
-    high = rope.number("high_freq_factor", low=1e-6, high=_MAX)
-    if high <= low:
-        raise rope.fail("high_freq_factor", f"is {high:g}; give more than low_freq_factor {low:g}")
-    return RopeConfig(
-        theta=theta,
-        kind="llama3",
-        factor=factor,
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_positions=_original_positions(reader, rope, max_positions),
-        share=part,
-    )
+        fields["original_max_positions"] = max_positions
+    elif kind == "yarn":
+        fields |= _yarn(rope, theta, fields["factor"])
+    elif kind == "llama3":
+        low = rope.number("low_freq_factor", low=1e-6, high=_MAX)
+        high = rope.number("high_freq_factor", low=1e-6, high=_MAX)
+        if high <= low:
+            raise rope.fail(
+                "high_freq_factor", f"is {high:g}; give more than low_freq_factor {low:g}"
+            )
+        fields |= {"low_freq_factor": low, "high_freq_factor": high}
+    if kind in ("yarn", "llama3"):
+        fields["original_max_positions"] = _original_positions(reader, rope, max_positions)
+    return RopeConfig(**fields)
 
 
-def _longrope(
-    reader: ConfigReader, rope: ConfigReader, max_positions: int, theta: float, share: float
-) -> RopeConfig:
+def _longrope(reader: ConfigReader, rope: ConfigReader, max_positions: int) -> dict[str, Any]:
     """Read Phi-3's rope; table_scale follows from the factor by which its context was extended."""
     original = _original_positions(reader, rope, max_positions)
     factor = rope.number("factor", max_positions / original, low=1e-6, high=_MAX)
     scale = math.sqrt(1 + math.log(factor) / math.log(max(original, 2))) if factor > 1 else 1.0
-    return RopeConfig(
-        theta=theta,
-        kind="longrope",
-        original_max_positions=original,
-        share=share,
-        short_factors=_factors(rope, "short_factor"),
-        long_factors=_factors(rope, "long_factor"),
-        table_scale=rope.number("attention_factor", scale, low=1e-6, high=_MAX),
-    )
+    return {
+        "original_max_positions": original,
+        "short_factors": _factors(rope, "short_factor"),
+        "long_factors": _factors(rope, "long_factor"),
+        "table_scale": rope.number("attention_factor", scale, low=1e-6, high=_MAX),
+    }
 
 
-def _yarn(
-    reader: ConfigReader, rope: ConfigReader, max_positions: int, theta: float, share: float
-) -> RopeConfig:
+def _yarn(rope: ConfigReader, theta: float, factor: float) -> dict[str, Any]:
     """Read yarn; table_scale is 0.1 ln(factor) + 1, or follows mscale and mscale_all_dim."""
-    factor = rope.number("factor", low=1e-6, high=_MAX)
     if theta <= 1:
         raise rope.fail("rope_theta", f"is {theta:g}; yarn needs more than 1")
     scales = [rope.number(key, 0.0, low=0.0, high=_MAX) for key in ("mscale", "mscale_all_dim")]
     scale, below = scales if all(scales) else (1.0, 0.0)
     growth = 0.1 * math.log(factor) if factor > 1 else 0.0
     table_scale = (scale * growth + 1) / (below * growth + 1)
-    return RopeConfig(
-        theta=theta,
-        kind="yarn",
-        factor=factor,
-        original_max_positions=_original_positions(reader, rope, max_positions),
-        share=share,
-        beta_fast=rope.number("beta_fast", 32.0, low=1e-6, high=_MAX),
-        beta_slow=rope.number("beta_slow", 1.0, low=1e-6, high=_MAX),
-        truncates=rope.boolean("truncate", True),
-        table_scale=rope.number("attention_factor", table_scale, low=1e-6, high=_MAX),
-    )
+    return {
+        "beta_fast": rope.number("beta_fast", 32.0, low=1e-6, high=_MAX),
+        "beta_slow": rope.number("beta_slow", 1.0, low=1e-6, high=_MAX),
+        "truncates": rope.boolean("truncate", True),
+        "table_scale": rope.number("attention_factor", table_scale, low=1e-6, high=_MAX),
+    }
 
 
 def _factors(rope: ConfigReader, key: str) -> tuple[float, ...]:

@@ -90,15 +90,15 @@ def weights_digest(files: ModelFiles) -> str:
     Errors:  CheckpointError where the files are not in the states of `files`, or unreadable
     """
     place, state = files.model.resolve(), files.digest
-    found = _known.get(place, ("", ""))
-    if found[0] != state:
-        with _cached(place) as cached:
-            if cached.read()[0] != state:
-                cached.write(state, _hashed(files))
-            found = cached.read()
+    if _known.get(place, ("", ""))[0] != state:
+        with _locked(place) as cached:
+            found = _read(cached)
+            if found[0] != state:
+                found = state, _hashed(files)
+                _write(cached, *found)
         _known[place] = found
     files.require_unchanged()
-    return found[1]
+    return _known[place][1]
 
 
 def _hashed(files: ModelFiles) -> str:
@@ -140,44 +140,38 @@ def _sha256(piece: memoryview) -> bytes:
     return hashlib.sha256(piece).digest()
 
 
-class _Cached:
-    """A model's digest in a locked file, or without one in this process alone."""
+def _read(cached: int | None) -> tuple[str, str]:
+    """The state of the files and their digest, or empty strings; a file cut short is no JSON."""
+    if cached is not None:
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            found = json.loads(os.pread(cached, 4096, 0))
+            return str(found["files"]), str(found["weights"])
+    return "", ""
 
-    def __init__(self, descriptor: int | None) -> None:
-        self._descriptor = descriptor
-        self._own = "", ""
 
-    def read(self) -> tuple[str, str]:
-        """Return the state of the files and their digest, or empty strings."""
-        if self._descriptor is not None and not self._own[0]:
-            with suppress(OSError, ValueError, TypeError, KeyError):
-                found = json.loads(os.pread(self._descriptor, 4096, 0))
-                return str(found["files"]), str(found["weights"])
-        return self._own
-
-    def write(self, state: str, digest: str) -> None:
-        """Store it. A file that was cut short is no JSON, and is ignored."""
-        self._own = state, digest
-        if self._descriptor is not None:
-            content = json.dumps({"files": state, "weights": digest}).encode()
-            with suppress(OSError):
-                os.ftruncate(self._descriptor, 0)
-                os.pwrite(self._descriptor, content, 0)
+def _write(cached: int | None, state: str, digest: str) -> None:
+    if cached is not None:
+        with suppress(OSError):
+            os.ftruncate(cached, 0)
+            os.pwrite(cached, json.dumps({"files": state, "weights": digest}).encode(), 0)
 
 
 @contextmanager
-def _cached(place: Path) -> Iterator[_Cached]:
-    """One process at a time computes a model's digest; the others wait and read it."""
+def _locked(place: Path) -> Iterator[int | None]:
+    """A model's file, None where it cannot be had.
+
+    One process at a time computes the digest; the others wait and read it.
+    """
     try:
         name = hashlib.sha256(os.fsencode(place)).hexdigest()[:32]
         file = own_folder("weights") / f"{name}.json"
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
-        yield _Cached(None)
+        yield None
         return
     try:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield _Cached(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)

@@ -53,8 +53,11 @@ def aligned_empty(
 
 
 def free_shared_memory() -> int:
-    """Return the free bytes of /dev/shm."""
-    state = os.statvfs(SHARED_MEMORY)
+    """Return the free bytes of /dev/shm; 0 where there is none."""
+    try:
+        state = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return 0
     return state.f_bavail * state.f_frsize
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hotcold.cuda_kernels.device import Gpu, list_gpus
 from hotcold.model.limits import cpu_quota, num_cpus, parse_core_list
-from hotcold.model.weights.memory import available_bytes, memory_limit
+from hotcold.model.weights.memory import available_bytes, free_shared_memory, memory_limit
 from hotcold.placement.machine.core_kinds import core_kinds
 from hotcold.placement.machine.description import UNNAMED, machine_identity
 from hotcold.placement.machine.sysfs import (
@@ -19,8 +19,6 @@ from hotcold.placement.machine.sysfs import (
     read_huge_page_setting,
     read_numa_nodes,
 )
-
-_SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
@@ -81,20 +79,12 @@ def survey(root: Path = Path("/")) -> MachineSurvey:
         numa_nodes=read_numa_nodes(root),
         available_bytes=available_bytes(),
         memory_limit=memory_limit(),
-        shared_memory_free_bytes=_free_bytes(_SHARED_MEMORY),
+        shared_memory_free_bytes=free_shared_memory(),
         huge_pages=read_huge_page_setting(root),
         huge_page_defrag=read_huge_page_setting(root, "defrag"),
         gpus=gpus,
         no_gpu_reason=no_gpu_reason,
     )
-
-
-def _free_bytes(path: str) -> int:
-    try:
-        status = os.statvfs(path)
-    except OSError:
-        return 0
-    return status.f_bavail * status.f_frsize
 
 
 @dataclass(frozen=True)
