@@ -180,13 +180,11 @@ class DriverActor:
 
         return services.driver.between_requests(measure, has_slot=False)
 
-    def device_report(self, measure: bool) -> dict[str, float]:
-        """Memory and times of the GPU; see `CudaAttentionService.device_report`."""
-        report: dict[str, float]
+    def device_bytes(self) -> int:
+        """Memory of the GPU that its service uses."""
         connection = self.services.connection
         gpus = connection.topology.cache_services
-        (report,) = connection.call_each("device_report", measure, services=gpus)
-        return report
+        return int(connection.call_each("device_bytes", services=gpus)[0])
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU seconds used by each service so far."""
