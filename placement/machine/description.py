@@ -20,12 +20,13 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.errors import UsageError, shown
 from hotcold.model.files.atomic_write import write_atomic
 
 _MAX_JSON_BYTES = 1 << 20
 _MAX_BYTES = 2**60
-_MAX_NUMBER = 1e9  # GB/s, µs, cores: more is a typing error
+_LEAST_NUMBER, _MAX_NUMBER = 1e-9, 1e9  # GB/s, µs, cores: others are a typing error
 UNNAMED = "unknown"  # a processor whose name the kernel does not say
 _BUSY_SHARE = 0.05  # of all cores: less is an idle desktop
 _HOW_TO_MAKE = "`hotcold doctor --machine-out FILE` writes a description"
@@ -95,19 +96,13 @@ class Machine:
 
         Errors:  UsageError, naming the key, for one that is missing, unknown or impossible
         """
-        keys = _object_with(cls, values, source)
-        nodes = _devices(CpuNode, keys["nodes"], f"{source}: nodes")
-        gpus = _devices(GpuDevice, keys["gpus"], f"{source}: gpus")
+        reader = _reader(cls, values, source)
+        nodes, gpus = (_devices(kind, reader) for kind in (CpuNode, GpuDevice))
         if not nodes:
-            raise UsageError(f"{source}: nodes is empty; a machine has at least one node")
-        return cls(
-            name=_text(keys["name"], f"{source}: name"),
-            nodes=nodes,
-            gpus=gpus,
-            exchange_us=_number(keys["exchange_us"], f"{source}: exchange_us"),
-            date=_text(keys["date"], f"{source}: date", may_be_empty=True),
-            busy_cores=_busy_cores(keys.get("busy_cores", 0), f"{source}: busy_cores"),
-        )
+            raise reader.fail("nodes", "is empty; a machine has at least one node")
+        busy = reader.number("busy_cores", 0.0, low=0.0, high=_MAX_NUMBER)
+        exchange_us = _checked(reader, "exchange_us")
+        return cls(_name(reader, "name"), nodes, gpus, exchange_us, reader.text("date"), busy)
 
 
 def machine_identity(
@@ -162,73 +157,52 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _object_with(kind: Any, values: object, where: str) -> dict[str, Any]:
+def _reader(kind: Any, values: object, source: str) -> ConfigReader:
+    """Reads an object that has the fields of `kind`, and no others. Errors: UsageError."""
     if not isinstance(values, dict):
-        raise UsageError(f"{where}: is {shown(values, 40)}, not an object; {_HOW_TO_MAKE}")
+        raise UsageError(f"{source}: is {shown(values, 40)}, not an object; {_HOW_TO_MAKE}")
     names = [field.name for field in fields(kind)]
     for field in fields(kind):
-        if field.name not in values and field.default is MISSING:
-            raise UsageError(f"{where}: {field.name} is missing; add it")
+        if values.get(field.name) is None and field.default is MISSING:
+            raise UsageError(f"{source}: {field.name} is missing; add it")
     for name in values:
         if name not in names:
-            raise UsageError(f"{where}: {shown(name, 40)} is unknown; known are {', '.join(names)}")
-    return values
+            known = ", ".join(names)
+            raise UsageError(f"{source}: {shown(name, 40)} is unknown; known are {known}")
+    # 200e9 is a whole number too, and easier to write than its digits
+    whole = {key: int(n) for key, n in values.items() if type(n) is float and n.is_integer()}
+    return ConfigReader(values | whole, source, UsageError)
 
 
-def _devices(kind: Any, values: object, where: str) -> tuple[Any, ...]:
-    if not isinstance(values, list):
-        raise UsageError(f"{where} is {shown(values, 40)}; give a list")
-    devices: list[Any] = []
-    for i, entry in enumerate(values):
-        place = f"{where}[{i}]"
-        keys = _object_with(kind, entry, place)
-        checked = {name: _checked(name, value, f"{place}.{name}") for name, value in keys.items()}
-        device = kind(**checked)
+def _devices(kind: Any, machine: ConfigReader) -> tuple[Any, ...]:
+    key = "nodes" if kind is CpuNode else "gpus"
+    found, devices = machine.values[key], list[Any]()
+    if not isinstance(found, list):
+        raise machine.fail(key, f"is {shown(found, 40)}; give a list")
+    for i, entry in enumerate(found):
+        reader = _reader(kind, entry, f"{machine.source}: {key}[{i}]")
+        device = kind(**{field.name: _checked(reader, field.name) for field in fields(kind)})
         if device.free_bytes > device.total_bytes:
-            raise UsageError(f"{place}.free_bytes is more than total_bytes; give at most that")
+            raise reader.fail("free_bytes", "is more than total_bytes; give at most that")
         if device.name in [other.name for other in devices]:
-            raise UsageError(f"{place}.name {shown(device.name, 40)} is taken; give another")
+            raise reader.fail("name", f"{shown(device.name, 40)} is taken; give another")
         devices.append(device)
     return tuple(devices)
 
 
-def _checked(name: str, value: object, where: str) -> object:
-    if name in ("name", "model"):
-        return _text(value, where)
-    if name == "measured":
-        if type(value) is not bool:
-            raise UsageError(f"{where} is {shown(value, 40)}; give true or false")
-        return value
-    if name == "free_bytes":
-        return _whole(value, where, 0, _MAX_BYTES)
-    if name == "total_bytes":
-        return _whole(value, where, 1, _MAX_BYTES)
-    if name == "num_cores":
-        return _whole(value, where, 1, int(_MAX_NUMBER))
-    return _number(value, where)
+def _checked(reader: ConfigReader, key: str) -> Any:
+    if key in ("name", "model"):
+        return _name(reader, key)
+    if key == "measured":
+        return reader.boolean(key, False)
+    if key in ("free_bytes", "total_bytes", "num_cores"):
+        high = int(_MAX_NUMBER) if key == "num_cores" else _MAX_BYTES
+        return reader.integer(key, low=int(key != "free_bytes"), high=high)
+    return reader.number(key, low=_LEAST_NUMBER, high=_MAX_NUMBER)
 
 
-def _text(value: object, where: str, may_be_empty: bool = False) -> str:
-    if not isinstance(value, str) or not (value or may_be_empty):
-        raise UsageError(f"{where} is {shown(value, 40)}; give a text")
-    return value
-
-
-def _whole(value: object, where: str, low: int, high: int) -> int:
-    # 200e9 is a whole number too, and easier to write than its digits
-    is_whole = type(value) is int or (type(value) is float and value.is_integer())
-    if not is_whole or not low <= value <= high:  # type: ignore[operator]
-        raise UsageError(f"{where} is {shown(value, 40)}; give a whole number from {low} to {high}")
-    return int(value)  # type: ignore[call-overload]
-
-
-def _busy_cores(value: object, where: str) -> float:
-    return 0.0 if type(value) in (int, float) and value == 0 else _number(value, where)
-
-
-def _number(value: object, where: str) -> float:
-    if type(value) not in (int, float) or not 0 < value <= _MAX_NUMBER:  # type: ignore[operator]
-        raise UsageError(
-            f"{where} is {shown(value, 40)}; give a number above 0, at most {_MAX_NUMBER:g}"
-        )
-    return float(value)  # type: ignore[arg-type]
+def _name(reader: ConfigReader, key: str) -> str:
+    found = reader.text(key)
+    if not found:
+        raise reader.fail(key, "is ''; give a text")
+    return found

@@ -16,11 +16,11 @@ from hotcold.placement.solver.problem import (
     objective_s,
     shortages,
 )
-from hotcold.placement.solver.solver import MIP_GAP, Solution, fragmented, solve
+from hotcold.placement.solver.solver import Solution, fragmented, solve
 
 
 def solve_divided(
-    problem: Problem, groups: Groups, *, time_limit_s: float = 10.0, mip_gap: float = MIP_GAP
+    problem: Problem, groups: Groups, *, time_limit_s: float = 10.0
 ) -> tuple[Problem, Groups, Solution]:
     """Solve with all CPU devices as one, then divide each of its groups among them.
 
@@ -29,7 +29,7 @@ def solve_divided(
     these.
     Errors:  MemoryBudgetError where something fits nowhere
     """
-    solution = solve(merge_cpu_devices(problem), time_limit_s=time_limit_s, mip_gap=mip_gap)
+    solution = solve(merge_cpu_devices(problem), time_limit_s=time_limit_s)
     if problem.num_devices - problem.num_gpus == 1:
         return problem, groups, solution
     on_gpu = solution.assignment.group_device < problem.num_gpus

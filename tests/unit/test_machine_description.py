@@ -79,7 +79,7 @@ def changed(change: Callable[[Any], Any]) -> dict[str, Any]:
         (lambda v: v["gpus"][0].update(link_gb_per_s="50"), "link_gb_per_s is '50'"),
         (lambda v: v["nodes"][0].update(num_cores=0), "num_cores is 0"),
         (lambda v: v["nodes"][0].update(num_cores=1.5), "num_cores is 1.5"),
-        (lambda v: v["nodes"][1].update(name="node0"), "nodes[1].name 'node0' is taken"),
+        (lambda v: v["nodes"][1].update(name="node0"), "nodes[1]: name 'node0' is taken"),
     ],
 )
 def test_refusals_name_the_key(change: Callable[[Any], Any], named: str) -> None:
