@@ -93,25 +93,21 @@ class Predictors:
         return NeuronPredictor(layers, sizes, self.input_name, bits)
 
 
+@dataclass(frozen=True, eq=False)
 class FileLayers(Sequence[AnyLayer | None]):
     """Layers in a file, each read anew at every access.
 
     Errors:  ArtifactError where a layer is damaged
     """
 
-    def __init__(
-        self,
-        path: Path,
-        identity: ModelIdentity,
-        config: ModelConfig,
-        kinds: Sequence[Any],
-        keeps_pages: bool,
-    ) -> None:
-        self._path, self._identity, self._config = path, identity, config
-        self._kinds, self._keeps_pages = kinds, keeps_pages
+    path: Path
+    identity: ModelIdentity
+    config: ModelConfig
+    kinds: Sequence[Any]
+    keeps_pages: bool
 
     def __len__(self) -> int:
-        return len(self._kinds)
+        return len(self.kinds)
 
     @overload
     def __getitem__(self, layer: int) -> AnyLayer | None: ...
@@ -123,10 +119,10 @@ class FileLayers(Sequence[AnyLayer | None]):
             return [self[i] for i in range(len(self))[layer]]
         layer = range(len(self))[layer]
         prefix = f"{layer}."
-        artifact = read_artifact(self._path, "predictors", self._identity, prefix)
-        if not self._keeps_pages:
-            forget_pages(self._path)
-        return _read_layer(artifact, self._config, layer, self._kinds[layer])
+        artifact = read_artifact(self.path, "predictors", self.identity, prefix)
+        if not self.keeps_pages:
+            forget_pages(self.path)
+        return _read_layer(artifact, self.config, layer, self.kinds[layer])
 
 
 def predictors_name(kind: str, weight_dtype: str = "") -> str:

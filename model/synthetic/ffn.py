@@ -7,7 +7,7 @@ gate is fitted to the tokens that choose it, or nearly do; its up and down are r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional
@@ -55,28 +55,20 @@ def ffn_names(names: LayerNames, spec: FfnSpec) -> ExpertNames:
     )
 
 
+@dataclass(frozen=True)
 class FfnMaker:
     """Writes one layer's blocks and remembers what fires."""
 
-    def __init__(
-        self,
-        spec: FfnSpec,
-        names: ExpertNames,
-        density: float,
-        num_fitted: int,
-        source: NormalSource,
-        write: Callable[[str, torch.Tensor], None],
-    ) -> None:
-        self._spec = spec
-        self._names = names
-        self._density = density
-        self._num_fitted = num_fitted
-        self._source = source
-        self._write = write
-        # Of each block: the tokens that have it, their neurons (t, I), which of them fire.
-        self._tokens: list[torch.Tensor] = []
-        self._neurons: list[torch.Tensor] = []
-        self._fires: list[torch.Tensor] = []
+    spec: FfnSpec
+    names: ExpertNames
+    density: float
+    num_fitted: int
+    source: NormalSource
+    write: Callable[[str, torch.Tensor], None]
+    # Of each block: the tokens that have it, their neurons (t, I), which of them fire.
+    _tokens: list[torch.Tensor] = field(default_factory=list)
+    _neurons: list[torch.Tensor] = field(default_factory=list)
+    _fires: list[torch.Tensor] = field(default_factory=list)
 
     def make(self, x: torch.Tensor, router: Router | None, output_rms: float) -> torch.Tensor:
         """Write all blocks; return what they add for each token, of deviation `output_rms`.
@@ -95,7 +87,7 @@ class FfnMaker:
 
     def stats(self, routing: RoutingStats | None) -> FiringStats:
         """How neurons fired on tokens that were not fitted."""
-        checked = [ids >= self._num_fitted for ids in self._tokens]
+        checked = [ids >= self.num_fitted for ids in self._tokens]
         pairs = zip(self._fires, checked, strict=True)
         counts = torch.stack([fires[is_checked].sum(dim=0) for fires, is_checked in pairs])
         num_choices = sum(int(each.sum()) for each in checked)
@@ -104,13 +96,13 @@ class FfnMaker:
 
     def _write_gates(self, x: torch.Tensor, router: Router | None) -> None:
         """Write gate and up, rows (I, D), and their biases (I,); neurons are remembered."""
-        names, stacked, biases = self._names, list[torch.Tensor](), list[torch.Tensor]()
+        names, stacked, biases = self.names, list[torch.Tensor](), list[torch.Tensor]()
         std = 1 / float(x.square().sum(dim=1).mean().sqrt())
-        for number, size in enumerate(self._spec.block_sizes):
+        for number, size in enumerate(self.spec.block_sizes):
             gate_bias = self._bias(names.gate_bias, size)
             up_bias = self._bias(names.up_bias, size)
             gate, fc = self._gate(x, router, number, gate_bias)
-            up = self._source.normal((size, x.shape[1]), std) if names.up else None
+            up = self.source.normal((size, x.shape[1]), std) if names.up else None
             self._apply(x, up, up_bias, fc)
             if names.is_transposed:  # columns are gate, up, gate, up, ...
                 assert up is not None and gate_bias is not None and up_bias is not None
@@ -121,25 +113,25 @@ class FfnMaker:
             written |= {names.up_bias: up_bias} | dict(zip(names.predictor, fc, strict=False))
             self._write_block(written, number)
         if stacked:
-            self._write(names.gate, torch.stack(stacked))
-            self._write(names.gate_bias, torch.stack(biases))
+            self.write(names.gate, torch.stack(stacked))
+            self.write(names.gate_bias, torch.stack(biases))
 
     def _gate(
         self, x: torch.Tensor, router: Router | None, number: int, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Return a block's gate, and fc1 (R, D) and fc2 (I, R) of its predictor."""
-        spec, density = self._spec, self._density
+        spec, density = self.spec, self.density
         if spec.activation_fn == "drelu":  # half of up . x is negative
             density = min(2 * density, MAX_DENSITY)
-        ids, inputs, num_fitted = torch.arange(len(x)), x, self._num_fitted
+        ids, inputs, num_fitted = torch.arange(len(x)), x, self.num_fitted
         if router is not None:
-            num_fitted = min(_FITTED_TOKENS, self._num_fitted)
+            num_fitted = min(_FITTED_TOKENS, self.num_fitted)
             ids = router.weights[:, number].nonzero()[:, 0]
-            fitted = router.logits[: self._num_fitted, number].topk(num_fitted).indices
+            fitted = router.logits[: self.num_fitted, number].topk(num_fitted).indices
             inputs = x[torch.cat([fitted, ids])]
         rank = predictor_parts(x.shape[1]) if spec.has_predictors else LOW_RANK
         size = spec.block_sizes[number]
-        gate = make_gate_rows(inputs, num_fitted, size, density, bias, self._source, rank)
+        gate = make_gate_rows(inputs, num_fitted, size, density, bias, self.source, rank)
         pre_activations = gate.pre_activations[len(inputs) - len(ids) :]
         self._tokens.append(ids)
         self._fires.append(pre_activations > 0)
@@ -156,7 +148,7 @@ class FfnMaker:
         fc: tuple[torch.Tensor, ...],
     ) -> None:
         """Apply up and predictor to the last block's neurons."""
-        spec, x = self._spec, x[self._tokens[-1]]
+        spec, x = self.spec, x[self._tokens[-1]]
         if up is not None:
             outputs = functional.linear(x, up, up_bias)
             factors = activated_up(spec.activation_fn, outputs, spec.activation_threshold)
@@ -173,10 +165,10 @@ class FfnMaker:
         self, x: torch.Tensor, weights: list[torch.Tensor], std: float, output_rms: float
     ) -> torch.Tensor:
         """Write down, rows (D, I); return all blocks' outputs (T, D)."""
-        names, hidden, update = self._names, x.shape[1], torch.zeros_like(x)
+        names, hidden, update = self.names, x.shape[1], torch.zeros_like(x)
         stacked, biases = list[torch.Tensor](), list[torch.Tensor]()
         for number, (ids, h) in enumerate(zip(self._tokens, self._neurons, strict=True)):
-            down = self._source.normal((hidden, h.shape[1]), std)
+            down = self.source.normal((hidden, h.shape[1]), std)
             bias = self._bias(names.down_bias, hidden, output_rms)
             out = functional.linear(h, down, bias)
             update.index_add_(0, ids, out * weights[number][:, None])
@@ -187,17 +179,17 @@ class FfnMaker:
                 continue
             self._write_block({names.down: down, names.down_bias: bias}, number)
         if stacked:
-            self._write(names.down, torch.stack(stacked))
-            self._write(names.down_bias, torch.stack(biases))
+            self.write(names.down, torch.stack(stacked))
+            self.write(names.down_bias, torch.stack(biases))
         return update
 
     def _write_block(self, tensors: Mapping[str, torch.Tensor | None], number: int) -> None:
         for name, tensor in tensors.items():
             if name and tensor is not None:
-                self._write(name.format(number), tensor)
+                self.write(name.format(number), tensor)
 
     def _bias(self, name: str, num_rows: int, output_rms: float = 1.0) -> torch.Tensor | None:
-        return self._source.normal((num_rows,), BIAS_SCALE * output_rms) if name else None
+        return self.source.normal((num_rows,), BIAS_SCALE * output_rms) if name else None
 
 
 def predictor_parts(hidden: int) -> int:

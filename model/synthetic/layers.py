@@ -7,7 +7,7 @@ values stay bounded at any depth. Each gate is fitted to the layer's own inputs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
@@ -39,73 +39,66 @@ def written_names(config: ModelConfig) -> TensorNames:
     )
 
 
+@dataclass(frozen=True)
 class LayerMaker:
     """Writes layers one by one; all have tensors of the same shapes."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        density: float,
-        source: NormalSource,
-        write: Callable[[str, torch.Tensor], None],
-        text: SampleText,
-        topics: Topics | None = None,
-        routing: RoutingStats | None = None,
-    ) -> None:
-        """`topics`, and the wanted `routing`, are a mixture's."""
-        self._config = config
-        self._density = density
-        self._source = source
-        self._write = write
-        self._text = text
-        self._topics = topics
-        self._routing = routing
-        updates_rms = _TIED_UPDATES_RMS if config.tied_embeddings else _UPDATES_RMS
-        self._update_rms = updates_rms / (2 * config.num_layers) ** 0.5
+    config: ModelConfig
+    density: float
+    source: NormalSource
+    write: Callable[[str, torch.Tensor], None]
+    text: SampleText
+    topics: Topics | None = None  # of a mixture
+    routing: RoutingStats | None = None  # that is wanted of a mixture
+
+    @property
+    def _update_rms(self) -> float:
+        updates_rms = _TIED_UPDATES_RMS if self.config.tied_embeddings else _UPDATES_RMS
+        return float(updates_rms / (2 * self.config.num_layers) ** 0.5)
 
     def make(self, spec: LayerSpec, names: LayerNames, hidden_states: torch.Tensor) -> FiringStats:
         """Write one layer and apply it to `hidden_states` (T, D), in place."""
-        has_own = self._config.has_ffn_norm
+        has_own = self.config.has_ffn_norm
         attention_norm = self._norm(names.norm, BIAS_SCALE if has_own else 1.0)
         ffn_norm = self._norm(names.ffn_norm, 1.0) if has_own else attention_norm
-        if self._config.qk_norm:
+        if self.config.qk_norm:
             for name, vector in ((names.q_norm, "q_norm_weight"), (names.k_norm, "k_norm_weight")):
-                self._write(f"{name}.weight", torch.ones(spec.vectors[vector]))
+                self.write(f"{name}.weight", torch.ones(spec.vectors[vector]))
         layer_input = hidden_states.clone() if spec.ffn.router is not None else hidden_states
         update = self._attention(names, attention_norm(hidden_states))
-        if self._config.parallel_ffn:
+        if self.config.parallel_ffn:
             ffn_input = ffn_norm(hidden_states)
             hidden_states += update
         else:
             hidden_states += update
             ffn_input = ffn_norm(hidden_states)
-        ffn, router, fitted = ffn_names(names, spec.ffn), None, self._text.num_fitted
+        ffn, router, fitted = ffn_names(names, spec.ffn), None, self.text.num_fitted
         if spec.ffn.router is not None:
             router = self._router(spec.ffn.router, ffn, ffn_input, layer_input)
-        maker = FfnMaker(spec.ffn, ffn, self._density, fitted, self._source, self._write)
+        maker = FfnMaker(spec.ffn, ffn, self.density, fitted, self.source, self.write)
         hidden_states += maker.make(ffn_input, router, self._update_rms)
         return maker.stats(None if router is None else router.stats)
 
     def _norm(self, name: str, bias_rms: float) -> Callable[[torch.Tensor], torch.Tensor]:
         """Write a norm and return it. Its bias gives every input the direction that gates use."""
-        hidden = self._config.hidden_size
-        self._write(f"{name}.weight", torch.ones(hidden))
-        if not self._config.norm_bias:
+        hidden = self.config.hidden_size
+        self.write(f"{name}.weight", torch.ones(hidden))
+        if not self.config.norm_bias:
             return lambda x: functional.rms_norm(x, (hidden,))
-        bias = self._source.normal((hidden,), bias_rms)
-        self._write(f"{name}.bias", bias)
+        bias = self.source.normal((hidden,), bias_rms)
+        self.write(f"{name}.bias", bias)
         return lambda x: functional.layer_norm(x, (hidden,), bias=bias)
 
     def _attention(self, names: LayerNames, x: torch.Tensor) -> torch.Tensor:
         """Causal attention without positions, which do not change the sizes measured here."""
-        config, has_bias = self._config, self._config.attention_bias
+        config, has_bias = self.config, self.config.attention_bias
         group = config.num_heads // config.num_kv_heads
         rows = zip(names.qkv, config.qkv_sizes, strict=True)
         projected = [self._linear(name, x, num_rows, has_bias) for name, num_rows in rows]
         if config.qk_norm == "full":
             for i in range(2):
                 projected[i] = functional.rms_norm(projected[i], projected[i].shape[1:])
-        text = self._text
+        text = self.text
         by_token = (text.num_sequences, text.sequence_tokens)
         parts = [p.view(*by_token, config.num_kv_heads, -1, config.head_dim) for p in projected]
         # Heads are (KV head, member of its group); a fused module's groups end in key and value.
@@ -115,27 +108,25 @@ class LayerMaker:
         )
         if config.qk_norm == "head":
             q, k = (functional.rms_norm(part, (config.head_dim,)) for part in (q, k))
-        sinks = self._source.normal((config.num_heads,)) if config.has_sinks else None
+        sinks = self.source.normal((config.num_heads,)) if config.has_sinks else None
         mixed = _attended(q, k, v, sinks).transpose(1, 2).reshape(text.num_tokens, -1)
         rms, has_bias = self._update_rms, config.out_bias
         update = self._linear(names.out, mixed, config.hidden_size, has_bias, rms)
         if sinks is not None:
-            self._write(names.sinks, sinks)
+            self.write(names.sinks, sinks)
         return update
 
     def _router(
         self, spec: RouterSpec, names: ExpertNames, x: torch.Tensor, layer_input: torch.Tensor
     ) -> Router:
         """Write a router and return it; `x` are the FFN's inputs."""
-        assert self._topics is not None and self._routing is not None
+        assert self.topics is not None and self.routing is not None
         bias = self._bias(spec.num_experts) if spec.has_bias else None
         inputs = layer_input if spec.reads == "layer_input" else x
-        router = make_router(
-            inputs, self._topics, self._text, spec, self._routing, bias, self._source
-        )
-        self._write(names.router, router.rows)
+        router = make_router(inputs, self.topics, self.text, spec, self.routing, bias, self.source)
+        self.write(names.router, router.rows)
         if bias is not None:
-            self._write(names.router_bias, bias)
+            self.write(names.router_bias, bias)
         return router
 
     def _linear(
@@ -148,15 +139,15 @@ class LayerMaker:
     ) -> torch.Tensor:
         """Write a random matrix scaled to `output_rms` for `x`; return its output."""
         std = output_rms / float(x.square().sum(dim=1).mean().sqrt())
-        weight = self._source.normal((num_rows, x.shape[1]), std)
-        self._write(f"{name}.weight", weight)
+        weight = self.source.normal((num_rows, x.shape[1]), std)
+        self.write(f"{name}.weight", weight)
         bias = self._bias(num_rows, output_rms) if has_bias else None
         if bias is not None:
-            self._write(f"{name}.bias", bias)
+            self.write(f"{name}.bias", bias)
         return functional.linear(x, weight, bias)
 
     def _bias(self, num_rows: int, output_rms: float = 1.0) -> torch.Tensor:
-        return self._source.normal((num_rows,), BIAS_SCALE * output_rms)
+        return self.source.normal((num_rows,), BIAS_SCALE * output_rms)
 
 
 def _attended(
