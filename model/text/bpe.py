@@ -98,36 +98,6 @@ def byte_bpe(
     return tokenizer
 
 
-def sentencepiece_bpe(
-    vocab: Mapping[str, int],
-    merges: Sequence[tuple[str, str]],
-    unknown: str | None,
-    add_prefix_space: bool,
-) -> tokenizers.Tokenizer:
-    """Return a BPE tokenizer of characters, which falls back to bytes for unknown ones.
-
-    Every text begins with a space where `add_prefix_space`, as SentencePiece adds one.
-    Errors:  whatever the library raises
-    """
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=dict(vocab),
-            merges=list(merges),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    spaces = normalizers.Replace(" ", _SPACE)
-    prefix = [normalizers.Prepend(_SPACE)] if add_prefix_space else []
-    tokenizer.normalizer = normalizers.Sequence([*prefix, spaces])
-    strip = [decoders.Strip(" ", 1, 0)] if add_prefix_space else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
-    return tokenizer
-
-
 def merges_of(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return the merges of SentencePiece's BPE: any two pieces that joined are a piece.
 
@@ -167,19 +137,30 @@ def tokenizer_of_pieces(
 ) -> tokenizers.Tokenizer:
     """Return SentencePiece's BPE of a vocabulary with its special tokens.
 
-    `unknown` is the unknown token where no piece has that type.
-
+    Characters that are no piece fall back to bytes. Every text begins with a space where
+    `add_prefix_space`, as SentencePiece adds one. `unknown` is the unknown token where no piece has
+    that type.
     Errors:  ValueError for a token that is too long; whatever the library raises
     """
     _require_short(pieces.texts)
     entries = zip(pieces.texts, pieces.kinds, pieces.scores, strict=True)
     normal = {text: float(score) for text, kind, score in entries if kind == NORMAL}
     named = pieces.of_kind(UNKNOWN)
-    tokenizer = sentencepiece_bpe(
-        {text: token_id for token_id, text in enumerate(pieces.texts)},
-        merges_of(normal),
-        named[0] if named else unknown,
-        add_prefix_space,
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={text: token_id for token_id, text in enumerate(pieces.texts)},
+            merges=merges_of(normal),
+            unk_token=named[0] if named else unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces = normalizers.Replace(" ", _SPACE)
+    prefix = [normalizers.Prepend(_SPACE)] if add_prefix_space else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, spaces])
+    strip = [decoders.Strip(" ", 1, 0)] if add_prefix_space else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     add_tokens(tokenizer, [*pieces.of_kind(CONTROL), *named], pieces.of_kind(USER_DEFINED))
     return tokenizer
