@@ -90,7 +90,8 @@ def weights_digest(files: ModelFiles) -> str:
     Errors:  CheckpointError where the files are not in the states of `files`, or unreadable
     """
     place, state = files.model.resolve(), files.digest
-    if _known.get(place, ("", ""))[0] != state:
+    found = _known.get(place, ("", ""))
+    if found[0] != state:
         with _locked(place) as cached:
             found = _read(cached)
             if found[0] != state:
@@ -98,7 +99,7 @@ def weights_digest(files: ModelFiles) -> str:
                 _write(cached, *found)
         _known[place] = found
     files.require_unchanged()
-    return _known[place][1]
+    return found[1]
 
 
 def _hashed(files: ModelFiles) -> str:
