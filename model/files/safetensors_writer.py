@@ -10,9 +10,10 @@ import json
 import math
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -48,17 +49,10 @@ class TensorSpec:
         return math.prod(self.shape)
 
 
-@dataclass
-class _Shard:
-    specs: list[TensorSpec] = field(default_factory=list)
-    num_bytes: int = 0
-
-
 class SafetensorsWriter:
     """Takes the tensors of `specs` in their order, converts them and writes them out.
 
-    One file `model.safetensors` where all fits in `max_shard_bytes`, else numbered files and an
-    index, named as transformers names them. An incomplete file ends in `.part`.
+    The file is `model.safetensors`; while it is incomplete, its name ends in `.part`.
     Use as a context manager: an error removes the incomplete file.
     Errors:  ValueError where a tensor is not the next of `specs`, or some were never written
     """
@@ -68,33 +62,31 @@ class SafetensorsWriter:
         directory: Path,
         specs: Sequence[TensorSpec],
         dtype: WeightDtype,
-        max_shard_bytes: int = 4 * 10**9,
         on_bytes: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
-        self._directory = directory
+        self._path = directory / "model.safetensors"
+        self._part = directory / "model.safetensors.part"
         self._dtype: torch.dtype = getattr(torch, dtype)
         given = FORMATS[DTYPES[dtype]].short.upper()
         specs = [replace(spec, format_name=spec.format_name or given) for spec in specs]
-        self._shards = _split(specs, max_shard_bytes)
-        self._file_names = _file_names(len(self._shards))
+        self._waiting = deque(specs)
         self._on_bytes = on_bytes
-        self._shard_id = -1
-        self._waiting: list[TensorSpec] = []
         self._file: BinaryIO | None = None
-        self.num_bytes = sum(shard.num_bytes for shard in self._shards)
+        self.num_bytes = sum(map(_num_bytes, specs))
 
     def __enter__(self) -> SafetensorsWriter:
+        self._file = self._part.open("wb")
         return self
 
     def __exit__(self, error_type: object, *rest: object) -> None:
         try:
             if error_type is None:
-                self.finish()
+                self._finish()
         finally:
             if self._file is not None:
                 with suppress(OSError):  # of buffered bytes
                     self._file.close()
-                self._part_path.unlink(missing_ok=True)
+                self._part.unlink(missing_ok=True)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write the next tensor. `tensor` is of any float dtype, on the CPU."""
@@ -113,10 +105,11 @@ class SafetensorsWriter:
 
     def _begin(self, name: str, shape: tuple[int, ...]) -> TensorSpec:
         """Return the next spec. Errors: ValueError where name or shape differ."""
-        if not self._waiting:
-            self._open_next()
-        expected = self._waiting.pop(0)
-        if (name, shape) != (expected.name, expected.shape):
+        assert self._file is not None
+        if not self._file.tell():
+            self._file.write(_header(self._waiting))
+        expected = self._waiting.popleft() if self._waiting else None
+        if expected is None or (name, shape) != (expected.name, expected.shape):
             raise ValueError(f"got {name} {shape}, expected {expected}")
         return expected
 
@@ -125,49 +118,16 @@ class SafetensorsWriter:
         self._file.write(data.data)
         self._on_bytes(data.nbytes)
 
-    def finish(self) -> None:
-        """Close the last file and write the index. Errors: ValueError where tensors are missing."""
-        self._close()
-        if self._shard_id + 1 < len(self._shards):
-            raise ValueError(f"{len(self._shards) - self._shard_id - 1} files were never written")
-        if len(self._shards) > 1:
-            self._write_index()
-
-    def _open_next(self) -> None:
-        self._close()
-        self._shard_id += 1
-        if self._shard_id >= len(self._shards):
-            raise ValueError("all tensors were written already")
-        self._waiting = list(self._shards[self._shard_id].specs)
-        self._file = self._part_path.open("wb")
-        self._file.write(_header(self._waiting))
-
-    def _close(self) -> None:
-        if self._file is None:
-            return
+    def _finish(self) -> None:
+        """Give the file its name. Errors: ValueError where tensors are missing."""
+        assert self._file is not None
         if self._waiting:
             raise ValueError(f"{len(self._waiting)} tensors missing, next {self._waiting[0].name}")
         self._file.flush()
         os.fsync(self._file.fileno())  # whole before it has its name
         self._file.close()
-        self._part_path.rename(self._directory / self._file_names[self._shard_id])
+        self._part.rename(self._path)
         self._file = None
-
-    @property
-    def _part_path(self) -> Path:
-        return self._directory / f"{self._file_names[self._shard_id]}.part"
-
-    def _write_index(self) -> None:
-        weight_map = {
-            spec.name: file_name
-            for shard, file_name in zip(self._shards, self._file_names, strict=True)
-            for spec in shard.specs
-        }
-        items = sum(spec.num_items for shard in self._shards for spec in shard.specs)
-        metadata = {"total_parameters": items, "total_size": self.num_bytes}
-        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-        path = self._directory / "model.safetensors.index.json"
-        path.write_text(json.dumps(index, indent=2) + "\n")
 
 
 def require_disk_space(folder: Path, num_bytes: int, remedy: str, freed_bytes: int = 0) -> None:
@@ -184,28 +144,11 @@ def require_disk_space(folder: Path, num_bytes: int, remedy: str, freed_bytes: i
         )
 
 
-def _split(specs: Iterable[TensorSpec], max_bytes: int) -> list[_Shard]:
-    shards = [_Shard()]
-    for spec in specs:
-        num_bytes = _num_bytes(spec)
-        if shards[-1].specs and shards[-1].num_bytes + num_bytes > max_bytes:
-            shards.append(_Shard())
-        shards[-1].specs.append(spec)
-        shards[-1].num_bytes += num_bytes
-    return shards
-
-
-def _file_names(num_shards: int) -> list[str]:
-    if num_shards == 1:
-        return ["model.safetensors"]
-    return [f"model-{i + 1:05}-of-{num_shards:05}.safetensors" for i in range(num_shards)]
-
-
 def _num_bytes(spec: TensorSpec) -> int:
     return spec.num_items * _ITEM_BYTES[spec.format_name]
 
 
-def _header(specs: Sequence[TensorSpec]) -> bytes:
+def _header(specs: Iterable[TensorSpec]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in specs:
