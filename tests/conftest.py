@@ -45,7 +45,6 @@ NOT_QUICK = [
     "unit/test_machine.py",
     "unit/test_page_parts.py",
     "unit/test_quantize_command.py",
-    "unit/test_quantized_weights.py",
     "unit/test_reference.py",
     "unit/test_solver.py",
     "unit/test_tokenizer.py",

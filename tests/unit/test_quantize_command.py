@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,45 +15,20 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hotcold.actors.setup.preflight import read_model
-from hotcold.model.config.build import read_config
 from hotcold.model.errors import CheckpointError, ConfigError, HotcoldError, UsageError
-from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.files.safetensors_writer import SafetensorsWriter
 from hotcold.model.weights import quantized_checkpoint
-from hotcold.model.weights.attention import load_attention
-from hotcold.model.weights.embedding import load_embedding, load_head
-from hotcold.model.weights.ffn import load_ffn
 from hotcold.model.weights.quantized_checkpoint import write_quantized
-from hotcold.numba_kernels.formats import Q8, row_items
 from tests.e2e.commands import Outcome, run_main
 from tests.quantized_models import make_model
 from tests.tiny_models import make_tiny
-
-WEIGHTS = "model.safetensors"
+from tests.unit.test_weights import WEIGHTS, loaded, refused
 
 
 def failed(done: Outcome, *texts: str) -> None:
     assert done.refusal.startswith("hotcold: error: ")
     for text in texts:
         assert text in done.refusal
-
-
-def all_arrays(path: Path, dtype: str = "") -> dict[str, np.ndarray]:
-    """All that services load."""
-    config, checkpoint = read_config(path), Checkpoint(path)
-    ids = [np.arange(config.ffn_size, dtype=np.int32)[::-1].copy()] * config.num_layers
-    parts = [
-        load_attention(checkpoint, config, dtype=dtype),
-        load_ffn(checkpoint, config, ids, include_down_bias=True, dtype=dtype),
-        load_embedding(checkpoint, config),
-        load_head(checkpoint, config, dtype=dtype),
-    ]
-    return {
-        name: value
-        for part in parts
-        for name, value in vars(part).items()
-        if isinstance(value, np.ndarray)
-    }
 
 
 @pytest.mark.parametrize(
@@ -65,44 +42,25 @@ def all_arrays(path: Path, dtype: str = "") -> dict[str, np.ndarray]:
 )
 def test_loading_it_is_quantizing_late(model: str, dtype: str, tmp_path: Path) -> None:
     path, out = make_model(model, tmp_path / "m"), tmp_path / "out"
-    assert run_main("quantize", path, out, "--dtype", dtype).status == 0
-    late, stored = all_arrays(path, dtype), all_arrays(out)
-    assert late.keys() == stored.keys()
-    for name, array in late.items():
-        assert stored[name].dtype == array.dtype, name
-        assert stored[name].tobytes() == array.tobytes(), name
-    found = read_model(out)
-    assert found.dtype == dtype and found == read_model(path, dtype).__class__(
-        **(vars(read_model(path, dtype)) | {"name": found.name})
-    )
-    assert sorted(tmp_path.iterdir()) == [path, out]
-
-
-def test_the_file_is_as_described(tmp_path: Path) -> None:
-    path, out = make_model("q-falcon", tmp_path / "m"), tmp_path / "out"
-    report = run_main("quantize", "--dtype", "q8", "--json", path, out).report
-    assert (report["path"], report["dtype"]) == (str(out), "q8")
-    config = read_config(path)
+    report = run_main("quantize", path, out, "--dtype", dtype, "--json").report
+    for late, stored in zip(loaded(path, dtype)[:3], loaded(out)[:3], strict=True):
+        for name, array in vars(late).items():
+            if isinstance(array, np.ndarray):
+                assert getattr(stored, name).dtype == array.dtype, name
+                assert getattr(stored, name).tobytes() == array.tobytes(), name
+    expected = read_model(path, dtype)
+    assert read_model(out) == replace(expected, name=out.name) and expected.dtype == dtype
     before, after = load_file(path / WEIGHTS), load_file(out / WEIGHTS)
     assert before.keys() == after.keys()
-    num_quantized = 0
-    for name, tensor in after.items():
-        if tensor.ndim == 1 or "embed" in name:
-            assert tensor.tobytes() == before[name].tobytes(), name
-            continue
-        num_quantized += 1
-        rows, width = before[name].shape
-        if "dense_4h_to_h" in name:
-            rows, width = config.ffn_size, config.hidden_size
-        assert tensor.dtype == np.uint8, name
-        assert tensor.shape == (rows, row_items(Q8, width)), name
-    assert report["num_quantized"] == num_quantized
-    assert report["num_copied"] == len(after) - num_quantized
+    kept = [name for name in after if after[name].dtype != np.uint8]
+    assert all(after[name].tobytes() == before[name].tobytes() for name in kept)
+    assert (report["path"], report["dtype"]) == (str(out), dtype)
+    assert (report["num_copied"], report["num_quantized"]) == (len(kept), len(after) - len(kept))
     assert report["num_bytes"] == sum(tensor.nbytes for tensor in after.values())
     values = json.loads((out / "config.json").read_text())
-    about = values.pop("quantization_config")
-    assert about == {"quant_method": "hotcold", "bits": 8, "group_size": 32, "version": 1}
+    assert values.pop("quantization_config")["quant_method"] == "hotcold"
     assert values == json.loads((path / "config.json").read_text())
+    assert sorted(tmp_path.iterdir()) == [path, out]
 
 
 def test_small_files_come_along(tmp_path: Path) -> None:
@@ -202,49 +160,42 @@ def quantized(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def refused(error: type[HotcoldError], path: Path, *texts: str) -> None:
-    for call in (read_model, all_arrays):
-        with pytest.raises(error) as caught:
-            call(path)
-        assert "\n" not in str(caught.value)
-        for text in texts:
-            assert text in str(caught.value)
-
-
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("config", "about", "texts"),
     [
-        ({"quant_method": "gptq"}, "gptq"),
-        ({"quant_method": ["hotcold"] * 1000}, "hotcold"),
-        ({"version": 4}, "quantization_config.version is 4"),
-        ({"version": 3}, "describes no format"),  # of 8 bits
-        ({"minimum": True}, "describes no format"),
-        ({"bits": [8]}, "bits is [8]"),
-        ({"group_size": 64}, "group_size is 64"),
+        ({}, {"quant_method": "gptq"}, ("gptq",)),
+        ({}, {"quant_method": ["hotcold"] * 1000}, ("hotcold",)),
+        ({}, {"version": 4}, ("quantization_config.version is 4",)),
+        ({}, {"version": 3}, ("describes no format",)),  # of 8 bits
+        ({}, {"minimum": True}, ("describes no format",)),
+        ({}, {"bits": [8]}, ("bits is [8]",)),
+        ({}, {"group_size": 64}, ("group_size is 64",)),
+        ({}, {"bits": 4}, ("q_proj", "[64, 68]", "[64, 36]")),
+        ({"quantization_config": None}, {}, ("q_proj", "U8")),
+        ({"hidden_size": 80}, {}, ("rows of 80 weights",)),
     ],
 )
-def test_other_quantizations(changes: dict[str, Any], text: str, quantized: Path) -> None:
+def test_other_quantizations_and_a_config_of_other_tensors(
+    config: dict[str, Any], about: dict[str, Any], texts: tuple[str, ...], quantized: Path
+) -> None:
     values = json.loads((quantized / "config.json").read_text())
-    values["quantization_config"] |= changes
+    values["quantization_config"] |= about
+    values = {name: value for name, value in (values | config).items() if value is not None}
     (quantized / "config.json").write_text(json.dumps(values))
-    refused(ConfigError, quantized, text)
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoint(quantized).dtype("layers.0.mlp.up_proj.weight")
-    assert text in str(caught.value)
+    for call in (read_model, loaded):
+        refused((ConfigError, CheckpointError), partial(call, quantized), *texts)
 
 
-def change(path: Path, name: str, edit: Callable[[np.ndarray], np.ndarray]) -> None:
-    tensors = load_file(path / WEIGHTS)
-    tensors[name] = np.ascontiguousarray(edit(tensors[name]))
-    save_file(tensors, path / WEIGHTS)
+def zeros(rows: np.ndarray) -> np.ndarray:
+    return np.zeros(rows.shape, np.uint8)
 
 
-def _poisoned(scale: float) -> Callable[[np.ndarray], np.ndarray]:
-    def poison(rows: np.ndarray) -> np.ndarray:
+def with_scale(scale: float) -> Callable[[np.ndarray], np.ndarray]:
+    def change(rows: np.ndarray) -> np.ndarray:
         rows[-1, -2:] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
         return rows
 
-    return poison
+    return change
 
 
 @pytest.mark.parametrize(
@@ -253,37 +204,17 @@ def _poisoned(scale: float) -> Callable[[np.ndarray], np.ndarray]:
         ("layers.1.self_attn.k_proj", lambda rows: rows[:, :-2], ("shape", "66", "68")),
         ("layers.1.mlp.down_proj", lambda rows: rows[:, :-2], ("shape", "66", "68")),
         ("layers.1.mlp.down_proj", lambda rows: rows.T, ("[100, 68]",)),  # not by neuron
-        ("layers.1.mlp.gate_proj", _poisoned(np.nan), ("scales",)),
-        ("layers.1.mlp.down_proj", _poisoned(np.inf), ("scales",)),
-        ("layers.1.self_attn.q_proj", _poisoned(-np.inf), ("scales",)),
-        ("embed_tokens", lambda a: np.zeros(a.shape, np.uint8), ("must not be quantized",)),
-        ("norm", lambda a: np.zeros(a.shape, np.uint8), ("must not be quantized",)),
+        ("layers.1.mlp.gate_proj", with_scale(np.nan), ("scales",)),
+        ("layers.1.mlp.down_proj", with_scale(np.inf), ("scales",)),
+        ("layers.1.self_attn.q_proj", with_scale(-np.inf), ("scales",)),
+        ("embed_tokens", zeros, ("must not be quantized",)),
+        ("norm", zeros, ("must not be quantized",)),
     ],
 )
 def test_damaged_tensors(
     name: str, edit: Callable[[np.ndarray], np.ndarray], texts: tuple[str, ...], quantized: Path
 ) -> None:
-    change(quantized, f"model.{name}.weight", edit)
-    with pytest.raises(CheckpointError) as caught:
-        all_arrays(quantized)
-    assert "\n" not in str(caught.value)
-    for text in (name.rpartition(".")[2], *texts):
-        assert text in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("config", "about", "texts"),
-    [
-        ({}, {"bits": 4}, ("q_proj", "[64, 68]", "[64, 36]")),
-        ({"quantization_config": None}, {}, ("q_proj", "U8")),
-        ({"hidden_size": 80}, {}, ("rows of 80 weights",)),
-    ],
-)
-def test_a_config_of_other_tensors(
-    config: dict[str, Any], about: dict[str, Any], texts: tuple[str, ...], quantized: Path
-) -> None:
-    values = json.loads((quantized / "config.json").read_text())
-    values["quantization_config"] |= about
-    values = {name: value for name, value in (values | config).items() if value is not None}
-    (quantized / "config.json").write_text(json.dumps(values))
-    refused(CheckpointError, quantized, *texts)
+    tensors = load_file(quantized / WEIGHTS)
+    tensors[f"model.{name}.weight"] = np.ascontiguousarray(edit(tensors[f"model.{name}.weight"]))
+    save_file(tensors, quantized / WEIGHTS)
+    refused(CheckpointError, partial(loaded, quantized), name.rpartition(".")[2], *texts)

@@ -1,61 +1,123 @@
-"""Weights in kernel layout: subsets, dtypes, and one line for each disagreement with the config."""
+"""Weights in kernel layout: as stored, cast and quantized; one line for each wrong file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.setup.account import account
+from hotcold.actors.setup.preflight import prepare_system, read_model
+from hotcold.jobs.cli import main
 from hotcold.model.config.build import read_config
-from hotcold.model.errors import CheckpointError
+from hotcold.model.config.families import tensor_names
+from hotcold.model.config.weight_formats import row_bytes
+from hotcold.model.errors import CheckpointError, HotcoldError, MemoryBudgetError, UsageError
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.attention import load_attention
+from hotcold.model.weights.attention import AttentionWeights, load_attention
 from hotcold.model.weights.check import check_tensors, stored_config
-from hotcold.model.weights.embedding import load_embedding, load_head
-from hotcold.model.weights.ffn import load_ffn
-from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
+from hotcold.model.weights.embedding import HeadWeights, load_embedding, load_head
+from hotcold.model.weights.ffn import FfnWeights, load_ffn
+from hotcold.model.weights.sizes import (
+    attention_bytes,
+    ffn_bytes,
+    head_bytes,
+    kv_cache_bytes,
+    weight_bytes,
+)
+from hotcold.numba_kernels.formats import MXFP4, Q4, Q4_1, Q8
 from hotcold.numba_kernels.load.convert import from_float32, to_float32
+from hotcold.placement.solver.cost import RowBytes
+from tests.gguf_files import small_llama
+from tests.quantized_models import GROUP_BYTES, laid_out, make_model
 from tests.tiny_models import make_tiny
 
-Edit = Callable[[dict[str, torch.Tensor]], None]
+Edit = Callable[[torch.Tensor], torch.Tensor | None]
+WEIGHTS = "model.safetensors"
 
 
-def load_all(path: Path) -> None:
-    config, checkpoint = read_config(path), Checkpoint(path)
-    ids = [np.arange(config.ffn_size, dtype=np.int32)] * config.num_layers
-    load_attention(checkpoint, config)
-    load_ffn(checkpoint, config, ids, include_down_bias=True)
+class Loaded(NamedTuple):
+    """All that services load, but for the embedding; and the bytes that were told meanwhile."""
+
+    attention: AttentionWeights
+    head: HeadWeights
+    ffn: FfnWeights
+    told: list[int]
+
+
+def loaded(path: Path, dtype: str = "", ids: Sequence[np.ndarray] | None = None) -> Loaded:
+    config, checkpoint, told = read_config(path), Checkpoint(path), list[int]()
+    every = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
+    how: dict[str, Any] = {"dtype": dtype, "on_bytes": told.append}
+    found = Loaded(
+        load_attention(checkpoint, config, **how),
+        load_head(checkpoint, config, **how),
+        load_ffn(checkpoint, config, every if ids is None else ids, include_down_bias=True, **how),
+        told,
+    )
     load_embedding(checkpoint, config)
-    load_head(checkpoint, config)
+    return found
 
 
-def edited(path: Path, variant: str, edit: Edit) -> Path:
-    """Write a tiny model whose tensors `edit` has changed."""
-    make_tiny(variant, path)
-    tensors = load_file(path / "model.safetensors")
-    edit(tensors)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, path / "model.safetensors")
+def require_sizes(found: Loaded, path: Path, dtype: str = "") -> None:
+    """They are known before anything is loaded."""
+    config = stored_config(Checkpoint(path), read_config(path), dtype)
+    sizes = attention_bytes(config), head_bytes(config), ffn_bytes(config, len(found.ffn.gate))
+    for weights, size in zip(found[:3], sizes, strict=True):
+        arrays = {n: a for n, a in vars(weights).items() if n not in ("starts", "stripes")}
+        assert sum(array.nbytes for array in arrays.values()) == size
+    assert sum(found.told) > 0 and min(found.told) > 0
+
+
+def edited(path: Path, changes: dict[str, Edit]) -> Path:
+    """Change tensors of a model, by the ends of their names; None leaves one out."""
+    tensors = load_file(path / WEIGHTS)
+    for end, edit in changes.items():
+        for name in [name for name in tensors if name.endswith(end)]:
+            changed = edit(tensors.pop(name))
+            if changed is not None:
+                tensors[name] = changed.contiguous()
+    save_file(tensors, path / WEIGHTS)
     return path
 
 
-def refused(path: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        load_all(path)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+def last(value: float) -> Edit:
+    """The last number becomes `value`."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.float()
+        tensor.view(-1)[-1] = value
+        return tensor
+
+    return change
 
 
-def refused_by_headers(path: Path) -> str:
-    """The line that loading ends in, which is also known before any weight is read."""
-    with pytest.raises(CheckpointError) as caught:
-        check_tensors(Checkpoint(path), read_config(path))
-    assert str(caught.value) == refused(path)
-    return str(caught.value)
+Errors = type[HotcoldError] | tuple[type[HotcoldError], ...]
+
+
+def refused(error: Errors, call: Callable[[], Any], *texts: str) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    line = str(caught.value)
+    assert "\n" not in line
+    for text in texts:
+        assert text in line
+    return line
+
+
+def refused_by_headers(path: Path, *texts: str) -> None:
+    """The line that loading ends in is known before any weight is read, too."""
+    line = refused(CheckpointError, partial(loaded, path), *texts)
+    check = partial(check_tensors, Checkpoint(path), read_config(path))
+    assert refused(CheckpointError, check) == line
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -66,106 +128,55 @@ def test_the_stored_dtype_counts(dtype: str, tmp_path: Path) -> None:
         values.pop(key, None)
     for said in ({}, {"torch_dtype": "float16"}, {"torch_dtype": "float32"}):
         (path / "config.json").write_text(json.dumps(values | said))
-        config = read_config(path)
-        assert stored_config(Checkpoint(path), config).dtype == dtype
-
-
-@pytest.mark.parametrize(
-    ("variant", "dtype"), [("llama-mlp-bias", "float16"), ("falcon-bias", "bfloat16")]
-)
-def test_any_subset_of_neurons(variant: str, dtype: str, tmp_path: Path) -> None:
-    make_tiny(variant, tmp_path, dtype=dtype)
-    config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
-    all_ids = [np.arange(config.ffn_size, dtype=np.int32)] * config.num_layers
-    whole = load_ffn(checkpoint, config, all_ids, include_down_bias=True)
-    rng = np.random.default_rng(0)
-    ids = [rng.permutation(config.ffn_size)[: 5 * n].astype(np.int32) for n in range(len(all_ids))]
-    part = load_ffn(checkpoint, config, ids, include_down_bias=False)
-    assert part.starts[:, 1].tolist() == np.cumsum([one.size for one in ids]).tolist()
-    assert part.down_bias.shape == (config.num_layers, 1, 0)
-    assert part.gate.dtype == {"float16": np.uint16, "bfloat16": np.int16}[dtype]
-    for layer, layer_ids in enumerate(ids):
-        rows = part.part(layer)
-        rows_of_whole = layer_ids + layer * config.ffn_size
-        np.testing.assert_array_equal(part.neuron_ids[rows], layer_ids)
-        for name in ("gate", "up", "down", "gate_bias", "up_bias"):
-            if getattr(whole, name).size:
-                found, expected = getattr(part, name)[rows], getattr(whole, name)[rows_of_whole]
-                np.testing.assert_array_equal(found, expected, err_msg=name)
+        assert stored_config(Checkpoint(path), read_config(path)).dtype == dtype
 
 
 @pytest.mark.parametrize("variant", ["llama-mlp-bias", "opt-prenorm", "falcon-bias", "gemma3"])
-def test_sizes_known_before_loading(variant: str, tmp_path: Path) -> None:
+def test_any_subset_of_neurons(variant: str, tmp_path: Path) -> None:
     make_tiny(variant, tmp_path, dtype="float16")
-    config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
-    ids = [np.arange(10, dtype=np.int32)] * config.num_layers
-    seen: list[int] = []
-    for found, size in [
-        (load_attention(checkpoint, config, on_bytes=seen.append), attention_bytes(config)),
-        (load_head(checkpoint, config, on_bytes=seen.append), head_bytes(config)),
-        (
-            load_ffn(checkpoint, config, ids, include_down_bias=True, on_bytes=seen.append),
-            ffn_bytes(config, 10 * config.num_layers),
-        ),
-    ]:
-        arrays = {
-            name: value for name, value in vars(found).items() if name not in ("starts", "stripes")
-        }
-        assert sum(array.nbytes for array in arrays.values()) == size
-    assert sum(seen) > 0 and min(seen) > 0
+    config, rng = read_config(tmp_path), np.random.default_rng(0)
+    ids = [
+        rng.permutation(config.ffn_size)[: 5 * n].astype(np.int32) for n in range(config.num_layers)
+    ]
+    whole, part = loaded(tmp_path).ffn, loaded(tmp_path, ids=ids)
+    require_sizes(part, tmp_path)
+    rows = np.concatenate([own + layer * config.ffn_size for layer, own in enumerate(ids)])
+    assert np.array_equal(part.ffn.neuron_ids, np.concatenate(ids))
+    for name in ("gate", "up", "down", "gate_bias", "up_bias"):
+        if getattr(whole, name).size:
+            assert np.array_equal(getattr(part.ffn, name), getattr(whole, name)[rows]), name
+
+
+def test_bytes_of_a_kv_cache(tmp_path: Path) -> None:
+    config = read_config(make_tiny("llama-head-dim", tmp_path))
     rows, dim = 2 * 7 * config.num_layers * config.num_kv_heads, config.head_dim
     row_bytes = {"float32": 4 * dim, "float16": 2 * dim, "q8": dim + 4 * -(-dim // 32)}
     for kv_dtype, num_bytes in row_bytes.items():
         assert kv_cache_bytes(config, 7, kv_dtype) == rows * num_bytes
 
 
-def swap(name: str, value: Callable[[torch.Tensor], torch.Tensor | None]) -> Edit:
-    def edit(tensors: dict[str, torch.Tensor]) -> None:
-        changed = value(tensors.pop(name))
-        if changed is not None:
-            tensors[name] = changed
-
-    return edit
-
-
-def poisoned(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    def poison(tensor: torch.Tensor) -> torch.Tensor:
-        tensor.view(-1)[-1] = value
-        return tensor
-
-    return poison
-
-
-PER_LAYER = "model.layers.1."
 TENSORS = [
-    PER_LAYER + "self_attn.q_proj.weight",
-    PER_LAYER + "self_attn.v_proj.weight",
-    PER_LAYER + "self_attn.o_proj.weight",
-    PER_LAYER + "input_layernorm.weight",
-    PER_LAYER + "post_attention_layernorm.weight",
-    PER_LAYER + "mlp.gate_proj.weight",
-    PER_LAYER + "mlp.gate_proj.bias",
-    PER_LAYER + "mlp.up_proj.weight",
-    PER_LAYER + "mlp.down_proj.weight",
-    PER_LAYER + "mlp.down_proj.bias",
+    *(f"layers.1.self_attn.{name}_proj.weight" for name in "qvo"),
+    *(f"layers.1.{name}_layernorm.weight" for name in ("input", "post_attention")),
+    *(f"layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    *(f"layers.1.mlp.{name}_proj.bias" for name in ("gate", "down")),
     "model.norm.weight",
-    "model.embed_tokens.weight",
+    "embed_tokens.weight",
     "lm_head.weight",
 ]
 
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_every_tensor_is_checked(name: str, tmp_path: Path) -> None:
+    def wrong(edit: Edit) -> Path:
+        return edited(make_tiny("llama-mlp-bias", tmp_path), {name: edit})
+
     short = name.removeprefix("model.")
-    value = (torch.nan, torch.inf, -torch.inf)[TENSORS.index(name) % 3]
-    text = refused(edited(tmp_path, "llama-mlp-bias", swap(name, poisoned(value))))
-    assert short in text and "NaN" in text
-    text = refused_by_headers(edited(tmp_path, "llama-mlp-bias", swap(name, lambda t: t[:-1])))
-    assert short in text and "shape" in text
-    text = refused_by_headers(edited(tmp_path, "llama-mlp-bias", swap(name, lambda t: None)))
-    assert short in text and "missing" in text
-    path = edited(tmp_path, "llama-mlp-bias", swap(name, lambda t: t.to(torch.float64)))
-    assert short in refused_by_headers(path)
+    bad = (torch.nan, torch.inf, -torch.inf)[TENSORS.index(name) % 3]
+    refused(CheckpointError, partial(loaded, wrong(last(bad))), short, "NaN")
+    refused_by_headers(wrong(lambda tensor: tensor[:-1]), short, "shape")
+    refused_by_headers(wrong(lambda tensor: None), short, "missing")
+    refused_by_headers(wrong(lambda tensor: tensor.double()), short)
 
 
 def test_config_that_leaves_tensors_out(tmp_path: Path) -> None:
@@ -178,23 +189,18 @@ def test_config_that_leaves_tensors_out(tmp_path: Path) -> None:
         path = make_tiny(variant, tmp_path / variant)
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(config | {key: value}))
-        assert named in refused_by_headers(path)
+        refused_by_headers(path, named)
 
 
 def test_mixed_dtypes_follow_the_first_layer(tmp_path: Path) -> None:
-    def edit(tensors: dict[str, torch.Tensor]) -> None:
-        for name in list(tensors):
-            tensors[name] = tensors[name].to(
-                torch.float16 if "layers.0" in name else torch.bfloat16
-            )
-
-    edited(tmp_path, "llama-relu", edit)
-    config, checkpoint = read_config(tmp_path), Checkpoint(tmp_path)
-    weights = load_attention(checkpoint, config)
-    assert weights.qkv.first.dtype == np.uint16
+    path, checkpoint = make_tiny("llama-relu", tmp_path, dtype="bfloat16"), Checkpoint(tmp_path)
+    halves = {name: torch.Tensor.half for name in checkpoint.names() if "layers.0" in name}
+    edited(path, halves)
+    found, checkpoint = loaded(path), Checkpoint(path)
+    assert found.attention.qkv.first.dtype == np.uint16
     expected = to_float32(checkpoint.array("layers.2.self_attn.o_proj.weight"))
-    np.testing.assert_allclose(to_float32(weights.out[2]), expected, rtol=1e-3)
-    assert load_head(checkpoint, config).head.dtype == np.int16
+    np.testing.assert_allclose(to_float32(found.attention.out[2]), expected, rtol=1e-3)
+    assert found.head.head.dtype == np.int16
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
@@ -210,3 +216,129 @@ def test_conversion_equals_torch(kind: torch.dtype) -> None:
     finite = np.isfinite(expected.numpy())
     again = from_float32(expected.numpy()[finite], dtype)
     np.testing.assert_array_equal(again, bits.view(dtype)[finite])
+
+
+def rows_of(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "dtype"),
+    [
+        ("q-llama-tied", "q8", Q8),
+        ("q-llama", "q4", Q4),
+        ("q-opt-postnorm", "q4_1", Q4_1),
+        ("q-falcon-grouped", "mxfp4", MXFP4),
+    ],
+)
+def test_matrices_are_quantized_row_by_row(
+    model: str, name: str, dtype: np.dtype, tmp_path: Path
+) -> None:
+    path = make_model(model, tmp_path, dtype="bfloat16")
+    checkpoint, config = Checkpoint(path), stored_config(Checkpoint(path), read_config(path), name)
+    found, plain = loaded(path, name), loaded(path)
+    require_sizes(found, path, name)
+    gates = config.num_neurons * row_bytes(config, config.hidden_size, "gate")
+    assert sum(found.told) >= (3 if config.has_gate else 2) * gates
+    assert RowBytes.of(config).first == config.hidden_size // 32 * GROUP_BYTES[name]
+    names = tensor_names(config)
+
+    def stored(name: str) -> np.ndarray:
+        return to_float32(checkpoint.array(f"{name}.weight"))
+
+    def require(rows: np.ndarray, expected: np.ndarray) -> None:
+        assert rows.dtype == dtype
+        np.testing.assert_array_equal(rows_of(rows), laid_out(expected, name))
+
+    for layer in range(config.num_layers):
+        own, part = names.of_layer(layer), found.ffn.part(layer)
+        qkv = to_float32(plain.attention.qkv.matrix(layer))
+        require(found.attention.qkv.matrix(layer), qkv)
+        require(found.attention.out[layer], stored(own.out))
+        require(found.ffn.gate[part], stored(own.gate))
+        require(found.ffn.down[part], stored(own.down).T)
+        if config.has_gate:
+            require(found.ffn.up[part], stored(own.up))
+    require(
+        found.head.head, stored("lm_head" if checkpoint.has("lm_head.weight") else names.tokens)
+    )
+    assert load_embedding(checkpoint, config).tokens.dtype == np.int16
+    vectors = found.attention.vectors, plain.attention.vectors
+    for one, other in zip(*((v.norm_weight, v.qkv_bias) for v in vectors), strict=True):
+        assert one.dtype == np.float32
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(("model", "name"), [("llama-gqa", "f16"), ("opt-prenorm", "bf16")])
+def test_matrices_in_16_bits_are_those_of_the_cast_model(
+    model: str, name: str, tmp_path: Path
+) -> None:
+    kind, dtype = {"f16": (torch.float16, np.uint16), "bf16": (torch.bfloat16, np.int16)}[name]
+    path, rounded = make_tiny(model, tmp_path / "a"), make_tiny(model, tmp_path / "b")
+    edited(rounded, {"": lambda tensor: tensor.to(kind)})
+    every_other = [np.arange(0, size, 2, dtype=np.int32) for size in read_config(path).ffn_sizes]
+    for cast, stored in zip(
+        loaded(path, name, every_other)[:3], loaded(rounded, "", every_other)[:3], strict=True
+    ):
+        arrays = {key: a for key, a in vars(cast).items() if isinstance(a, np.ndarray)}
+        assert np.dtype(dtype) in {array.dtype for array in arrays.values()}
+        for key, array in arrays.items():
+            if array.ndim > 1 and array.dtype == dtype:  # vectors are float32 in both
+                np.testing.assert_array_equal(array, getattr(stored, key), err_msg=key)
+    assert load_embedding(Checkpoint(path), read_config(path)).tokens.dtype == np.float32
+
+
+def test_a_system_in_16_bits_takes_half_the_memory(tmp_path: Path) -> None:
+    path = make_tiny("llama-gqa", tmp_path)
+    plain = prepare_system(path, SystemOptions())
+    cast = prepare_system(path, SystemOptions(weight_dtype="bf16"))
+    assert (plain[1].dtype, cast[1].dtype) == ("float32", "bfloat16")
+    assert (plain[0].kv_dtype, cast[0].kv_dtype) == ("float32", "float16")
+    assert weight_bytes(cast[1]) < 0.6 * weight_bytes(plain[1])
+    need = max(1.01 * weight_bytes(cast[1]), account(*cast).total_bytes)
+    with pytest.raises(MemoryBudgetError, match="--dtype f16"):
+        prepare_system(path, SystemOptions(cpu_memory_bytes=int(need)))
+
+
+@pytest.mark.parametrize("tensor", ["self_attn.k_proj", "mlp.up_proj", "mlp.down_proj"])
+def test_what_a_format_cannot_hold_is_refused(tensor: str, tmp_path: Path) -> None:
+    tensor = f"layers.1.{tensor}.weight"
+    for dtype, value, *texts in (
+        ("f16", 65520.0, "--dtype bf16"),
+        ("f16", torch.nan, "NaN"),
+        ("q8", torch.nan, "NaN"),
+        ("q8", 1e7, "too large"),
+        ("q8", 1e9, "too"),
+        ("mxfp4", -torch.inf, "NaN"),
+    ):
+        path = edited(make_model("q-llama", tmp_path, dtype="float32"), {tensor: last(value)})
+        refused(CheckpointError, partial(loaded, path, dtype), tensor, *texts)
+        if dtype == "f16" and value == 65520.0:
+            loaded(path, "bf16")
+            loaded(edited(path, {tensor: last(65519.0)}), "f16")  # rounds to the largest, 65504
+
+
+def test_formats_that_a_model_cannot_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_tiny("llama-relu", tmp_path / "m")
+    for call in (read_model, loaded):
+        refused(UsageError, partial(call, path, "q8"), "--dtype q8", "rows of 48", "stored in")
+    for other in ("q5", "f32"):
+        texts = (f"'{other}'", "f16, bf16, q8, q4_1, q4 or mxfp4")
+        refused(UsageError, partial(read_model, path, other), *texts)
+    assert main(["show", str(path)]) == 0
+    assert "with --dtype f16" in capsys.readouterr().out
+    file = tmp_path / "m.gguf"
+    file.write_bytes(small_llama().content())
+    read_model(file, "f16")  # its tensors are floats
+
+
+def test_config_json_keeps_its_word(tmp_path: Path) -> None:
+    """Without quantized tensors, what config.json calls quantized is quantized while it loads."""
+    path = make_model("q-llama", tmp_path)
+    values = json.loads((path / "config.json").read_text())
+    about = {"quant_method": "hotcold", "bits": 4, "group_size": 32, "version": 1}
+    (path / "config.json").write_text(json.dumps(values | {"quantization_config": about}))
+    assert read_model(path).dtype == "q4"
+    assert loaded(path).head.head.dtype == Q4
