@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # they take seconds to import
 
 def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a checkpoint, by transformers, changed where its config.json says so."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     values = json.loads((path / "config.json").read_text())
@@ -29,32 +30,23 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
         eager = {"attn_implementation": "eager"}
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **eager).eval()
     kind, change = patch
-    known = {"model_type": kind, "architectures": None, "hidden_act": "relu"}
-    config = _config_class(kind).from_dict({**values, **known})
-    model = _model_class(kind).from_pretrained(path, config=config, dtype=dtype).eval()
+    model = _of_kind(kind, path, {**values, "hidden_act": "relu"}, dtype)
     for layer in model.model.layers:
         if values["hidden_act"] == "fatrelu":
-            layer.mlp.act_fn = _fatrelu(values["hidden_act_param"])
+            layer.mlp.act_fn = torch.nn.Threshold(values["hidden_act_param"], 0.0)
     change(model, values)
     return model
 
 
-def _config_class(kind: str) -> Any:
-    from transformers import LlamaConfig, MistralConfig
+def _of_kind(kind: str, path: Path, values: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+    """The checkpoint's tensors in a class of transformers, configured by these values."""
+    import transformers
 
-    return {"llama": LlamaConfig, "mistral": MistralConfig}[kind]
-
-
-def _model_class(kind: str) -> Any:
-    from transformers import LlamaForCausalLM, MistralForCausalLM
-
-    return {"llama": LlamaForCausalLM, "mistral": MistralForCausalLM}[kind]
-
-
-def _fatrelu(threshold: float) -> Any:
-    import torch
-
-    return torch.nn.Threshold(threshold, 0.0)
+    known = {"model_type": kind.lower(), "architectures": None}
+    config = getattr(transformers, f"{kind}Config").from_dict({**values, **known})
+    model_class = getattr(transformers, f"{kind}ForCausalLM")
+    model: PreTrainedModel = model_class.from_pretrained(path, config=config, dtype=dtype).eval()
+    return model
 
 
 def _as_it_is(model: PreTrainedModel, values: dict[str, Any]) -> None:
@@ -80,12 +72,10 @@ def _minicpm(model: PreTrainedModel, values: dict[str, Any]) -> None:
 
 def _with_experts(path: Path, values: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     """SmolLM3 or Mistral, whose FFNs are the checkpoint's experts instead."""
-    import transformers
     from safetensors.torch import load_file
 
     kind = _MIXTURES[values["model_type"]]
-    known: dict[str, Any] = {"model_type": kind.lower(), "architectures": None}
-    known["intermediate_size"] = 8  # of FFNs that are replaced
+    known: dict[str, Any] = {"intermediate_size": 8}  # of FFNs that are replaced
     known["pad_token_id"] = None  # SmolLM3's own may be no token here
     if kind == "SmolLM3":
         layout = values.get("sliding_window_layout") or [0] * values["num_hidden_layers"]
@@ -93,10 +83,7 @@ def _with_experts(path: Path, values: dict[str, Any], dtype: torch.dtype) -> Pre
         known["layer_types"] = [("full", "sliding")[has] + "_attention" for has in layout]
         known["use_sliding_window"] = any(layout)
         known["sliding_window"] = values["sliding_window_size"] if any(layout) else None
-    config = getattr(transformers, f"{kind}Config").from_dict({**values, **known})
-    model = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(
-        path, config=config, dtype=dtype
-    )
+    model = _of_kind(kind, path, {**values, **known}, dtype)
     tensors = {
         name: value.to(dtype) for name, value in load_file(path / "model.safetensors").items()
     }
@@ -104,7 +91,7 @@ def _with_experts(path: Path, values: dict[str, Any], dtype: torch.dtype) -> Pre
         prefix = f"model.layers.{i}.block_sparse_moe."
         own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         _use_experts(layer, own, values, is_early=kind == "SmolLM3")
-    return model.eval()
+    return model
 
 
 def _use_experts(
@@ -148,7 +135,7 @@ def _use_experts(
 
 _MIXTURES = {"smallthinker": "SmolLM3", "turbosparsemixtral": "Mistral"}  # what they are made of
 _PATCHES: dict[str, tuple[str, Callable[[PreTrainedModel, dict[str, Any]], None]]] = {
-    "sparsellama": ("llama", _as_it_is),
-    "bamboo": ("mistral", _bamboo),
-    "minicpm": ("llama", _minicpm),
+    "sparsellama": ("Llama", _as_it_is),
+    "bamboo": ("Mistral", _bamboo),
+    "minicpm": ("Llama", _minicpm),
 }

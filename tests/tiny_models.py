@@ -136,8 +136,6 @@ def _minicpm(**changes: Any) -> PreTrainedModel:
 
 
 _ROPES: dict[str, dict[str, Any]] = {
-    "theta": {"rope_type": "default", "rope_theta": 500.0},
-    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
     "llama3": {
         "rope_type": "llama3",
         "rope_theta": 100.0,
@@ -169,8 +167,6 @@ VARIANTS: dict[str, Variant] = {
     "llama-tied": Variant(_llama, tie_word_embeddings=True),
     "llama-attention-bias": Variant(_llama, attention_bias=True, num_key_value_heads=2),
     "llama-mlp-bias": Variant(_llama, mlp_bias=True),
-    "llama-rope-theta": Variant(_llama, rope_parameters=_ROPES["theta"]),
-    "llama-rope-linear": Variant(_llama, rope_parameters=_ROPES["linear"]),
     "llama-rope-llama3": Variant(_llama, rope_parameters=_ROPES["llama3"]),
     "llama-head-dim": Variant(_llama, head_dim=20, num_key_value_heads=1),
     "opt-prenorm": Variant(_opt),
@@ -183,11 +179,7 @@ VARIANTS: dict[str, Variant] = {
     "falcon-gelu": Variant(_falcon, **_GROUPED, activation="gelu", tie_word_embeddings=False),
     "falcon-bias": Variant(_falcon, **_GROUPED, bias=True),
     "mistral": Variant(_relative, "Mistral", num_key_value_heads=2, sliding_window=7),
-    "mistral-wide": Variant(_relative, "Mistral", **_WIDER, sliding_window=None),
     "qwen2": Variant(_relative, "Qwen2", num_key_value_heads=2, hidden_act="silu"),
-    "qwen2-windows": Variant(
-        _relative, "Qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1
-    ),
     "qwen3": Variant(_relative, "Qwen3", **_WIDER, tie_word_embeddings=True),
     "qwen3-windows": Variant(
         _relative,
@@ -351,9 +343,6 @@ MIXTURES: dict[str, Variant] = {
     "qwen3-moe-dense": Variant(_relative, "Qwen3Moe", **_QWEN_MOE, mlp_only_layers=[1]),
     "olmoe": Variant(_relative, "Olmoe", **_MIXTURE, num_experts=7),
     "mixtral": Variant(_relative, "Mixtral", **_MIXTURE, num_local_experts=5),
-    "mixtral-windows": Variant(
-        _relative, "Mixtral", **_MIXTURE, num_local_experts=5, sliding_window=11
-    ),
     "granite-moe": Variant(
         _relative,
         "GraniteMoe",

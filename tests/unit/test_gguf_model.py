@@ -237,18 +237,6 @@ def test_weights_are_the_files(kind: str, tmp_path: Path) -> None:
     assert np.array_equal(embedding.lookup(np.array(IDS), np.arange(len(IDS))), tokens[IDS])
 
 
-def test_an_actor_reads_its_own_neurons(tmp_path: Path) -> None:
-    path = tmp_path / "tiny.gguf"
-    file_of(tiny(), path, {"ffn_": "Q4_K"})
-    checkpoint, config = Checkpoint(path), read_config(path)
-    every = load_ffn(checkpoint, config, neurons(tiny()), include_down_bias=False)
-    own = [np.array([1, 2, 300, 511], np.int32), np.arange(7, dtype=np.int32)]
-    some = load_ffn(checkpoint, config, own, include_down_bias=False)
-    rows = np.concatenate([own[0], own[1] + 512])
-    for name in ("gate", "up", "down"):
-        assert np.array_equal(getattr(some, name), getattr(every, name)[rows])
-
-
 def test_matrices_of_a_kind_are_in_one_format(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     kinds = {"blk.0.attn_v": "Q6_K", "attn_q": "Q4_0", "attn_k": "Q4_0", "attn_v": "Q4_0"}

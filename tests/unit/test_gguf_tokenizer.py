@@ -1,8 +1,9 @@
-"""Tokenizers of GGUF files: ids against transformers' own, and the real vocabularies' examples."""
+"""Tokenizers of GGUF files, and of models without tokenizer.json: ids beside transformers' own."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 
 from hotcold.model.config.gguf_config import gguf_values
+from hotcold.model.errors import ConfigError
+from hotcold.model.text import gguf_tokenizer as module
 from hotcold.model.text.bpe import SPLITTINGS
+from hotcold.model.text.legacy_tokenizers import read_sentencepiece
 from hotcold.model.text.tokenizer import Tokenizer
 from tests.gguf_files import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT32, Draft, array, small_llama
 from tests.unit.test_tokenizer import byte_level
@@ -188,3 +192,116 @@ def test_special_tokens_are_found_whole_and_left_out(tmp_path: Path) -> None:
     ids = own.encode("<|user|>hello</s>")
     assert (ids[0], ids[1], ids[-1]) == (1, 3, 2)
     assert own.decode(ids) == "<|user|> hello"  # control tokens are left out, user-defined are not
+
+
+def sentencepiece_file(folder: Path, kind: int = 2, prefix: bool = True) -> tuple[list[str], dict]:
+    """Write a model by protobuf itself; returns its tokens, and scores of those that merge."""
+    from transformers.utils import sentencepiece_model_pb2_new as proto
+
+    tokens, kinds, scores = pieces_of([line for line in LINES if "<" not in line])
+    model = proto.ModelProto()
+    for text, own, score in zip(tokens, kinds, scores, strict=True):
+        model.pieces.add(piece=text, type=own, score=score)
+    model.trainer_spec.model_type = kind
+    model.normalizer_spec.add_dummy_prefix = prefix
+    model.normalizer_spec.precompiled_charsmap = b"\0\1\2"
+    (folder / "tokenizer.model").write_bytes(model.SerializeToString())
+    beside = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(beside))
+    entries = zip(tokens, scores, kinds, strict=True)
+    return tokens, {text: score for text, score, own in entries if own == 1}
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece(prefix: bool, tmp_path: Path) -> None:
+    tokens, score = sentencepiece_file(tmp_path, prefix=prefix)
+    pieces, kind, has_prefix = read_sentencepiece(tmp_path / "tokenizer.model")
+    assert (list(pieces.texts), kind, has_prefix) == (tokens, 2, prefix)
+    own = Tokenizer.from_model(tmp_path)
+    assert own is not None
+    ids = {token: number for number, token in enumerate(tokens)}
+    for line in LINES:
+        if "<" not in line and line:
+            text = ("▁" if prefix else "") + line.replace(" ", "▁")
+            assert own.encode(line) == [1, *slow_ids(text, score, ids)]
+            assert own.decode(own.encode(line)) == line
+    assert own.encode("</s>")[-1] == 2
+
+
+def test_damaged_models_are_refused(tmp_path: Path) -> None:
+    sentencepiece_file(tmp_path, kind=1)
+    with pytest.raises(ConfigError, match="of kind 1, only BPE"):
+        Tokenizer.from_model(tmp_path)
+    sentencepiece_file(tmp_path)
+    file = tmp_path / "tokenizer.model"
+    content = file.read_bytes()
+    for damaged in (b"", b"\xff" * 20, content[:100], b"\x0a\xff\xff\xff\xff\x0f", b"\x0b\x01"):
+        file.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"tokenizer\.model"):
+            Tokenizer.from_model(tmp_path)
+
+
+def test_merges_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import GPT2Tokenizer
+
+    model = json.loads(byte_level().to_str())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = "\n".join(" ".join(pair) for pair in model["merges"])
+    (tmp_path / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    beside = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "</s>", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside))
+    own, other = Tokenizer.from_model(tmp_path), GPT2Tokenizer.from_pretrained(tmp_path)
+    assert own is not None
+    for line in LINES:
+        expected = other(line, add_special_tokens=False)["input_ids"]
+        assert own.encode(line) == [0, *expected]
+    (tmp_path / "merges.txt").write_text("a b c\n")
+    with pytest.raises(ConfigError, match="no pair"):
+        Tokenizer.from_model(tmp_path)
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "_LARGE", 10)
+    tokens, kinds, scores = pieces_of(["hello world", "one two three"])
+    return written(draft("llama", tokens, kinds, scores=scores, bos_token_id=1), tmp_path / "m")
+
+
+def ids(file: Path) -> list[list[int]]:
+    own = Tokenizer.from_model(file)
+    assert own is not None
+    return [own.encode(line) for line in LINES]
+
+
+def kept(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache/hotcold/tokenizers").glob("*.json"))
+
+
+def test_it_is_built_once(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ids(file)
+    (there,) = kept(tmp_path)
+    assert there.stat().st_mode & 0o077 == 0 or there.parent.stat().st_mode & 0o077 == 0
+
+    def never(*_: object) -> None:
+        raise AssertionError("built again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_sentencepiece", never)
+        assert ids(file) == first
+    whole = there.read_bytes()
+    swapped = whole.replace(b'"h":', b'"?":').replace(b'"w":', b'"h":').replace(b'"?":', b'"w":')
+    for damaged in (whole[:100], swapped):
+        assert damaged != whole
+        there.write_bytes(damaged)
+        assert ids(file) == first  # and mended
+        assert there.read_bytes() == whole
+
+
+def test_a_folder_of_others_is_not_used(file: Path, tmp_path: Path) -> None:
+    first = ids(file)
+    (there,) = kept(tmp_path)
+    there.write_bytes(b"{}")
+    (tmp_path / "cache/hotcold/tokenizers").chmod(0o777)
+    assert ids(file) == first
+    assert there.read_bytes() == b"{}"

@@ -62,11 +62,10 @@ def truncated() -> Iterator[tuple[str, bytes]]:
 def header() -> Iterator[tuple[str, Draft]]:
     yield "magic", replace(GOOD, magic=b"GGUM")
     yield "magic-powerinfer", replace(GOOD, magic=b"PWRJ")
-    for version in (0, 1, 4, 0x03000000, 0x02000000, 0xFFFFFFFF):
+    for version in (0, 4, 0x03000000):
         yield f"version-{version:x}", replace(GOOD, version=version)
-    for count in (1 << 16, 1 << 20, 1 << 31, 1 << 32, 1 << 60, HUGE, len(GOOD.keys) + 1):
+    for count in (1 << 20, 1 << 32, HUGE, len(GOOD.keys) + len(GOOD.tensors)):
         yield f"keys-{count:x}", replace(GOOD, num_keys=count)
-    for count in (1 << 16, 1 << 20, 1 << 31, 1 << 32, 1 << 60, HUGE, len(GOOD.tensors) + 1):
         yield f"tensors-{count:x}", replace(GOOD, num_tensors=count)
     yield "fewer-keys", replace(GOOD, num_keys=len(GOOD.keys) - 1)
     yield "fewer-tensors", replace(GOOD, num_tensors=len(GOOD.tensors) - 1)
@@ -78,24 +77,22 @@ def keys() -> Iterator[tuple[str, Draft]]:
     yield "key-twice", GOOD.with_key("llama.block_count", UINT32, 1)
     yield "key-empty", GOOD.with_key("", UINT32, 1)
     yield "key-not-utf8", GOOD.with_key(b"\xff\xfe", UINT32, 1)
-    for kind in (13, 14, 255, 1 << 31, 0xFFFFFFFF):
+    for kind in (13, 0xFFFFFFFF):
         yield f"kind-{kind}", GOOD.with_key("x", kind, b"\0" * 8)
-        yield (
-            f"array-of-kind-{kind}",
-            GOOD.with_key("x", ARRAY, struct.pack("<IQ", kind, 1) + b"\0" * 8),
-        )
+        items = struct.pack("<IQ", kind, 1) + b"\0" * 8
+        yield f"array-of-kind-{kind}", GOOD.with_key("x", ARRAY, items)
     yield "bool-2", GOOD.with_key("x", BOOL, b"\2")
-    for length in (1 << 20, 1 << 31, 1 << 62, HUGE, HUGE - 7):
+    for length in (1 << 20, 1 << 62, HUGE - 7):
         yield f"string-{length:x}", GOOD.with_key("x", STRING, struct.pack("<Q", length) + b"abc")
     yield "string-not-utf8", GOOD.with_key("x", STRING, string(b"\xff\xfe\x80"))
-    for count in (1 << 20, 1 << 31, 1 << 61, HUGE):
-        for kind in (0, UINT32, UINT64, STRING):
+    for count in (1 << 20, 1 << 61, HUGE):
+        for kind in (0, UINT64, STRING):
             yield f"array-{kind}-{count:x}", GOOD.with_key("x", ARRAY, array(kind, [], count))
     nested = struct.pack("<IQ", ARRAY, 1) * 30 + struct.pack("<IQ", UINT32, 0)
     yield "nested-arrays", GOOD.with_key("x", ARRAY, nested)
     bomb = struct.pack("<IQ", STRING, 3) + string("a") + struct.pack("<Q", HUGE - 15)
     yield "array-string-wraps", GOOD.with_key("x", ARRAY, bomb + b"\0" * 64)
-    for value in (0, 3, 33, 1 << 21, 0xFFFFFFFF):
+    for value in (0, 33, 1 << 21):
         yield f"alignment-{value}", GOOD.with_key("general.alignment", UINT32, value)
     yield "alignment-text", GOOD.with_key("general.alignment", STRING, "32")
     yield "alignment-array", GOOD.with_key("general.alignment", ARRAY, array(UINT32, [32]))
@@ -108,19 +105,19 @@ def tensors() -> Iterator[tuple[str, Draft]]:
         return replace(GOOD, tensors=(replace(first, **values), *rest))  # type: ignore[arg-type]
 
     for sizes in (
-        (1 << 63, 2), (1 << 32, 1 << 32), (1 << 31, 1 << 33, 1, 1), (HUGE, HUGE, HUGE, HUGE),
-        (0, 8), (32, 0), (HUGE,), (1 << 62, 4), (1 << 41, 1), ((1 << 64) // 4, 1),
+        (1 << 63, 2), (1 << 31, 1 << 33, 1, 1), (HUGE, HUGE, HUGE, HUGE),
+        (32, 0), (HUGE,), (1 << 41, 1), ((1 << 64) // 4, 1),
     ):  # fmt: skip
         yield f"sizes-{sizes}", changed(sizes=sizes)
-    for count in (0, 5, 255, 1 << 31, 0xFFFFFFFF):
+    for count in (0, 5, 0xFFFFFFFF):
         yield f"dimensions-{count}", changed(num_dimensions=count)
-    for kind in (4, 5, 31, 40, 255, 1 << 31, 0xFFFFFFFF):
+    for kind in (4, 31, 40, 0xFFFFFFFF):
         yield f"type-{kind}", changed(type=kind)
-    for kind in (16, 24, 26, 28, 9):
+    for kind in (16, 24):
         yield f"unread-type-{kind}", changed(type=kind, sizes=(256, 1))
     yield "no-whole-blocks", changed(type=12, sizes=(32, 8))
     size = len(GOOD.data)
-    for offset in (1, 31, size, size - 32, 1 << 40, 1 << 63, HUGE, HUGE - 31):
+    for offset in (1, size, size - 32, 1 << 40, HUGE - 31):
         yield f"offset-{offset:x}", changed(offset=offset)
     yield "overlap", changed(offset=rest[0].offset)
     *others, end = GOOD.tensors
@@ -129,44 +126,35 @@ def tensors() -> Iterator[tuple[str, Draft]]:
     yield "tensor-twice", replace(GOOD, tensors=(first, *GOOD.tensors))
     yield "tensor-unnamed", changed(name="")
     yield "tensor-long-name", changed(name="x" * 5000)
-    yield (
-        "tensor-unknown",
-        replace(
-            GOOD,
-            tensors=(*GOOD.tensors, Tensor("blk.0.attn_sinks.weight", (1,), 0, 0)),
-            data=GOOD.data,
-        ),
-    )
     last = GOOD.tensors[-1].offset + 4 * 32 * 32
     extra = Tensor("blk.0.attn_sinks.weight", (2,), 0, last)
-    yield (
-        "tensor-without-place",
-        replace(GOOD, tensors=(*GOOD.tensors, extra), data=GOOD.data + bytes(8)),
-    )
+    more = replace(GOOD, tensors=(*GOOD.tensors, extra), data=GOOD.data + bytes(8))
+    yield "tensor-without-place", more
     yield "tensor-missing", replace(GOOD, tensors=GOOD.tensors[:-1])
     yield "shape-transposed", changed(sizes=(8, 32))
 
 
-def model() -> Iterator[tuple[str, Draft]]:
-    def changed(name: str, kind: int, value: object) -> Draft:
-        return GOOD.without_key(name).with_key(name, kind, value)
+def changed_key(name: str, kind: int, value: object) -> Draft:
+    return GOOD.without_key(name).with_key(name, kind, value)
 
+
+def model() -> Iterator[tuple[str, Draft]]:
     for full_name, kind, _ in GOOD.keys:
         name = str(full_name)
         if name.startswith(("general.", "llama.")) and "kv" not in name:
             yield f"without-{name}", GOOD.without_key(name)
         if kind == UINT32 and name.startswith("llama."):
-            yield f"text-{name}", changed(name, STRING, "many")
-            yield f"zero-{name}", changed(name, UINT32, 0)
-            yield f"huge-{name}", changed(name, UINT32, 0xFFFFFFFF)
+            yield f"text-{name}", changed_key(name, STRING, "many")
+            yield f"zero-{name}", changed_key(name, UINT32, 0)
+            yield f"huge-{name}", changed_key(name, UINT32, 0xFFFFFFFF)
     for name in ("unknown", "", "clip", "llama4"):
-        yield f"architecture-{name}", changed("general.architecture", STRING, name)
-    yield "architecture-number", changed("general.architecture", UINT32, 3)
-    yield "epsilon", changed("llama.attention.layer_norm_rms_epsilon", FLOAT32, float("nan"))
+        yield f"architecture-{name}", changed_key("general.architecture", STRING, name)
+    yield "architecture-number", changed_key("general.architecture", UINT32, 3)
+    yield "epsilon", changed_key("llama.attention.layer_norm_rms_epsilon", FLOAT32, float("nan"))
     yield "rope-scaling", GOOD.with_key("llama.rope.scaling.type", STRING, "dynamite")
     yield "rope-part", GOOD.with_key("llama.rope.dimension_count", UINT32, 3)
     yield "experts", GOOD.with_key("llama.expert_count", UINT32, 8)
-    yield "heads-of-layers", changed("llama.attention.head_count", ARRAY, array(UINT32, [2, 4]))
+    yield "heads-of-layers", changed_key("llama.attention.head_count", ARRAY, array(UINT32, [2, 4]))
     yield "values-width", GOOD.with_key("llama.attention.value_length", UINT32, 8)
     for count, number in ((2, 0), (2, 1), (0xFFFF, 0)):
         split = GOOD.with_key("split.count", UINT32, count)
@@ -187,30 +175,25 @@ def long_tokens(draft: Draft, kind: int) -> Draft:
 
 
 def vocabulary() -> Iterator[tuple[str, Draft]]:
-    def changed(name: str, kind: int, value: object) -> Draft:
-        return GOOD.without_key(name).with_key(name, kind, value)
-
     for name in ("bert", "rwkv", "t5", "plamo2"):
-        yield f"tokenizer-{name}", changed("tokenizer.ggml.model", STRING, name)
-    yield "tokens-numbers", changed(TOKENS, ARRAY, array(UINT32, [1, 2]))
-    yield "tokens-one", changed(TOKENS, STRING, "all")
-    yield "tokens-not-utf8", changed(TOKENS, ARRAY, array(STRING, [b"\xff"]))
-    yield "types-short", changed("tokenizer.ggml.token_type", ARRAY, array(INT32, [1]))
-    yield "types-texts", changed("tokenizer.ggml.token_type", ARRAY, array(STRING, ["a"]))
-    yield "scores-short", changed("tokenizer.ggml.scores", ARRAY, array(FLOAT32, [1.0]))
-    yield "bos-outside", changed("tokenizer.ggml.bos_token_id", UINT32, 99)
-    yield "eos-outside", changed("tokenizer.ggml.eos_token_id", UINT32, 0xFFFFFFF0)
-    yield "eos-text", changed("tokenizer.ggml.eos_token_id", STRING, "</s>")
-    bytes_model = changed("tokenizer.ggml.model", STRING, "gpt2")
+        yield f"tokenizer-{name}", changed_key("tokenizer.ggml.model", STRING, name)
+    yield "tokens-numbers", changed_key(TOKENS, ARRAY, array(UINT32, [1, 2]))
+    yield "tokens-one", changed_key(TOKENS, STRING, "all")
+    yield "tokens-not-utf8", changed_key(TOKENS, ARRAY, array(STRING, [b"\xff"]))
+    yield "types-short", changed_key("tokenizer.ggml.token_type", ARRAY, array(INT32, [1]))
+    yield "types-texts", changed_key("tokenizer.ggml.token_type", ARRAY, array(STRING, ["a"]))
+    yield "scores-short", changed_key("tokenizer.ggml.scores", ARRAY, array(FLOAT32, [1.0]))
+    yield "bos-outside", changed_key("tokenizer.ggml.bos_token_id", UINT32, 99)
+    yield "eos-outside", changed_key("tokenizer.ggml.eos_token_id", UINT32, 0xFFFFFFF0)
+    yield "eos-text", changed_key("tokenizer.ggml.eos_token_id", STRING, "</s>")
+    bytes_model = changed_key("tokenizer.ggml.model", STRING, "gpt2")
     for model_label, draft in (("pieces", GOOD), ("bytes", bytes_model)):
         for kind in (NORMAL, CONTROL):
             yield f"tokens-long-{model_label}-{kind}", long_tokens(draft, kind)
     yield "pre-unknown", bytes_model.with_key("tokenizer.ggml.pre", STRING, "mystery")
     for label, merges in (("one", ["a"]), ("none", [""]), ("unknown", ["q z"]), ("end", ["a "])):
-        yield (
-            f"merge-{label}",
-            bytes_model.with_key("tokenizer.ggml.merges", ARRAY, array(STRING, merges)),
-        )
+        items = array(STRING, merges)
+        yield f"merge-{label}", bytes_model.with_key("tokenizer.ggml.merges", ARRAY, items)
     for label, text in (
         ("syntax", "{% for %}"),
         ("loop", "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3),
@@ -236,6 +219,9 @@ HOSTILE = every()
 
 def test_the_model_they_are_made_of_is_good(tmp_path: Path) -> None:
     path = tmp_path / "good.gguf"
+    path.touch()
+    with pytest.raises(CheckpointError, match="the file is empty; download it again"):
+        use(path)
     path.write_bytes(GOOD.content())
     tokenizer = use(path)
     assert tokenizer is not None
@@ -257,9 +243,3 @@ def test_is_refused(label: str, tmp_path: Path) -> None:
     assert isinstance(refused.value, HotcoldError)
     assert "hostile.gguf" in text and text.isprintable() and len(text) < 600
     assert most < MAX_BYTES
-
-
-def test_an_empty_file_is_told_as_that(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").touch()
-    with pytest.raises(CheckpointError, match="the file is empty; download it again"):
-        use(tmp_path / "m.gguf")

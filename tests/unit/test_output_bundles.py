@@ -19,7 +19,7 @@ from hotcold.actors.setup.choose import choose_system
 from hotcold.actors.setup.preflight import in_memory, packed_config, prepare_system, read_model
 from hotcold.actors.setup.shards import service_specs
 from hotcold.actors.setup.storage import offloaded_share, pack_model, storage_within
-from hotcold.actors.setup.storage_shares import bytes_in_memory, token_reads
+from hotcold.actors.setup.storage_shares import bytes_in_memory
 from hotcold.jobs.cli import main
 from hotcold.jobs.support import offload_plan
 from hotcold.model.bundles import geometry as geometries
@@ -168,22 +168,6 @@ def test_slots_take_what_is_promised(name: str, services: int, pieces: int, tmp_
     promised = bytes_in_memory(config, system.storage) + geometry.more_down_bytes
     tables = 48 * system.storage.num_up_downs  # of the rows' owners, counted beside them
     assert 0.8 * (promised - tables) < taken <= promised
-
-
-def test_what_a_token_reads_is_smaller_than_with_a_row_a_neuron(tmp_path: Path) -> None:
-    path = MODELS["Q4_0"](tmp_path)
-    plain = read_model(path)
-    system, config = in_memory(path, choose_system(path, plain, SystemOptions()), plain)
-    system = least_of(replace(system, num_cpu_actors=1), config)
-    assert system.storage is not None
-    outputs = token_reads(None, system, config, system.storage).num_bytes
-    neurons = token_reads(None, system, plain, system.storage).num_bytes
-    assert outputs == pytest.approx(neurons * 3 * 4.5 / (2 * 4.5 + 8.5), rel=0.02)
-    several = replace(system, num_cpu_actors=2, num_threads=2)
-    for pieces, factor in ((1, 1), (2, 4 / 3)):
-        cut = replace(several, expert_pieces=pieces)
-        more = token_reads(None, cut, config, system.storage).num_bytes
-        assert more == pytest.approx(outputs * factor, rel=0.02)
 
 
 def test_a_system_beyond_memory_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

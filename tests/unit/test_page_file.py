@@ -243,25 +243,6 @@ def test_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
         file.close()
 
 
-def test_a_torn_page_is_noticed(tmp_path: Path) -> None:
-    """As after a loss of power: the entry is on the disk, its page is half the earlier one."""
-    path = tmp_path / "a.pages"
-    file = opened(path, 1)
-    write(file, 1)
-    before = path.read_bytes()
-    write(file, 2)
-    file.close()
-    after = path.read_bytes()
-    half = 2 * BLOCK + PAGE // 2
-    path.write_bytes(after[:half] + before[half:])
-    file = opened(path, 1)
-    assert file.keys() == {key(2)} and read(file, 2) is None
-    assert file.keys() == set()
-    write(file, 3)
-    assert read(file, 3) == content(3)
-    file.close()
-
-
 @pytest.mark.parametrize("num_before", [0, 3])
 def test_a_full_disk(tmp_path: Path, num_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: int) -> None:

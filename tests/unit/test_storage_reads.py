@@ -1,31 +1,36 @@
-"""What a token reads of neurons on storage, against counting by hand."""
+"""What a token reads of neurons and experts on storage, and what of them stays in memory."""
 
 from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.setup.account import Account
+from hotcold.actors.setup.storage import storage_within
+from hotcold.actors.setup.storage_shares import bytes_in_memory, token_reads
+from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import MemoryBudgetError
+from hotcold.placement.profile import ActivationProfile
 from hotcold.placement.storage import (
     Disk,
     Kept,
     Reads,
     expected_reads,
     gates_first,
+    least_in_memory,
     listed_rates,
     missed_experts,
     token_seconds,
     whole_bundles,
 )
-
-
-def test_the_neurons_that_are_wanted_most_are_not_read() -> None:
-    wanted = np.array([[0.9, 0.1], [0.5, 0.3]])
-    reads = expected_reads(wanted, 2, 100)
-    assert reads.number == pytest.approx(0.4) and reads.num_bytes == pytest.approx(40)
-    assert expected_reads(wanted, 4, 100).number == 0
-    assert expected_reads(wanted, 9, 100).number == 0
-    whole = expected_reads(np.ones(1024), 0, 4096, in_sequence=True)
-    assert whole.number == 16 and whole.num_bytes == 1 << 22
 
 
 def test_a_predictor_lists_all_that_fire_and_others() -> None:
@@ -110,15 +115,85 @@ def test_recently_used_experts_are_missed_as_rarely_as_others_measured() -> None
     assert missed == sorted(missed, reverse=True)
 
 
-def test_misses_of_many_experts_follow_the_sum() -> None:
-    """Token by token, as far as that can be summed; and beyond."""
-    for num_chosen in (1, 8):
-        for kept in (1, 1.5, 2, 7.3, 36, 37, 60, 300):
-            used, new, tokens = 1.0, 1.0, 0
-            while used < kept:
-                tokens += 1
-                new = 0.55 / tokens**0.49
-                used += new
-            found = missed_experts(kept * num_chosen, 1 << 16, num_chosen) / num_chosen
-            assert found == pytest.approx(new, rel=1e-3)
-    assert 0 < missed_experts(60_000, 1 << 16, 1) < 1e-4
+LAYERS, EXPERTS, SIZE, HIDDEN = 6, 64, 512, 1024
+GIB = 1 << 30
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ModelConfig:
+    """One dense layer, five of experts; no weights are needed."""
+    facts = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size": 2000,
+        "intermediate_size": 4096,
+        "moe_intermediate_size": SIZE,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [0],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    return read_config(tmp_path)
+
+
+def test_the_least_is_what_stays_and_one_layer(config: ModelConfig, tmp_path: Path) -> None:
+    system = SystemConfig(str(tmp_path))
+    least = least_in_memory([layer.ffn for layer in config.layers])
+    assert least == 4096 + EXPERTS * SIZE
+    need = Account(0, 0, config.num_neurons * 3 * 2 * HIDDEN, 0, 0, 0)
+    with pytest.raises(MemoryBudgetError, match="use --cpu-memory"):
+        storage_within(None, need, system, config, GIB // 8)
+    found = [storage_within(None, need, system, config, size) for size in (GIB, 3 * GIB // 2)]
+    kept = [each.num_up_downs for each in found]
+    assert least < kept[0] < kept[1] <= config.num_neurons
+    for each, size in zip(found, (GIB, 3 * GIB // 2), strict=True):
+        assert 0 <= each.num_up_downs - each.num_gates <= 2  # whole neurons
+        assert bytes_in_memory(config, each) < size
+
+
+def test_what_a_token_reads_falls_to_nothing(config: ModelConfig, tmp_path: Path) -> None:
+    system = SystemConfig(str(tmp_path))
+    counts = [4096 + share * EXPERTS * SIZE * (LAYERS - 1) // 4 for share in range(1, 5)]
+    reads = [token_reads(None, system, config, NeuronStorage("", count, count)) for count in counts]
+    assert [each.num_bytes for each in reads] == sorted(
+        (each.num_bytes for each in reads), reverse=True
+    )
+    all_chosen = (LAYERS - 1) * 8 * SIZE * 3 * 2 * HIDDEN
+    assert 0.05 * all_chosen < reads[1].num_bytes < 0.25 * all_chosen
+    assert reads[-1].num_bytes == 0
+
+
+def test_a_profile_says_what_a_token_reads(config: ModelConfig, tmp_path: Path) -> None:
+    """Of each ten choices five are of the expert used last, three of one just in memory."""
+    distances = np.zeros(5 * EXPERTS, np.int64)
+    distances[[0, 99, 100, 5 * EXPERTS - 1]] = 50, 30, 15, 5
+    counts = np.ones((LAYERS, max(config.ffn_sizes)), np.int64)
+    chosen = np.ones((LAYERS, EXPERTS), np.int64)
+    known = ActivationProfile(counts, 1, "t", "t", chosen, distances)
+    system, count = SystemConfig(str(tmp_path)), 100 * SIZE
+    kept = NeuronStorage("", 4096 + count, 4096 + count)
+    bundle_bytes = BundleGeometry.of(config).bundle_bytes
+    of_expert = -(-SIZE // BundleGeometry.of(config).bundle_neurons)
+    reads = token_reads(known, system, config, kept)
+    assert reads.number == pytest.approx(1.1 * 0.2 * 5 * 8 * of_expert)  # some in vain
+    assert reads.num_bytes == pytest.approx(reads.number * bundle_bytes)
+    # A GPU has the dense layer, and one expert.
+    fitted = replace(system, device="cuda", num_hot_neurons=4096 + SIZE)
+    beside = NeuronStorage("", count, count)
+    assert token_reads(known, fitted, config, beside).number == pytest.approx(5 / 20 * reads.number)
+    unknown = token_reads(None, system, config, kept)
+    for none in (None, np.zeros(5 * EXPERTS, np.int64)):
+        assert token_reads(replace(known, distances=none), system, config, kept) == unknown
