@@ -182,7 +182,7 @@ def test_minicpm_s_is_not_taken_for_another(tmp_path: Path) -> None:
 
 
 def test_every_architecture_is_compared() -> None:
-    """Bamboo is PowerInfer's alone (test_powerinfer_files.py); mixtures: test_mixtures.py."""
+    """Bamboo is PowerInfer's alone (test_powerinfer_import.py); mixtures: test_mixtures.py."""
     mixtures = {arch for _, arch, _, _ in FILES.values()}
     assert {*CASES, "falcon", "bamboo", "minicpm", *mixtures} == ARCHITECTURES.keys()
 

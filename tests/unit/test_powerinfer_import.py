@@ -1,7 +1,8 @@
-"""PowerInfer's predictors: read by number, executed never, and chosen by as torch computes them."""
+"""PowerInfer's predictors and its own files: read by number and name, executed never."""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from collections.abc import Callable
@@ -10,17 +11,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
+from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.errors import ArtifactError, CheckpointError, HotcoldError
+from hotcold.model.errors import ArtifactError, CheckpointError, ConfigError, HotcoldError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.down_outputs import has_down_outputs
+from hotcold.model.weights.ffn import load_ffn
+from hotcold.numba_kernels.formats import Q4
+from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.powerinfer import import_powerinfer
+from hotcold.predictors.predictor_file import read_predictors
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
+from tests.gguf_files import LlamaFile, quantized
+from tests.predictor_layers import scores_of
+from tests.quantized_models import make_model
+from tests.reference import reference_logits
+from tests.tiny_models import make_tiny
 
 Tiny = Callable[..., TinyCheckpoint]
 Weights = dict[str, torch.Tensor]
@@ -190,3 +206,181 @@ def test_code_in_a_file_is_not_executed(config: ModelConfig, tmp_path: Path, zip
     assert not trace.exists()
     pickle.loads((folder / "model_0.pt").read_bytes())
     assert trace.exists()  # so it would have been
+
+
+IDS = [3, 7, 1, 40, 33, 20, 3, 3, 44, 17, 5]
+RANK = 8
+
+
+def hugging_face(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The model's config.json and tensors."""
+    values = json.loads((path / "config.json").read_text())
+    return values, load_file(path / "model.safetensors")
+
+
+def powerinfer(
+    path: Path,
+    out: Path,
+    kind: str = "F32",
+    arch: str = "llama",
+    other: dict[str, np.ndarray] | None = None,
+    **keys: float,
+) -> None:
+    """Write the Llama or Bamboo in `path` as PowerInfer's converter does.
+
+    llama.cpp's file of the same model is written first; then the magic is PowerInfer's, down
+    projections are transposed, and each layer has a predictor. `other` takes the place of these.
+    """
+    values, tensors = hugging_face(path)
+    heads = values["num_attention_heads"]
+    values.setdefault("head_dim", values["hidden_size"] // heads)
+    values["head_dim"] = values["head_dim"] or values["hidden_size"] // heads
+    rng = np.random.default_rng(5)
+    extra: dict[str, Any] = {}
+    rest = {}
+    for name, tensor in tensors.items():
+        if "down_proj" in name:
+            layer = int(name.split(".layers.")[1].split(".")[0])
+            down_t = np.ascontiguousarray(tensor.astype(np.float32).T)
+            extra[f"blk.{layer}.ffn_down_t.weight"] = down_t
+            wide, high = down_t.shape[1], down_t.shape[0]
+            extra[f"blk.{layer}.fc1.weight"] = rng.standard_normal((RANK, wide), np.float32)
+            extra[f"blk.{layer}.fc2.weight"] = rng.standard_normal((high, RANK), np.float32)
+        else:
+            rest[name] = tensor.astype(np.float32)
+    kinds = dict.fromkeys(("ffn_", "attn_q", "attn_k", "attn_v", "attn_output"), kind)
+    named = {name.replace("__", "."): value for name, value in keys.items()}
+    file = LlamaFile(
+        values,
+        rest,
+        kinds=kinds,
+        keys=named,
+        extra=extra | (other or {}),
+        arch=arch,
+        names_arch="llama",
+    )
+    file.write(out)
+    content = out.read_bytes()
+    assert content[:4] == b"GGUF"
+    out.write_bytes(b"PWRI" + content[4:])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama-relu", tmp_path_factory.mktemp("hf") / "m")
+
+
+@pytest.fixture
+def file(llama: Path, tmp_path: Path) -> Path:
+    powerinfer(llama, tmp_path / "m.gguf", powerinfer__sparse_threshold=0.25)
+    return tmp_path / "m.gguf"
+
+
+def test_logits_are_those_of_the_model(llama: Path, file: Path) -> None:
+    config = read_model(file)
+    assert (config.family, config.activation_fn) == ("llama", "relu")
+    np.testing.assert_allclose(reference_logits(file, IDS), reference_logits(llama, IDS), atol=1e-5)
+
+
+def test_quantized_rows_by_neurons_keep_their_numbers(tmp_path: Path) -> None:
+    """Of Q4_0 along a neuron's row, as in memory: bit for bit, where llama.cpp's takes 8 bits."""
+    path = make_model("q-llama", tmp_path / "hf", dtype="float32")
+    powerinfer(path, tmp_path / "m.gguf", "Q4_0")
+    config = read_model(tmp_path / "m.gguf")
+    assert config.dtype_of("down") == "q4"
+    assert not has_down_outputs(Checkpoint(tmp_path / "m.gguf"), config)
+    ids = [np.arange(config.ffn_size, dtype=np.int32)] * config.num_layers
+    weights = load_ffn(Checkpoint(tmp_path / "m.gguf"), config, ids, include_down_bias=True)
+    assert weights.down.dtype == Q4
+    _, tensors = hugging_face(path)
+    down = next(tensors[name] for name in sorted(tensors) if "0.mlp.down_proj" in name)
+    raw, qtype = quantized(np.ascontiguousarray(down.astype(np.float32).T), "Q4_0")
+    found = to_float32(weights.down[: config.ffn_size])
+    np.testing.assert_array_equal(found, gguf.quants.dequantize(raw, qtype))
+
+
+def test_its_predictors_are_used(file: Path) -> None:
+    system, config = prepare_system(file, SystemOptions(mode="lowrank"))
+    found = read_predictors(Path(system.predictors_path), ModelIdentity.of(file), config)
+    assert found.input_name == "residual"
+    rng = np.random.default_rng(5)
+    down = rng.standard_normal((RANK, config.hidden_size), np.float32)
+    up = rng.standard_normal((config.ffn_size, RANK), np.float32)
+    x = rng.standard_normal((1, config.hidden_size)).astype(np.float32)
+    layer = found.layers[0]
+    assert layer is not None
+    scores = scores_of(layer, x)
+    expected = np.maximum(x @ down.T, 0) @ up.T - 0.25
+    is_clear = np.abs(expected[0]) > 0.05 * np.abs(expected).max()
+    np.testing.assert_array_equal((scores > 0)[0, is_clear], (expected > 0)[0, is_clear])
+    assert 0.1 < (scores > 0).mean() < 0.9
+
+
+def test_bamboos_function_is_of_gate_and_up(tmp_path: Path) -> None:
+    path = make_tiny("bamboo", tmp_path / "hf")
+    powerinfer(path, tmp_path / "m.gguf", arch="bamboo", bamboo__attention__sliding_window=9)
+    config = read_model(tmp_path / "m.gguf")
+    assert (config.family, config.activation_fn) == ("bamboo", "drelu")
+    found = reference_logits(tmp_path / "m.gguf", IDS)
+    np.testing.assert_allclose(found, reference_logits(path, IDS), atol=1e-5)
+
+
+def test_a_split_is_no_model(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf.generated.gpuidx"), "generic.gpu_index")
+    writer.add_tensor("blk.0.gpu_idx", np.zeros(8, np.int32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match="holds no model; give the model's own file"):
+        read_config(tmp_path / "m.gguf.generated.gpuidx")
+
+
+def test_predictors_of_other_sizes_are_refused(llama: Path, tmp_path: Path) -> None:
+    config, file = read_config(llama), tmp_path / "m.gguf"
+    wrong = {"fc1": (RANK, config.hidden_size + 32), "fc2": (config.ffn_size - 1, RANK)}
+    for name, shape in wrong.items():
+        powerinfer(llama, file, other={f"blk.1.{name}.weight": np.ones(shape, np.float32)})
+        with pytest.raises(CheckpointError, match="which do not fit a model of hidden size"):
+            prepare_system(file, SystemOptions(mode="lowrank"))
+    down = np.ones((config.hidden_size, config.ffn_size), np.float32)  # by outputs, as llama.cpp's
+    powerinfer(llama, file, other={"blk.1.ffn_down_t.weight": down})
+    with pytest.raises(CheckpointError, match=r"down_proj.* has shape|has shape"):
+        read_model(file)
+
+
+def test_damaged_predictors_are_refused(llama: Path, tmp_path: Path) -> None:
+    bad, other, spoilt = (tmp_path / f"{name}.gguf" for name in ("m", "n", "o"))
+    powerinfer(llama, bad, powerinfer__sparse_threshold=float("nan"))
+    powerinfer(llama, other)
+    other.write_bytes(other.read_bytes().replace(b"blk.1.fc2.weight", b"blk.9.fc2.weight"))
+    nan = np.full((RANK, read_config(llama).hidden_size), np.nan, np.float32)
+    powerinfer(llama, spoilt, other={"blk.0.fc1.weight": nan})
+    refusals = {
+        bad: "sparse_threshold is nan", other: "blk.9.fc2", spoilt: "holds NaN or infinity"
+    }  # fmt: skip
+    for path, says in refusals.items():
+        with pytest.raises(CheckpointError, match=says) as caught:
+            prepare_system(path, SystemOptions(mode="lowrank"))
+        assert "\n" not in str(caught.value)
+
+
+def test_predictors_among_the_weights_are_used(tmp_path: Path) -> None:
+    """As in TurboSparse-Mistral's checkpoint, beside gate, up and down."""
+    path = make_tiny("bamboo", tmp_path / "m")
+    config = read_config(path)
+    _, tensors = hugging_face(path)
+    rng = np.random.default_rng(1)
+    shapes = {1: (RANK, config.hidden_size), 2: (config.ffn_size, RANK)}
+    for layer in range(config.num_layers):
+        for number, shape in shapes.items():
+            name = f"model.layers.{layer}.mlp.predictor.fc{number}.weight"
+            tensors[name] = rng.standard_normal(shape, np.float32)
+    save_file(tensors, path / "model.safetensors")
+    assert read_model(path).activation_fn == "drelu"
+    system, _ = prepare_system(path, SystemOptions(mode="lowrank"))
+    found = read_predictors(Path(system.predictors_path), ModelIdentity.of(path), config)
+    layer_1 = found.layers[1]
+    assert isinstance(layer_1, LowRankLayer) and found.input_name == "residual"
+    up = tensors["model.layers.1.mlp.predictor.fc2.weight"]
+    np.testing.assert_allclose(layer_1.up.view(np.float16), up.T, rtol=1e-3)

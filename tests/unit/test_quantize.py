@@ -8,7 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.numba_kernels.formats import MXFP4, Q4, Q4_1, Q8, row_items, row_width
+from hotcold.actors.protocol import options
+from hotcold.model.config.weight_formats import CAST_NAMES, QUANTIZED_NAMES
+from hotcold.numba_kernels.formats import (
+    BLOCK_FORMATS,
+    MXFP4,
+    Q4,
+    Q4_1,
+    Q8,
+    ROW_FORMATS,
+    BlockFormat,
+    row_items,
+    row_width,
+)
 from hotcold.numba_kernels.load.convert import from_float32, to_float32, widen_kernel
 from hotcold.numba_kernels.load.quantize import (
     DONE,
@@ -121,3 +133,19 @@ def test_mxfp4_has_a_power_of_two_for_any_weight() -> None:
     halves = np.array([[6, 2.5, -2.5, 5, -0.25, 0.25, 1.75, 0.75] * 4], np.float32)
     expected = np.array([[6, 2, -2, 4, 0, 0, 1.5, 0.5] * 4], np.float32)
     np.testing.assert_array_equal(to_float32(quantize_rows(halves, MXFP4)), expected)
+
+
+def test_a_command_line_offers_what_weights_are_cast_and_quantized_to() -> None:
+    assert options.QUANTIZED == QUANTIZED_NAMES  # which it does not import, to be read at once
+    assert (*CAST_NAMES, *QUANTIZED_NAMES) == options.DTYPES
+
+
+@pytest.mark.parametrize("block", BLOCK_FORMATS.values(), ids=lambda block: block.name)
+def test_rows_that_hold_blocks_take_as_many_bytes(block: BlockFormat) -> None:
+    """But for those that no format of rows holds in as many bits."""
+    if block.is_as_stored(block.kept_as):
+        row_format = ROW_FORMATS[block.kept_as]
+        num_blocks = block.weights // row_format.block_weights
+        assert num_blocks * row_format.block_bytes == block.num_bytes
+    else:
+        assert block.name in ("IQ4_NL", "Q5_1", "Q2_K", "Q3_K")
