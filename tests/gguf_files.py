@@ -122,13 +122,8 @@ def small_llama(tokens: int = 8, width: int = 32, heads: int = 2, layers: int = 
     ]
     for layer in range(layers):
         shapes += [(f"blk.{layer}.{name}", (width,)) for name in ("attn_norm", "ffn_norm")]
-        shapes += [
-            (f"blk.{layer}.{name}", (width, width))
-            for name in ("attn_q", "attn_k", "attn_v", "attn_output")
-        ]
-        shapes += [
-            (f"blk.{layer}.{name}", (width, width)) for name in ("ffn_gate", "ffn_up", "ffn_down")
-        ]
+        matrices = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+        shapes += [(f"blk.{layer}.{name}", (width, width)) for name in matrices]
     tensors, offset = [], 0
     for name, sizes in shapes:
         tensors.append(Tensor(f"{name}.weight", sizes, 0, offset))
@@ -203,30 +198,28 @@ class LlamaFile:
             rows = self._paired(name, values)
             if self.adds_one and target.endswith("norm.weight"):
                 rows = rows + 1
-            kind = next((k for part, k in self.kinds.items() if part in target), "F32")
-            if kind == "F32" or rows.ndim == 1:
-                writer.add_tensor(target, rows.astype(np.float32))
-                held[name] = values.astype(np.float32)
-                continue
-            if kind == "F16":
-                writer.add_tensor(target, rows.astype(np.float16))
-                held[name] = values.astype(np.float16).astype(np.float32)
-                continue
-            raw, qtype = quantized(rows, kind)
-            writer.add_tensor(target, raw, raw_dtype=qtype)
-            held[name] = self._unpaired(name, gguf.quants.dequantize(raw, qtype))
+            stored = self._add(writer, target, rows)
+            is_vector = values.ndim == 1
+            held[name] = values.astype(np.float32) if is_vector else self._unpaired(name, stored)
         for name, values in self.extra.items():
-            kind = next((k for part, k in self.kinds.items() if part in name), "F32")
-            if kind == "F32":
-                writer.add_tensor(name, values)
-            else:
-                raw, qtype = quantized(values, kind)
-                writer.add_tensor(name, raw, raw_dtype=qtype)
+            self._add(writer, name, values)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
         return held
+
+    def _add(self, writer: gguf.GGUFWriter, name: str, values: np.ndarray) -> np.ndarray:
+        """Write a tensor in its format; returns the values that the file then holds."""
+        kind = next((k for part, k in self.kinds.items() if part in name), "F32")
+        if values.ndim == 1 or kind in ("F32", "F16"):
+            is_half = values.ndim > 1 and kind == "F16"
+            stored = values.astype(np.float16 if is_half else np.float32)
+            writer.add_tensor(name, stored)
+            return stored.astype(np.float32)
+        raw, qtype = quantized(values, kind)
+        writer.add_tensor(name, raw, raw_dtype=qtype)
+        return gguf.quants.dequantize(raw, qtype)
 
     def _add_keys(self, writer: gguf.GGUFWriter) -> None:
         config = self.config
@@ -258,18 +251,17 @@ class LlamaFile:
         return int(self.config["num_key_value_heads"]) if "k_proj." in name else 0
 
     def _paired(self, name: str, values: np.ndarray) -> np.ndarray:
-        heads = self._heads(name) if self.pairs_rows else 0
-        if not heads:
-            return values
-        halves = values.reshape(heads, 2, -1, *values.shape[1:])
-        return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+        return self._swapped(name, values, (2, -1))
 
     def _unpaired(self, name: str, values: np.ndarray) -> np.ndarray:
+        return self._swapped(name, values, (-1, 2))
+
+    def _swapped(self, name: str, values: np.ndarray, halves: tuple[int, int]) -> np.ndarray:
         heads = self._heads(name) if self.pairs_rows else 0
         if not heads:
             return values
-        pairs = values.reshape(heads, -1, 2, *values.shape[1:])
-        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+        parts = values.reshape(heads, *halves, *values.shape[1:])
+        return np.ascontiguousarray(parts.swapaxes(1, 2)).reshape(values.shape)
 
 
 @functools.cache

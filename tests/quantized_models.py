@@ -47,39 +47,17 @@ def make_model(name: str, path: Path, dtype: str = "float16", shards: int = 1) -
 def laid_out(weights: np.ndarray, name: str) -> np.ndarray:
     """Rows of bytes: gguf's values and scales of float32 `weights`, put where formats.py says."""
     blocks = quants.quantize(weights, FORMATS[name])
-    num_groups = weights.shape[1] // 32
-    blocks = blocks.reshape(weights.shape[0], num_groups, -1)
-    return np.stack([_row(row, name) for row in blocks])
-
-
-def _row(blocks: np.ndarray, name: str) -> np.ndarray:
-    """One row (groups, bytes); ggml's Q4_0 and Q4_1 hold value k beside value k + 16."""
-    out: list[int] = []
-    for first in range(0, len(blocks), 16):
-        chunk = [_codes(block, name) for block in blocks[first : first + 16]]
-        steps = range(8) if name == "q8" else range(4)
-        for j in steps:
-            for codes in chunk:
-                for b in range(4):
-                    if name == "q8":
-                        out.append(codes[4 * j + b])
-                    else:
-                        out.append(codes[8 * j + b] | codes[8 * j + 4 + b] << 4)
-    for first in range(0, _factor_bytes(name), 2):
-        for block in blocks:
-            out.extend(int(byte) for byte in block[first : min(first + 2, _factor_bytes(name))])
-    return np.array(out, np.uint8)
-
-
-def _factor_bytes(name: str) -> int:
-    return {"q4_1": 4, "mxfp4": 1}.get(name, 2)
-
-
-def _codes(block: np.ndarray, name: str) -> list[int]:
-    values = [int(byte) for byte in block[_factor_bytes(name) :]]
-    if name == "q8":
-        return values
-    return [byte & 15 for byte in values] + [byte >> 4 for byte in values]
+    num_rows, num_groups = len(weights), weights.shape[1] // 32
+    blocks = blocks.reshape(num_rows, num_groups, -1)
+    factors, codes = np.split(blocks, [{"q4_1": 4, "mxfp4": 1}.get(name, 2)], axis=2)
+    steps = codes.reshape(num_rows, num_groups, -1, 4)
+    if name != "q8":  # ggml holds value k beside value k + 16
+        values = np.concatenate([codes & 15, codes >> 4], axis=2)
+        pairs = values.reshape(num_rows, num_groups, 4, 2, 4)
+        steps = pairs[..., 0, :] | pairs[..., 1, :] << 4
+    parts = [steps[:, first : first + 16].swapaxes(1, 2) for first in range(0, num_groups, 16)]
+    parts += [factors[:, :, first : first + 2] for first in range(0, factors.shape[2], 2)]
+    return np.concatenate([part.reshape(num_rows, -1) for part in parts], axis=1)
 
 
 def dequantized(weights: np.ndarray, name: str) -> np.ndarray:
