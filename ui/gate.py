@@ -3,14 +3,13 @@
 import base64
 import binascii
 import ipaddress
-import json
 import math
 import re
 from collections.abc import Sequence
 from urllib.parse import unquote, urlsplit
 
 from starlette.datastructures import Headers
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotcold.model.errors import UsageError, shown
@@ -149,7 +148,9 @@ class Gate:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008, "reason": ""})
             elif not limit.has_answered:
-                await send_error(limit.send, error, scope["path"])
+                body, more = error.body_for(scope["path"]), {"connection": "close"}  # unread, maybe
+                answer = JSONResponse(body, error.status, {**error.headers, **more})
+                await answer(scope, limit.receive, limit.send)
 
     def _check(
         self,
@@ -245,20 +246,6 @@ def too_many_failures(wait_s: float) -> ApiError:
         429, f"too many wrong keys; try again in {seconds} s", "authentication_error",
         code="too_many_failures", headers={"Retry-After": str(seconds)},
     )  # fmt: skip
-
-
-async def send_error(send: Send, error: ApiError, path: str) -> None:
-    """Answer with an error, without a framework."""
-    body = json.dumps(error.body_for(path)).encode()
-    headers = {
-        "content-type": "application/json",
-        "content-length": str(len(body)),
-        "connection": "close",  # a body may be unread
-        **error.headers,
-    }
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _name_of(host: str) -> str:

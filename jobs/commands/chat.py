@@ -84,7 +84,12 @@ def talk(
         running, facts = _entered(stack, path, kept, options, name)
         conversation = Conversation(running, facts, defaults, given, system_prompt or "")
         settings = Settings(history=is_rich and not no_history, can_use_files=_is_typed())
-        screen = _terminal(conversation, settings) if is_rich else Screen()
+        if is_rich:
+            from hotcold.jobs.chat.terminal import TerminalScreen
+
+            screen: Screen = TerminalScreen(conversation, settings)
+        else:
+            screen = Screen()
         Session(conversation, screen, settings).run()
 
 
@@ -97,12 +102,6 @@ def _has_cursor() -> bool:
     """Whether somebody sits at a terminal whose cursor can be moved."""
     is_shown = sys.stdout is not None and sys.stdout.isatty()
     return _is_typed() and is_shown and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
-
-
-def _terminal(conversation: Conversation, settings: Settings) -> Screen:
-    from hotcold.jobs.chat.terminal import TerminalScreen
-
-    return TerminalScreen(conversation, settings)
 
 
 def _entered(

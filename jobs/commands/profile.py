@@ -140,13 +140,15 @@ def _count(
 ) -> dict[str, Any]:
     """Read the text, and write and tell what was counted; `values`: options of the system."""
     from hotcold.actors.driver.prompts import Prompts
+    from hotcold.actors.setup.modes import no_zeros
     from hotcold.actors.setup.preflight import prepare_system
     from hotcold.jobs.profile.run import run_profile
     from hotcold.jobs.profile.state import ProfileState
     from hotcold.jobs.support.text_file import read_text
     from hotcold.model.files.artifact import ModelIdentity
 
-    _warn(config)
+    if not config.is_sparse and config.experts is None:
+        click.echo(f"warning: {no_zeros(config)} for nearly every token", err=True)
     window = _window(config, reading.window)
     options = SystemOptions(mode="dense", context_length=window, **values)
     system, config = prepare_system(path, options)
@@ -187,13 +189,6 @@ def _task(text: TextIds, config: ModelConfig, window_ids: int, reading: _Reading
         num_inputs = min(_NUM_INPUTS, max(1, _MAX_INPUT_BYTES // token_bytes))
     answers = NO_ANSWERS if config.experts is None else Answers.of(num_tokens, window_ids)
     return ProfileTask(text.digest, num_tokens, window_ids, min(num_inputs, num_tokens), answers)
-
-
-def _warn(config: ModelConfig) -> None:
-    from hotcold.actors.setup.modes import no_zeros
-
-    if not config.is_sparse and config.experts is None:
-        click.echo(f"warning: {no_zeros(config)} for nearly every token", err=True)
 
 
 def _write(

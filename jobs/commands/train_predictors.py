@@ -79,6 +79,7 @@ def train_predictors(
     from hotcold.model.files.artifact import ModelIdentity
     from hotcold.model.files.artifact_places import artifact_folders
     from hotcold.model.files.locate import locate_model
+    from hotcold.model.weights.sizes import ffn_bytes
     from hotcold.predictors.predictor_file import (
         predictors_name,
         predictors_path,
@@ -112,7 +113,7 @@ def train_predictors(
     _print_report(predictors)
     if share is not None:
         click.echo(f"to know which neurons fire takes {share:.2f} of the time of all gates here")
-    of_ffn = predictors.num_bytes / _ffn_bytes(config)
+    of_ffn = predictors.num_bytes / ffn_bytes(config, config.num_neurons)
     click.echo(f"{target}: {predictors.num_bytes / 1e6:.2f} MB a token, {of_ffn:.1%} of the FFN's "
                f"weights; {seconds:.1f} s")  # fmt: skip
     if out is None and used != target:
@@ -153,12 +154,6 @@ def _train(
             show(len(made))
     share = sum(fitted.share_of_gates for fitted in made) / len(made)
     return gather(made, inputs, target_recall), share
-
-
-def _ffn_bytes(config: ModelConfig) -> int:
-    from hotcold.model.weights.sizes import ffn_bytes
-
-    return ffn_bytes(config, config.num_neurons)
 
 
 def _print_report(predictors: Predictors) -> None:

@@ -72,11 +72,6 @@ class Windows:
         return cls([opening + text.ids[i : i + size].tolist() for i in starts], len(opening))
 
     @property
-    def num_tokens(self) -> int:
-        """Of the text, in all windows."""
-        return sum(len(ids) - self.num_opening for ids in self.ids)
-
-    @property
     def num_logits(self) -> int:
         """Rows of dense logits that the driver keeps."""
         return sum(len(ids) for ids in self.ids)

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import IO, Any
 
 import click
@@ -36,11 +37,7 @@ _MAX_SILENT = 12  # times ten seconds: a server imports much before it answers
 _LONGEST_S = 1e8
 _ERROR = "hotcold: error: "
 Say = Callable[[str], object]
-
-
-def say_on_stderr(line: str) -> None:
-    """Say a line to the command's user."""
-    click.echo(line, err=True)
+say_on_stderr: Say = partial(click.echo, err=True)  # to the command's user
 
 
 def find_system(
@@ -71,7 +68,8 @@ def find_system(
         raise
     asked = identity_of(model, options)
     while True:
-        found = _same_as(asked)
+        same = (one for one in running() if is_same(asked, one.identity, one.resolved))
+        found = next(same, None)
         if found is None and keep_s:
             with _Server.start(model, options, keep_s) as server:
                 return _ready(server.record(asked), keep_s, server, say, attends)
@@ -101,11 +99,6 @@ def _named(name: str | None, options: SystemOptions) -> Record | None:
             )
         return record
     return None
-
-
-def _same_as(asked: Identity) -> Record | None:
-    same = (one for one in running() if is_same(asked, one.identity, one.resolved))
-    return next(same, None)
 
 
 def _ready(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,8 +68,13 @@ def offload_plans(
     file = Path(system.storage.path)
     disk = measured_disk(file, config) if file.exists() else Disk()
     step = (all_bytes - 1 - given) / (num_sizes - 1)
-    sizes = [given + int(step * i) for i in range(num_sizes)]
-    return list(_plans(stored, profile, sizes, disk, memory_s, head_s))
+    plans = []
+    for size in (given + int(step * i) for i in range(num_sizes)):
+        system, config = stored(size)
+        if system.storage is None:
+            break
+        plans.append(_plan(size, system, config, system.storage, profile, disk, memory_s, head_s))
+    return plans
 
 
 def stored_model(path: Path, options: SystemOptions) -> Stored:
@@ -106,23 +111,8 @@ def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _plans(
-    stored: Stored,
-    profile: ActivationProfile | None,
-    sizes: list[int],
-    disk: Disk,
-    memory_s: float,
-    head_s: float,
-) -> Iterator[OffloadPlan]:
-    for size in sizes:
-        system, config = stored(size)
-        if system.storage is None:
-            return
-        plan = offload_plan(system, config, system.storage, profile, disk, memory_s, head_s)
-        yield replace(plan, cpu_memory_bytes=size)
-
-
-def offload_plan(
+def _plan(
+    size: int,
     system: SystemConfig,
     config: ModelConfig,
     storage: NeuronStorage,
@@ -131,7 +121,7 @@ def offload_plan(
     memory_s: float,
     head_s: float,
 ) -> OffloadPlan:
-    """The plan of a system with these neurons on storage, whatever memory that takes."""
+    """The plan of a system with these neurons on storage, of so many bytes of memory."""
     share = expected_gpu(system, config)
     reads = token_reads(profile, share, config, storage)
     seconds = disk.least_seconds(reads)
@@ -139,7 +129,7 @@ def offload_plan(
     num_cold = num_cold_neurons(share, config)
     token_s = token_seconds(memory_s, disk, reads, system.num_threads, head_s)
     return OffloadPlan(
-        0,
+        size,
         bool(storage.predictors),
         config.experts is not None,
         _knows(profile, config),

@@ -37,7 +37,8 @@ def print_plan(plan: PlacementPlan, path: Path | None, about: str) -> None:
     console.print(_part_table(report))
     ms = report["token_s"] * 1e3
     print(f"expect {report['tokens_per_s']:.3g} tokens/s ({ms:.3g} ms a token)")
-    print(_solver_line(report["solver"]))
+    gap, seconds = max(1e-4, report["solver"]["gap"]), report["solver"]["seconds"]
+    print(f"solved, optimal within {gap:.2%} in {seconds:.1f} s")
     if not report["keeps_min_neurons"]:
         print("memory is so short that some layers use a GPU for fewer neurons than pays off")
     for text in report["assumed"]:
@@ -93,11 +94,6 @@ def _part_table(report: dict[str, Any]) -> Table:
                 row = (f"  {device['name']}", read, "", f"{device['neuron_ms']:.3g}")
                 table.add_row(*row, "at the same time", style="dim")
     return table
-
-
-def _solver_line(solver: dict[str, Any]) -> str:
-    gap = max(1e-4, solver["gap"])
-    return f"solved, optimal within {gap:.2%} in {solver['seconds']:.1f} s"
 
 
 def _table(title: str) -> Table:

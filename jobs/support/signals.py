@@ -58,7 +58,7 @@ class Signals:
     def __init__(self) -> None:
         self._earlier: dict[int, Any] = {}
         self._is_waiting = False
-        self._count = 0
+        self.count = 0  # signals so far
         self._changed: queue.SimpleQueue[None] = queue.SimpleQueue()  # one item for each
 
     def __enter__(self) -> "Signals":
@@ -70,21 +70,16 @@ class Signals:
         for number, handler in self._earlier.items():
             signal.signal(number, handler)
 
-    @property
-    def count(self) -> int:
-        """Signals so far."""
-        return self._count
-
     def wait(self, poll: Callable[[], object] = lambda: None) -> None:
         """Return at the first signal; `poll` is called once a second, and may raise."""
         self._is_waiting = True
-        while not self._count:
+        while not self.count:
             if not self._has_come(1.0):
                 poll()
 
     def wait_while(self, condition: Callable[[], bool]) -> None:
         """Return once `condition` is false, or at a second signal."""
-        while self._count < 2 and condition():
+        while self.count < 2 and condition():
             self._has_come(_POLL_S)
 
     def _has_come(self, timeout_s: float) -> bool:
@@ -95,7 +90,7 @@ class Signals:
         return True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._count += 1
+        self.count += 1
         self._changed.put(None)
         if not self._is_waiting:
             if number == signal.SIGTERM:

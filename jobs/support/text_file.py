@@ -39,7 +39,6 @@ class TextIds:
     ids: np.ndarray
     digest: str  # sha256 of the file's bytes, 64 hexadecimal digits
     name: str  # the file's
-    num_documents: int
 
 
 def read_text_ids(
@@ -63,7 +62,6 @@ def read_text_ids(
     read = _json_documents if path.suffix.lower() in _JSON_LINES else _plain_documents
     bos, eos = prompts.config.bos_token_id, prompts.config.eos_token_ids[:1]
     parts: list[np.ndarray] = []
-    num_documents = 0
     for ids, share in read(path, content, tokenizer):
         on_progress(share)
         start = 1 if bos is not None and ids[:1] == [bos] else 0  # a chat template's
@@ -73,12 +71,11 @@ def read_text_ids(
         if parts and eos and int(parts[-1][-1]) != eos[0]:
             parts.append(np.array(eos, np.int32))
         parts.append(np.array(document, np.int32))
-        num_documents += 1
     if not parts:
         raise UsageError(f"{path}: holds no text; give a file with some")
     ids_found = np.concatenate(parts)
     _check_vocabulary(path, ids_found, prompts.config.vocab_size)
-    return TextIds(ids_found, hashlib.sha256(content).hexdigest(), path.name, num_documents)
+    return TextIds(ids_found, hashlib.sha256(content).hexdigest(), path.name)
 
 
 def read_text(path: Path | None, prompts: Prompts) -> TextIds:

@@ -43,7 +43,7 @@ def calibrated(path: Path, served: RowBytes) -> Calibrated:
     running: Any = MadeUpSystem(config)
     windows = Windows([ids], 0)
     run = Calibration(running, path, config, windows, lambda: None, served)
-    return run.run(TARGET, TextIds(np.array(ids), "0" * 64, "a text", 1))[0]
+    return run.run(TARGET, TextIds(np.array(ids), "0" * 64, "a text"))[0]
 
 
 @pytest.fixture(scope="module")

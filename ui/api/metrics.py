@@ -50,8 +50,8 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         disable_created_metrics()
         self._registry = CollectorRegistry()
-        self._model_name = model_name
-        self._experts: ExpertCounts | None = None
+        self.model_name = model_name
+        self.experts: ExpertCounts | None = None  # the newest counts of a mixture
         self._running = self._gauge("vllm:num_requests_running", "Requests in the running batch.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait.")
         self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Allocated share of the KV cache.")
@@ -145,7 +145,7 @@ class Metrics:
         self._draft_tokens.inc(drafts.num_drafted)
         self._accepted.inc(drafts.num_accepted)
         for place, count in enumerate(drafts.accepted_at):
-            self._accepted_at.labels(self._model_name, str(place)).inc(count)
+            self._accepted_at.labels(self.model_name, str(place)).inc(count)
 
     def add_abort(self) -> None:
         """Count a request that ended before its end: its client went away, or it took too long."""
@@ -153,7 +153,7 @@ class Metrics:
 
     def add_refusal(self, status: int) -> None:
         """Count an answer that is an error."""
-        self._refused.labels(self._model_name, str(status)).inc()
+        self._refused.labels(self.model_name, str(status)).inc()
 
     def add_start(self) -> None:
         """Count that the model has loaded."""
@@ -166,44 +166,34 @@ class Metrics:
         self._running.set(load.num_running)
         self._waiting.set(load.num_waiting)
         self._kv_usage.set(load.kv_cache_usage)
-        self._experts = load.experts or self._experts
+        self.experts = load.experts or self.experts
 
     def families(self) -> Iterable[Metric]:
         """All of it, by name."""
         yield from self._registry.collect()
 
     @property
-    def model_name(self) -> str:
-        """Of the label."""
-        return self._model_name
-
-    @property
     def prefix_cache(self) -> tuple[int, int]:
         """Tokens of prompts that were looked for in the KV cache, and those found there."""
-        labels = {"model_name": self._model_name}
+        labels = {"model_name": self.model_name}
         names = (f"vllm:prefix_cache_{what}_total" for what in ("queries", "hits"))
         queried, found = (int(self._registry.get_sample_value(name, labels) or 0) for name in names)
         return queried, found
 
-    @property
-    def experts(self) -> ExpertCounts | None:
-        """The newest counts of a mixture's experts."""
-        return self._experts
-
     def _count_end(self, reason: str) -> None:
         name = "abort" if reason == "cancelled" else reason
-        self._finished.labels(self._model_name, name).inc()
+        self._finished.labels(self.model_name, name).inc()
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, ["model_name"], registry=self._registry).labels(self._model_name)
+        return Gauge(name, text, ["model_name"], registry=self._registry).labels(self.model_name)
 
     def _counter(self, name: str, text: str) -> Counter:
         made = Counter(name, text, ["model_name"], registry=self._registry)
-        return made.labels(self._model_name)
+        return made.labels(self.model_name)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         made = Histogram(name, text, ["model_name"], registry=self._registry, buckets=buckets)
-        return made.labels(self._model_name)
+        return made.labels(self.model_name)
 
 
 def metrics_text(counts: Sequence[Metrics]) -> bytes:

@@ -1,6 +1,7 @@
 """Structured output: the fields besides OpenAI's that constrain an answer, and their grammars."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
@@ -15,6 +16,9 @@ _MAX_CHARS = 1 << 18
 _Text = Annotated[str, Field(min_length=1, max_length=_MAX_CHARS)]
 _Choices = Annotated[list[_Text], Field(min_length=1, max_length=1000, fail_fast=True)]
 _Schema = dict[str, Any] | bool | _Text
+
+
+_lark, _regex = partial(Grammar, "lark"), partial(Grammar, "regex")
 
 
 class StructuredOutputs(StrictModel):
@@ -87,11 +91,3 @@ def json_grammar(schema: dict[str, Any] | bool | str) -> Grammar:
 def any_object(_: Any = None) -> Grammar:
     """The grammar of any JSON object."""
     return Grammar("json_schema", '{"type": "object"}')
-
-
-def _lark(text: str) -> Grammar:
-    return Grammar("lark", text)
-
-
-def _regex(pattern: str) -> Grammar:
-    return Grammar("regex", pattern)
