@@ -328,9 +328,6 @@ def test_every_user_has_a_home(
 def test_help_and_version_are_commands_too(words: str, options: str) -> None:
     told = run_main(*words.split()).out
     assert told == run_main(*options.split()).out != ""
-
-
-def test_help_of_no_command_names_the_nearest() -> None:
     assert "Did you mean 'ps'?" in run_main("help", "pss").refusal
 
 
@@ -346,6 +343,6 @@ def test_other_systems_are_refused_in_one_line(command: str) -> None:
     assert (done.returncode, done.stderr) == (1, f"hotcold: error: {TOLD}\n")
 
 
-def test_the_python_api_says_it_too() -> None:
+def test_the_python_api_refuses_them_too() -> None:
     assert TOLD in python(f"{ELSEWHERE}from hotcold import LLM").stderr.splitlines()[-1]
     assert python(f"{ELSEWHERE}from hotcold import __version__, HotcoldError").returncode == 0

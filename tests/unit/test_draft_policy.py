@@ -112,19 +112,17 @@ def without(step_ns: Callable[[int], float], num: int, steps: int) -> float:
 
 
 @pytest.mark.parametrize("num", [1, 3])
-@pytest.mark.parametrize("chance", [0.7])
-def test_it_is_nearly_as_fast_as_the_best_number(num: int, chance: float) -> None:
+def test_it_is_nearly_as_fast_as_the_best_number(num: int) -> None:
     def rate(policy: DraftPolicy) -> float:
         simulation = Simulation(policy, by_memory, num, round_ns=8e6)
-        simulation.run(200, chance)
-        return simulation.run(1500, chance)
+        simulation.run(200, 0.7)
+        return simulation.run(1500, 0.7)
 
     best = max(rate(FixedPolicy(count)) for count in range(9))
     assert rate(AutoPolicy()) > 0.88 * best
 
 
 @pytest.mark.parametrize("num", [1, 5])
-@pytest.mark.parametrize("steps", [2500])
 @pytest.mark.parametrize(
     ("step_ns", "round_ns", "chance", "ngram_chance"),
     [
@@ -140,14 +138,14 @@ def test_it_loses_less_than_a_percent_where_nothing_pays(
     chance: float,
     ngram_chance: float,
     num: int,
-    steps: int,
 ) -> None:
     """And at first what one draft took at most."""
     simulation = Simulation(AutoPolicy(), step_ns, num, round_ns, noise=0.02, slow_share=0.0)
+    steps = 2500
     rate = simulation.run(steps, chance, ngram_chance, ngram_length=3)
     plain = 1e6 * num / (step_ns(num) + num * ACCEPT_NS)
     assert plain / rate - 1 < 0.01 + 2 / steps
-    assert simulation.num_drafted > 0 or steps < 1000  # it was tried
+    assert simulation.num_drafted > 0  # it was tried
 
 
 def test_it_comes_back() -> None:
@@ -161,11 +159,10 @@ def test_it_comes_back() -> None:
     assert simulation.run(2000, 0.0, ngram_chance=0.02, ngram_length=4) > 0.985 * off
 
 
-@pytest.mark.parametrize("pause_ns", [400e6])
 @pytest.mark.parametrize("has_model", [False, True])
-def test_one_pause_is_forgiven(pause_ns: float, has_model: bool) -> None:
+def test_one_pause_is_forgiven(has_model: bool) -> None:
     """The first drafts pay well, but waited for something else."""
-    paused = {"left": 2}
+    paused, pause_ns = {"left": 2}, 400e6
 
     def step_ns(size: int) -> float:
         waits = size > 1 and paused["left"] > 0

@@ -15,8 +15,6 @@ from hotcold.model.weights.memory import aligned_empty
 from hotcold.placement.machine.memory_pages import (
     FirstTouch,
     ServiceMemory,
-    allowed_cores,
-    anonymous_bytes,
     running_services,
     touch_pages,
 )
@@ -44,18 +42,6 @@ def write_process(root: Path, pid: int, title: str, parent: int = 1) -> None:
     (folder / "numa_maps").write_text(NUMA_MAPS)
     (folder / "status").write_text(STATUS)
     (folder / "stat").write_text(f"{pid} (a name) S {parent} 1 1 0")
-
-
-def test_large_anonymous_mappings_count() -> None:
-    pages = {0: 1000 + 512, 1: 200 + 523776 + 3 * 512}
-    assert anonymous_bytes(NUMA_MAPS) == {node: count * 4096 for node, count in pages.items()}
-    assert anonymous_bytes(NUMA_MAPS, 1 << 40) == {}
-    assert anonymous_bytes("") == {}
-
-
-def test_allowed_cores() -> None:
-    assert allowed_cores(STATUS) == (4, 5, 7)
-    assert allowed_cores("") == ()
 
 
 def test_running_services_are_found(tmp_path: Path) -> None:

@@ -71,20 +71,33 @@ def test_a_machine_of_eight_nodes(measured: list[tuple[int, ...]], big_root: Pat
     assert Machine.from_json(machine.as_json(), "m") == machine
 
 
-def test_a_measurement_is_kept(measured: list[tuple[int, ...]], big_root: Path) -> None:
+def test_a_measurement_is_kept_while_the_machine_is_the_same(
+    measured: list[tuple[int, ...]], big_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while its memory grows; other cores or another processor are another machine."""
     assert measured_before(big_root) is None
     first = this_machine(root=big_root)
     assert len(measured) == 7
     write(
         big_root / "sys/devices/system/node/node1/meminfo",
-        f"Node 1 MemTotal: {NODE_BYTES >> 10} kB\nNode 1 MemFree: 1 kB\n",
+        f"Node 1 MemTotal: {NODE_BYTES >> 9} kB\nNode 1 MemFree: 1 kB\n",
     )
     second = this_machine(root=big_root)
     assert len(measured) == 7
     assert second.identity == first.identity
+    sizes = [node.total_bytes for node in first.nodes]
+    sizes[1] *= 2
+    assert [node.total_bytes for node in second.nodes] == sizes
     assert measured_before(big_root) == second
     this_machine(fresh=True, root=big_root)
     assert len(measured) == 14
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(128)) - {5})
+    assert measured_before(big_root) is None
+    this_machine(root=big_root)
+    assert len(measured) == 21
+    cpuinfo = big_root / "proc/cpuinfo"
+    cpuinfo.write_text(cpuinfo.read_text().replace("9654", "9754"))
+    assert measured_before(big_root) is None
 
 
 def test_a_measurement_beside_others_is_made_once_and_again_where_asked(
@@ -106,19 +119,6 @@ def test_a_measurement_beside_others_is_made_once_and_again_where_asked(
     kept = measured_before(big_root)
     assert kept is not None and kept.nodes[0].read_gb_per_s == 8.0
     assert this_machine(root=big_root) == kept
-
-
-def test_another_machine_is_measured(
-    measured: list[tuple[int, ...]], big_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    this_machine(root=big_root)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(128)) - {5})
-    assert measured_before(big_root) is None
-    this_machine(root=big_root)
-    assert len(measured) == 14
-    cpuinfo = big_root / "proc/cpuinfo"
-    cpuinfo.write_text(cpuinfo.read_text().replace("9654", "9754"))
-    assert measured_before(big_root) is None
 
 
 @pytest.mark.parametrize(
@@ -241,18 +241,3 @@ def test_doctor_shows_and_writes_what_is_measured(
     assert len(measured) == count
     doctor(capsys, "--fresh")
     assert len(measured) == 2 * count
-
-
-def test_memory_that_grows_is_no_other_machine(
-    measured: list[tuple[int, ...]], big_root: Path
-) -> None:
-    first = this_machine(root=big_root)
-    write(
-        big_root / "sys/devices/system/node/node1/meminfo",
-        f"Node 1 MemTotal: {NODE_BYTES >> 9} kB\nNode 1 MemFree: {NODE_BYTES >> 9} kB\n",
-    )
-    second = this_machine(root=big_root)
-    assert len(measured) == 7
-    assert [node.total_bytes for node in second.nodes] == [
-        2 * node.total_bytes if node.name == "node1" else node.total_bytes for node in first.nodes
-    ]

@@ -34,24 +34,18 @@ def nodes_of(root: Path, cores: range | tuple[int, ...] = range(128)) -> tuple[N
     return nodes_with_memory(read_numa_nodes(root), tuple(cores))
 
 
-def test_one_service_a_node(tmp_path: Path) -> None:
-    nodes = nodes_of(write_tree(tmp_path, EIGHT))
+def test_services_get_the_nodes_in_turn(tmp_path: Path) -> None:
+    """More of them split a node's cores; few threads may use all cores of their node."""
+    nodes = nodes_of(write_tree(tmp_path / "eight", EIGHT))
     places = place_services(nodes, thread_counts(nodes, 8, 128))
     assert [place.nodes for place in places] == [(n,) for n in range(8)]
     assert places[2].cores == (*range(16, 24), *range(80, 88))
     assert [len(place.thread_cores) for place in places] == [16] * 8
     assert all(len(cores) == 1 for place in places for cores in place.thread_cores)
-
-
-def test_more_services_split_a_nodes_cores(tmp_path: Path) -> None:
-    nodes = nodes_of(write_tree(tmp_path, TWO))
+    nodes = nodes_of(write_tree(tmp_path / "two", TWO))
     places = place_services(nodes, thread_counts(nodes, 4, 8))
     assert [place.nodes for place in places] == [(0,), (1,), (0,), (1,)]
     assert [place.cores for place in places] == [(0, 1), (4, 5), (2, 3), (6, 7)]
-
-
-def test_few_threads_may_use_all_cores_of_their_node(tmp_path: Path) -> None:
-    nodes = nodes_of(write_tree(tmp_path, TWO))
     assert thread_counts(nodes, 2, 3) == (2, 1)
     first, second = place_services(nodes, (2, 1))
     assert first.thread_cores == ((0, 1, 2, 3),) * 2

@@ -70,10 +70,17 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_ones_own_is_taken(named: Path, port: int, connected: list[str]) -> None:
+def test_ones_own_is_taken(
+    named: Path, port: int, connected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one of another host, which has no port here."""
     named.write_text(f"127.0.0.1:{port}\n")
     cluster.connect("auto")
-    assert connected == [f"127.0.0.1:{port}"]
+    monkeypatch.setattr(cluster, "listeners", lambda asked: {ANOTHER})
+    monkeypatch.setattr(cluster, "_require_head", lambda address: None)
+    named.write_text("192.0.2.77:6379")
+    cluster.connect("auto")
+    assert connected == [f"127.0.0.1:{port}", "192.0.2.77:6379"]
 
 
 def test_a_head_that_does_not_answer_is_not_waited_for(
@@ -129,16 +136,6 @@ def test_a_port_that_another_user_has_taken_since_is_not(
     with pytest.raises(UsageError, match="another user's"):
         cluster.connect("auto")
     assert connected == []
-
-
-def test_a_cluster_of_another_host_has_no_port_here(
-    named: Path, connected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named.write_text("192.0.2.77:6379")
-    monkeypatch.setattr(cluster, "listeners", lambda asked: {ANOTHER})
-    monkeypatch.setattr(cluster, "_require_head", lambda address: None)
-    cluster.connect("auto")
-    assert connected == ["192.0.2.77:6379"]
 
 
 @pytest.mark.parametrize(("family", "host"), [("AF_INET", "127.0.0.1"), ("AF_INET6", "::1")])

@@ -70,15 +70,14 @@ def test_a_config_alone_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "each name a model" in refusal(capsys, "--config", str(tmp_path), "--shape", "tiny")
 
 
-@pytest.mark.parametrize("gpu", ["4GiB"])
 def test_a_shape_larger_than_memory_is_planned_from_storage(
-    gpu: str, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """As a model that is here is: what stays in memory, by size, and what a token reads."""
-    arguments = ("--shape", "llama-13b", "--gpu-memory", gpu, "--machine", HERE)
+    arguments = ("--shape", "llama-13b", "--gpu-memory", "4GiB", "--machine", HERE)
     report = planned(capsys, *arguments, "--cpu-memory", "14GiB")
     sizes = report["storage"]
-    assert [size["num_on_gpu"] > 0 for size in sizes] == [gpu != "0"] * len(sizes)
+    assert all(size["num_on_gpu"] > 0 for size in sizes)
     speeds = [size["tokens_per_s"] for size in sizes]
     assert speeds == sorted(speeds) and len(speeds) == 5
     assert "--cpu-memory 14.00GiB: " in report["said"]
@@ -92,16 +91,7 @@ def test_a_shape_larger_than_memory_is_planned_from_storage(
         (("--shape", "tiny", "--out", "x"), "--out writes a plan"),
         (("--shape", "tiny", "--profile", "x"), "--profile is of a model"),
         (
-            (
-                "--shape",
-                "llama-13b",
-                "--gpu-memory",
-                "0",
-                "--cpu-memory",
-                "10GB",
-                "--context",
-                "64",
-            ),
+            ("--shape", "llama-13b", "--gpu-memory", "0", "--cpu-memory", "10GB", "--context=64"),
             "or --dtype q4_1, which fits",
         ),
         (("--density", "0.1"), "--density states what is not known"),

@@ -56,16 +56,6 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_nodes_of_a_two_socket_machine(big_machine: Path) -> None:
-    nodes = read_numa_nodes(big_machine)
-    assert [node.node_id for node in nodes] == list(range(8))
-    assert all(len(node.cores) == CORES_PER_NODE for node in nodes)
-    assert nodes[2].cores == (*range(16, 24), *range(80, 88))
-    assert nodes[0].total_bytes == NODE_BYTES
-    assert nodes[0].free_bytes == NODE_BYTES // 2
-    assert nodes[7].total_bytes == 0
-
-
 def test_survey_of_this_machine() -> None:
     machine = survey()
     assert machine.cores == usable_cores()
