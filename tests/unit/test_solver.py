@@ -226,7 +226,7 @@ def test_every_placement_keeps_the_rules(problem: Problem) -> None:
     layers, count = problem.layer_sizes.size, int(problem.layer_sizes.max())
     groups = Groups(np.tile(np.arange(count), (layers, 1)), problem.group_sizes)
     try:
-        divided, pieces, found = solve_divided(problem, groups, time_limit_s=0.5)
+        divided, pieces, found = solve_divided(problem, groups, time_limit_s=5)
     except MemoryBudgetError:
         return
     check(divided, found)
@@ -234,7 +234,7 @@ def test_every_placement_keeps_the_rules(problem: Problem) -> None:
     assert (pieces.sizes.sum(axis=1) == problem.layer_sizes).all()
     assert found.bound_s <= found.objective_s * (1 + 1e-9)
     if (problem.budget_bytes[problem.num_gpus :] > problem.layer_sizes.sum() * 50).all():
-        whole = solve(merge_cpu_devices(problem), time_limit_s=0.5)
+        whole = solve(merge_cpu_devices(problem), time_limit_s=5)
         piece_s = 2 * problem.group_seconds[..., problem.num_gpus :].max() / 64
         slack = layers * problem.group_sizes.shape[1] * piece_s
         assert found.objective_s <= whole.objective_s * 1.01 + slack
@@ -299,7 +299,7 @@ def test_a_large_model() -> None:
     rates = Rates(np.ones_like(frequency), frequency)
     groups = make_groups(config, hotness(config, rates))
     problem = make_problem(config, columns, rates, groups, "sign", parts, 15.0, factor)
-    divided, _pieces, found = solve_divided(problem, groups, time_limit_s=8)
+    divided, _pieces, found = solve_divided(problem, groups, time_limit_s=60)
     check(divided, found)
     assert found.gap < 0.01
     on_gpu = found.assignment.group_device == 0
