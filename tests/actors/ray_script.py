@@ -1,20 +1,17 @@
-"""A user's process: starts a system in a Ray of its own, or attaches to one; prints JSON.
+"""A user's process: starts a system in a Ray of its own; prints JSON.
 
-python -m tests.actors.ray_script own MODEL PROMPT_IDS MODE
-python -m tests.actors.ray_script attach NAME PROMPT_IDS
+python -m tests.actors.ray_script MODEL PROMPT_IDS MODE
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from hotcold.actors.processes.cluster import connect
 from hotcold.actors.protocol.messages import GenerateRequest, LoadProgress, SystemConfig
 from hotcold.actors.system import System
 from hotcold.model.sampling import SamplingParams
@@ -52,15 +49,5 @@ def own(model: str, prompt_ids: str, mode: str) -> dict[str, Any]:
     }
 
 
-def attach(name: str, prompt_ids: str) -> dict[str, Any]:
-    """Use a system that another process started."""
-    connect()
-    missing = System.attach("no such system")
-    with System.attach(name) as system:  # type: ignore[union-attr]
-        ids = complete(system, prompt_ids)
-    return {"ids": ids, "missing": missing}
-
-
 if __name__ == "__main__":
-    commands: dict[str, Callable[..., dict[str, Any]]] = {"own": own, "attach": attach}
-    print(json.dumps(commands[sys.argv[1]](*sys.argv[2:])))
+    print(json.dumps(own(*sys.argv[1:])))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from hotcold.numba_kernels.loops.mailbox import (
     FFN,
     GATE_THRESHOLD,
     LAYER,
-    NUM_COMPUTED,
     NUM_IDS,
     NUM_TOKENS,
     OPERATION,
@@ -47,8 +45,8 @@ Tiny = Callable[..., TinyCheckpoint]
 WAYS = ([1], [2, 8, 3, 5], [40], [34, 5, 1])
 # Every order of a layer, biases, grouped heads, a projected head, each activation.
 VARIANTS = [
-    *("llama-gqa", "opt-prenorm", "opt-postnorm", "falcon-grouped-1norm", "falcon-gelu"),
-    *("gemma2", "gemma3", "olmo2", "phi3-windows", "nemotron"),
+    *("llama-gqa", "opt-postnorm", "falcon-grouped-1norm", "falcon-gelu"),
+    *("gemma3", "olmo2", "phi3-windows", "nemotron"),
 ]
 
 
@@ -82,15 +80,12 @@ def test_what_the_gpu_has_no_room_for_is_on_the_host(
     assert not system.device.registered
 
 
-@pytest.mark.parametrize(
-    ("name", "weight_dtype"), [("q-llama-tied", "q4"), ("q-falcon-grouped", "q8")]
-)
-def test_quantized_weights(name: str, weight_dtype: str, tmp_path: Path) -> None:
+def test_quantized_weights(tmp_path: Path) -> None:
     """As the CPU's service with the same weights, which rounds activations to eight bits."""
-    path, ids = make_model(name, tmp_path / "model"), np.arange(3, 43)
+    path, ids = make_model("q-llama-tied", tmp_path / "model"), np.arange(3, 43)
     found = []
     for kind, hot in ((InProcessSystem, None), (CudaInProcess, a_third)):
-        with kind(path, hot=hot, weight_dtype=weight_dtype) as system:
+        with kind(path, hot=hot, weight_dtype="q4") as system:
             found.append([system.logits("exact", ids, sizes) for sizes in ([1], [7], [40])])
     for expected, logits in zip(*found, strict=True):
         assert relative_difference(logits, expected) < 0.1
@@ -108,14 +103,6 @@ def test_predicted_modes_compute_hot_neurons_unasked(tiny: Tiny) -> None:
     assert relative_difference(found[1], checkpoint.logits) > 1e-2  # it does leave neurons out
 
 
-def test_memory_that_cannot_be_registered_is_copied_through(tiny: Tiny) -> None:
-    checkpoint, device = tiny("opt-postnorm"), NumpyDevice(refuses_registration=True)
-    with CudaInProcess(checkpoint.path, hot=a_third, device=device) as system:
-        for sizes in ([1], [3, 5], [40]):
-            found = system.logits("exact", checkpoint.ids, sizes)
-            assert relative_difference(found, checkpoint.logits) < 1e-4
-
-
 def ask_ffn(engine: Engine, operation: int, num_tokens: int) -> None:
     """Ask for all neurons of layer 0."""
     requests = engine.exchange.buffers.requests
@@ -124,25 +111,6 @@ def ask_ffn(engine: Engine, operation: int, num_tokens: int) -> None:
     thresholds = [GATE_THRESHOLD, PRODUCT_THRESHOLD]
     requests[:, thresholds] = threshold_words(engine.mode.thresholds)[0]
     engine.exchange.request(range(requests.shape[0]))
-
-
-def test_hot_neurons_begin_with_attention_only_if_they_are_the_same(tiny: Tiny) -> None:
-    """Another mode, other tokens, or a layer asked again are computed again."""
-    checkpoint = tiny("llama-relu")
-    with CudaInProcess(checkpoint.path, hot=a_third) as system:
-        engine, buffers = system.engine("exact"), system.exchange.buffers
-        engine.step(checkpoint.ids[:2].tolist(), [0, 1], [0, 0])
-        buffers.ffn_input[:2] = np.random.default_rng(0).standard_normal(
-            buffers.ffn_input[:2].shape
-        )
-        ask_ffn(engine, FFN, 2)
-        expected = buffers.partials[0, :2].copy()
-        assert 0 < buffers.replies[0, NUM_COMPUTED] < 30
-        dense = system.engine("dense")
-        for target in (engine, engine, dense):
-            ask_ffn(target, FFN, 2)
-            np.testing.assert_array_equal(buffers.partials[0, :2], expected)
-        assert buffers.replies[0, NUM_COMPUTED] == 30
 
 
 def test_a_step_that_is_filled_up_computes_no_more_neurons(tiny: Tiny) -> None:
@@ -271,15 +239,6 @@ def test_neurons_that_are_brought(
         assert any(FFN in each for each in asked)  # few tokens stay with the CPU
 
 
-def test_quantized_neurons_that_are_brought(tmp_path: Path) -> None:
-    path, ids = make_model("q-llama", tmp_path / "model"), np.arange(40)
-    options: dict[str, Any] = {"bundle_bytes": PLACE_BYTES, "weight_dtype": "q4_1"}
-    with CudaInProcess(path, 2, 1, hot=a_third, **options) as system:
-        plain = prefill(system.engine("exact"), ids)
-        found = prefill(streaming(system)[0], ids)
-        assert relative_difference(found, plain) < 0.1
-
-
 def test_a_round_asked_again_is_added_once(tiny: Tiny) -> None:
     """As after a CPU service that was replaced: all services are asked the same once more."""
     checkpoint = tiny("llama-relu")
@@ -313,7 +272,9 @@ def whole_experts(num_layers: int, num_neurons: int) -> list[np.ndarray]:
     return [ids[: num_neurons // 2 * (layer != 1)] for layer in range(num_layers)]
 
 
-@pytest.mark.parametrize("variant", ["qwen2-moe", "gpt-oss", "glm4-moe-groups", "smallthinker"])
+@pytest.mark.parametrize(
+    "variant", ["opt-postnorm", "gemma2", "qwen2-moe", "gpt-oss", "smallthinker"]
+)
 def test_logits_equal_the_reference(tiny: Tiny, variant: str, device: Devices) -> None:
     """In float64, in prompts and steps of several tokens, wherever the neurons are."""
     checkpoint = tiny(variant)
@@ -339,16 +300,14 @@ def test_part_of_the_model_on_the_host(tiny: Tiny) -> None:
         assert relative_difference(found, expected) < 1e-4
 
 
-def test_mxfp4_as_on_the_cpu(tmp_path: Path, device: Devices) -> None:
+def test_mxfp4(tmp_path: Path, device: Devices) -> None:
     """gpt-oss as published: down rows are a neuron's then, and have a format whose sums are. Rows
     of 256 weights are padded on the device.
     """
     path = make_mxfp4(tmp_path, hidden_size=256)
-    found = []
-    for kind in (InProcessSystem, partial(CudaInProcess, hot=whole_experts, device=device())):
-        with kind(path) as system:
-            found.append(system.logits("dense", IDS, [34, 4, 2, 1, 1]))
-    assert relative_difference(found[1], found[0]) < 0.02
+    with CudaInProcess(path, hot=whole_experts, device=device()) as system:
+        found = system.logits("dense", IDS, [34, 4, 2, 1, 1])
+    assert relative_difference(found, reference_logits(path, IDS)) < 0.05
 
 
 @dataclass
@@ -357,16 +316,13 @@ class StoredBesideGpu(StoredExperts, CudaInProcess):
 
 
 @pytest.mark.usefixtures("small_bundles")
-@pytest.mark.parametrize(
-    ("variant", "hot"), [("qwen3-moe-dense", two_thirds), ("smallthinker", whole_experts)]
-)
-def test_cold_experts_on_storage(tiny: Tiny, variant: str, hot: Hot) -> None:
+def test_cold_experts_on_storage(tiny: Tiny) -> None:
     """Which nobody guesses then: the bits of the same experts in memory."""
-    path = tiny(variant).path
+    path = tiny("qwen3-moe-dense").path
     packed(path)
-    with CudaInProcess(path, 2, 2, hot=hot) as plain:
+    with CudaInProcess(path, 2, 2, hot=two_thirds) as plain:
         wanted = answers(plain, ["dense"])
-    with StoredBesideGpu(path, 2, 2, hot=hot, num_guessed=4) as stored:
+    with StoredBesideGpu(path, 2, 2, hot=two_thirds, num_guessed=4) as stored:
         for found, expected in zip(answers(stored, ["dense"]), wanted, strict=True):
             np.testing.assert_array_equal(found, expected)
         assert stored.counted(BYTES_READ) > 0

@@ -74,7 +74,7 @@ def draft_logits(system: InProcessSystem) -> np.ndarray:
     return logits(engine, [1, 3], [draft_mode(engine)])
 
 
-@pytest.mark.sweep(keep=2)
+@pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_draft_is_the_model_in_4_bits(name: str, model: Callable[[str], Path]) -> None:
     path = model(name)

@@ -17,7 +17,6 @@ from hotcold.actors.driver.modes import ModeTrial, compare_modes, kept_trial
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.actors.setup.modes import trial_key
 from hotcold.model.config.build import read_config
-from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.sampling import SamplingParams
@@ -194,13 +193,3 @@ def test_what_a_trial_is_kept_for(tiny: Tiny, fitted: dict[str, Path], tmp_path:
     ]
     keys = [key, *map(trial_key, others)]
     assert len({json.dumps(each) for each in keys}) == len(keys)
-
-
-def test_the_driver_refuses_predictors_of_another_model(
-    tiny: Tiny, fitted: dict[str, Path]
-) -> None:
-    other = tiny("llama-gqa").path
-    with InProcessSystem(other) as system:
-        settings = SystemConfig(str(other), "sign", predictors_path=str(fitted["sign"]))
-        with pytest.raises(ArtifactError, match="belongs to the model"):
-            Driver(settings, system.exchange, system.topology)

@@ -4,7 +4,6 @@ server that answers, on a machine that has no more of something.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -43,22 +42,6 @@ def run_worker(folder: Path, *arguments: str, code: str = "") -> subprocess.Pope
     command = [sys.executable, "-I", "-S", *program, *arguments]
     environment = {**os.environ, fork_server.ADDRESS: "workers", "PYTHONPATH": str(folder)}
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
-
-
-def test_it_hands_on_all_that_a_worker_needs(tmp_path: Path, server: socket.socket) -> None:
-    with run_worker(tmp_path, "--one", "two three") as process:
-        asked, _ = server.accept()
-        request, streams, _, _ = socket.recv_fds(asked, 1 << 20, 3)
-        module, arguments, environment, folder = json.loads(request)
-        os.write(streams[1], b"said by the worker")
-        for stream in streams:
-            os.close(stream)
-        asked.send(b"forked")
-        assert process.communicate(timeout=60)[0] == "said by the worker"
-    assert process.returncode == 0
-    assert (module, arguments) == (forked_worker._WORKER, ["--one", "two three"])
-    assert environment[fork_server.ADDRESS] == "workers"
-    assert Path(folder) == tmp_path
 
 
 @pytest.mark.parametrize("how", ["none", "ends", "waits"])

@@ -16,7 +16,7 @@ from hotcold.numba_kernels.ir.target import has_feature
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
 from tests.patched_models import load_model
-from tests.reference import reference_logits, relative_difference
+from tests.reference import relative_difference
 from tests.tiny_models import MIXTURES, VARIANTS, VOCAB_SIZE, Variant, make_tiny
 
 Tiny = Callable[..., TinyCheckpoint]
@@ -47,10 +47,10 @@ def test_logits_equal_transformers(tiny: Tiny, variant: str) -> None:
             alone = system.logits(mode, checkpoint.ids[:24], [1])
             for way in ([2, 8, 3, 7], [24]):
                 assert np.array_equal(system.logits(mode, checkpoint.ids[:24], way), alone)
-            prompt = system.logits(mode, text, [64])
-            assert relative_difference(prompt, checkpoint.logits_of(text)) < 1e-4
-            for way in ([33, 62, 33], [60, 34, 34]):
-                assert np.array_equal(system.logits(mode, text, way), prompt), way
+        prompt = system.logits("dense", text, [64])  # no mode leaves anything out of prompts
+        assert relative_difference(prompt, checkpoint.logits_of(text)) < 1e-4
+        for way in ([33, 62, 33], [60, 34, 34]):
+            assert np.array_equal(system.logits("exact", text, way), prompt), way
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,7 @@ def test_exact_mode_computes_only_neurons_that_fire(tiny: Tiny) -> None:
     [
         ("llama-mlp-bias", "bfloat16", "float32", 1e-5),
         ("opt-postnorm", "float16", "float16", 4e-3),
-        ("falcon-bias", "float16", "float16", 4e-3),
-        ("glm4-moe", "bfloat16", "float32", 1e-5),
+        pytest.param("glm4-moe", "bfloat16", "float32", 1e-5, marks=pytest.mark.thorough),
     ],
 )
 def test_half_precision(
@@ -172,12 +171,13 @@ def test_half_precision(
 
 
 @pytest.mark.parametrize(
-    ("variant", "kv_dtype"),
-    [("llama-gqa", "float16"), ("gemma2", "float32"), ("qwen3-windows", "float16"),
-     ("gpt-oss", "float16"), ("qwen2-moe", "float32")],
+    ("variant", "dtype"),
+    [("llama-gqa", "float16"), ("gemma2", "float32"), ("qwen3-windows", "float32"),
+     ("gpt-oss", "float32")],
 )  # fmt: skip
-def test_prompts_of_several_pages(tiny: Tiny, variant: str, kv_dtype: str) -> None:
-    checkpoint, ids = tiny(variant), np.tile(tiny(variant).ids, 4)[:128]
+def test_prompts_of_several_pages(tiny: Tiny, variant: str, dtype: str) -> None:
+    checkpoint, kv_dtype = tiny(variant, dtype), dtype
+    ids = np.tile(checkpoint.ids, 4)[:128]
     with InProcessSystem(checkpoint.path, 2, 2, max_tokens=128, kv_dtype=kv_dtype) as system:
         in_steps = system.logits("dense", ids, [1])
         bound = 1e-5 if kv_dtype == "float32" else 4e-3
@@ -190,10 +190,8 @@ def test_prompts_of_several_pages(tiny: Tiny, variant: str, kv_dtype: str) -> No
 @pytest.mark.parametrize(
     ("feature", "variant", "dtype"),
     [
-        ("avx512bf16", "falcon-bias", "float16"),
         ("avx512bf16", "llama-gqa", "bfloat16"),
         ("amx-bf16", "opt-postnorm", "float16"),
-        ("amx-bf16", "falcon-bias", "bfloat16"),
     ],
 )
 def test_prefill_rounds_like_bfloat16_of_transformers(
@@ -213,14 +211,11 @@ def test_prefill_rounds_like_bfloat16_of_transformers(
 
 
 @pytest.mark.skipif(not has_feature("avx512vnni"), reason="a CPU with AVX512-VNNI")
-@pytest.mark.parametrize(
-    ("variant", "dtype"), [("llama-gqa", "float16"), ("opt-postnorm", "bfloat16")]
-)
 def test_prefill_in_int16_is_nearer_than_bfloat16(
-    tiny: Tiny, variant: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_on_a_cpu_with(monkeypatch, "avx512vnni")
-    checkpoint = tiny(variant, dtype)
+    checkpoint = tiny("llama-gqa", "float16")
     with InProcessSystem(checkpoint.path, 2, 1, kv_dtype="float32") as system:
         for way in ([40], [34, 6]):
             found = system.logits("exact", checkpoint.ids, way)
@@ -246,16 +241,3 @@ def test_request_numbers_start_anew(tiny: Tiny) -> None:
         found = system.logits("exact", checkpoint.ids, [1])
         assert relative_difference(found, checkpoint.logits) < 1e-4
         assert system.exchange.next_number < last - 20
-
-
-@pytest.mark.parametrize(("mode", "num_services"), [("dense", 2), ("exact", 1)])
-def test_experts_with_predictors(tmp_path: Path, mode: str, num_services: int) -> None:
-    ids = np.random.default_rng(7).integers(0, VOCAB_SIZE, 40)
-    path = make_tiny("turbosparse-mixtral", tmp_path)
-    expected = reference_logits(path, ids)
-    with InProcessSystem(path, num_services, 2) as system:
-        alone = system.logits(mode, ids, [1])
-        assert relative_difference(alone, expected) < 1e-4
-        assert np.array_equal(system.logits(mode, ids[:24], [2, 8, 3, 7, 4]), alone[:24])
-        for way in ([40], [34, 6]):
-            assert relative_difference(system.logits(mode, ids, way), expected) < 1e-4

@@ -6,8 +6,6 @@ import gc
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -34,7 +32,6 @@ from hotcold.placement.plan import plan_path, write_plan
 from hotcold.placement.planner import make_plan
 from tests.actors.batching import Background
 from tests.actors.kept_system import (
-    NAME,
     KeptSystem,
     all_gone,
     forget_failures,
@@ -46,7 +43,6 @@ from tests.actors.test_placement_choice import WITH_GPU
 from tests.conftest import TinyCheckpoint
 from tests.predictor_layers import write_sign_predictors
 from tests.quantized_models import make_model
-from tests.ray_doors import environment_to_attach
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
@@ -81,34 +77,12 @@ def test_services_come_and_go_while_requests_run(kept: KeptSystem) -> None:
     os.kill(fewer["cpu0"], signal.SIGKILL)
     assert [one.end().ids for one in running] == expected
     running = [asked(system, request) for request in requests]
-    answer = scale_by_command(2)
-    assert answer == {
-        "system": NAME, "num_cpu_actors": 2, "num_cpu_actors_before": 1, "num_threads": 2
-    }  # fmt: skip
+    assert system.call("scale", 2).num_cpu_actors == 2
     assert [one.end().ids for one in running] == expected
     assert set(system.call("processes")) == {"driver", "gpu", "cpu0", "cpu1"}
     assert system.complete(requests[1]).ids == expected[1]
     window = requests[1].prompt_ids
     assert np.isfinite(system.call("score_window", window, 3, False).nll).all()
-
-
-def scale_by_command(cpu_actors: int) -> dict[str, Any]:
-    command = [
-        sys.executable,
-        "-m",
-        "hotcold.jobs.cli",
-        "scale",
-        "--json",
-        "--cpu-actors",
-        str(cpu_actors),
-    ]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | environment_to_attach(), capture_output=True,
-        text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def test_what_cannot_be_had_leaves_all_as_it_was(kept: KeptSystem) -> None:
@@ -307,9 +281,8 @@ def test_a_drafting_system_that_loses_services(tmp_path: Path) -> None:
     """Who comes has both weights: a draft of the same weights is always right."""
     path = make_model("q-llama", tmp_path / "model")
     requests = [greedy(size, 21) for size in (5, 70, 7)]
-    with System.start(config_of(path, weight_dtype="q4")) as system:
-        expected = [system.complete(request).ids for request in requests]
     with System.start(config_of(path, weight_dtype="q4", draft="q4")) as system:
+        expected = [system.complete(request).ids for request in requests]
         in_driver(system, draft_always)
         for name in ("gpu", "cpu0", ""):
             running = [asked(system, request) for request in requests]

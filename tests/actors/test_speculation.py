@@ -150,7 +150,7 @@ POLICIES: dict[str, Callable[[], DraftPolicy]] = {
     [
         ("llama-gqa", "lowrank", {}),
         ("llama-relu", "sign", {"copying": True}),
-        ("gemma3", "dense", {"kv_dtype": "float16"}),
+        ("gemma3", "dense", {}),
     ],
 )
 def test_answers_do_not_depend_on_drafts(

@@ -61,8 +61,7 @@ def a_layer_and_more(num_layers: int, ffn_size: int) -> list[np.ndarray]:
 
 STORES: list[dict[str, Any]] = [
     {},
-    {"more_gates": 1000, "more_slots": 13, "has_rates": True},
-    {"reads_whole": False, "more_slots": 1000},
+    {"reads_whole": False, "more_gates": 1000, "more_slots": 13, "has_rates": True},
 ]
 
 

@@ -68,9 +68,7 @@ WAYS = ([1], [2, 7, 4], [32], [35, 1, 1])
 STORES: list[dict[str, Any]] = [
     {},  # no slot more than a layer needs
     {"more_gates": 1000, "more_slots": 13},  # all gates stay
-    {"reads_whole": False, "more_slots": 13, "has_rates": True},
     {"reads_whole": False, "more_gates": 40, "more_slots": 13, "has_rates": True},
-    {"more_gates": 30, "has_rates": True},
     {"more_slots": 1000},
 ]
 
@@ -172,12 +170,11 @@ def assert_same_bits(plain: InProcessSystem, stores: Sequence[StoredSystem], mod
 
 NORMS = {"has_down_norms": True}
 CASES: list[tuple[str, list[int], list[str], dict[str, Any]]] = [
-    ("llama-gqa", [0, 1, 2, 3, 4, 5], ["exact", "dense"], {}),
-    ("opt-postnorm", [0, 3], ["exact"], {}),
+    ("llama-gqa", [0, 1, 2, 3], ["exact"], {}),
+    ("opt-postnorm", [0, 2], ["dense"], {}),
     ("falcon-bias", [1, 2], ["exact"], {}),
-    ("bamboo", [4, 5], ["exact"], {}),
-    ("llama-relu", [0, 1, 3, 4], ["sign"], {}),
-    ("llama-silu", [0, 3], [THRESHOLD], NORMS),
+    ("llama-relu", [1, 2], ["sign"], {}),
+    ("llama-silu", [0, 2], [THRESHOLD], NORMS),
 ]
 
 
@@ -216,9 +213,7 @@ def two_bits(path: Path, file: Path) -> Path:
 
 
 AHEAD: list[dict[str, Any]] = [
-    {"more_slots": 40},
     {"more_gates": 1000, "more_slots": 60},
-    {"reads_whole": False, "more_slots": 50, "has_rates": True},
     {"reads_whole": False, "more_slots": 40, "more_gates": 30, "has_rates": True},
 ]
 
@@ -235,7 +230,7 @@ def test_the_same_bits_with_reads_ahead(
         refuse_direct(monkeypatch)
     stores = [
         StoredSystem(path, 1, 2, predictors=file, **store)
-        for store in (AHEAD if way == "ring" else AHEAD[2:3])
+        for store in (AHEAD if way == "ring" else AHEAD[1:])
     ]
     assert_same_bits(InProcessSystem(path, 1, 2), stores, ["exact", "sign"])
     for stored in stores:
@@ -301,7 +296,7 @@ def test_a_disk_that_does_not_answer_is_waited_for(
         np.testing.assert_array_equal(found.result(), wanted)
 
 
-@pytest.mark.parametrize("store", STORES[1:4])
+@pytest.mark.parametrize("store", STORES[1:3])
 def test_a_step_between_the_layers_of_a_prompt(tiny: Tiny, store: dict[str, Any]) -> None:
     """The next layer of the prompt is being read when a step of another request comes."""
     path = tiny("llama-relu").path

@@ -66,6 +66,7 @@ def test_the_same_tokens_also_after_a_service_was_lost(tiny: Tiny) -> None:
             running.call("scale", 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("local_ray")
 def test_down_rows_that_are_an_output_also_after_a_service_was_lost(tmp_path: Path) -> None:

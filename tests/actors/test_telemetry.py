@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -16,7 +15,6 @@ from hotcold.actors.telemetry.snapshot import (
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.loops.mailbox import (
     NUM_BUCKETS,
-    WATCHED,
 )
 from tests import reference
 from tests.actors.in_process import InProcessSystem
@@ -35,13 +33,6 @@ def buckets_of(ids: np.ndarray, ffn_size: int) -> np.ndarray:
 
 def watch_of(system: InProcessSystem) -> NeuronWatch:
     return NeuronWatch(system.config, system.exchange.buffers, system.topology)
-
-
-def until_unwatched(watch: NeuronWatch) -> None:
-    deadline = time.monotonic() + 30
-    while watch.is_watching:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def firing(
@@ -81,24 +72,6 @@ def test_neurons_that_fire_are_counted(variant, tiny: Tiny, monkeypatch) -> None
         np.testing.assert_array_equal(found.last_gates[layer], buckets_of(np.arange(size), size))
         assert found.num_neurons[layer].sum() == size
     assert not found.num_hot.any()
-
-
-def test_counting_ends_when_nobody_asks(tiny: Tiny) -> None:
-    with InProcessSystem(tiny("llama-relu").path) as system:
-        watch, engine, buffers = watch_of(system), system.engine("exact"), system.exchange.buffers
-        engine.step([3], [0], [0])
-        assert not buffers.counted_steps.any()
-        watch.watch(0.01)
-        until_unwatched(watch)
-        assert not buffers.requests[:, WATCHED].any()
-        engine.step([3], [1], [0])
-        assert not buffers.counted_steps.any()
-        watch.watch(60)  # a second watch begins with nothing
-        assert watch.read().num_steps == 0
-        engine.step([3], [2], [0])
-        assert watch.read().num_steps == 1
-        watch.watch(0)
-        until_unwatched(watch)
 
 
 def test_a_driver_tells_what_its_steps_computed(

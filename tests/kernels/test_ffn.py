@@ -108,13 +108,16 @@ def drawn_thresholds(
 
 @pytest.mark.sweep(seed=[0])
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(one, marks=[pytest.mark.thorough] * one.endswith("_k")) for one in SOURCES],
+)
 def test_random_layers(source: str, seed: int, request: pytest.FixtureRequest) -> None:
     """A token has the bits of its own request, of any threads where rows are transposed."""
     way, kind = source.split()
     rng = np.random.default_rng([SOURCES.index(source), seed])
     is_emulated, is_transposed = way == "emulated", way == "transposed"
-    for turn in range(4 if is_emulated else 15):
+    for turn in range(4 if is_emulated else 10):
         neurons = Neurons.random(rng, kind, is_transposed, 120 if is_emulated else 400)
         kinds = SELECTIONS if way in ("rows", "transposed") else OF_BLOCKS
         selected = kinds[(turn + seed) % len(kinds)]
