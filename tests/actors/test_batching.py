@@ -238,21 +238,6 @@ def test_a_job_runs_alone_and_those_behind_it_wait(tiny: Tiny) -> None:
 # --- fairness --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("layer_ns", "step_ns"), [(1, 1), (30, 7), (2, 9), (1, 100)])
-def test_turns_halve_the_time(layer_ns: int, step_ns: int) -> None:
-    now, in_turn, spent = 0, [], {True: 0, False: 0}
-    turns = Turns(lambda: now)
-    for _ in range(500):
-        is_prompts = turns.is_prompts(True, True)
-        with turns.timed(is_prompts):
-            now += layer_ns if is_prompts else step_ns
-        spent[is_prompts] += layer_ns if is_prompts else step_ns
-        in_turn.append(is_prompts)
-        assert abs(spent[True] - spent[False]) <= max(layer_ns, step_ns)
-    if layer_ns >= step_ns:  # none waits for more than one layer
-        assert (True, True) not in set(itertools.pairwise(in_turn))
-
-
 # --- what goes wrong -------------------------------------------------------------------------
 
 
@@ -460,36 +445,6 @@ def test_a_step_of_the_others_between_any_two_layers(tiny: Tiny, chunks_at_once:
         assert ("layer", "layer") not in set(itertools.pairwise(while_both))
         alone = [complete(driver, greedy(ids, 60)).ids for ids in ([5, 6], LONG)]
         assert answers == alone
-
-
-def test_who_waits_and_leaves_is_gone_before_the_next_layer(tiny: Tiny) -> None:
-    """Without any layer or step of its own, and without a place that becomes free."""
-    with batching(tiny("llama-gqa"), num_slots=1) as (_, driver):
-        hooks, reading = Hooks(driver), threading.Event()
-        waiting_at: list[int] = []
-        may_go_on = threading.Event()
-
-        def hold(what: str) -> None:
-            number = hooks.count("layer")
-            if number == 2:
-                reading.set()
-                assert may_go_on.wait(60)
-                driver.cancel("waits")
-            if number >= 2:
-                waiting_at.append(driver.load().num_waiting)
-
-        hooks.begins = hold
-        reads = start(driver, greedy(LONG, 1, "reads"))
-        assert reading.wait(60)
-        waits = start(driver, greedy(LONG, 1, "waits"))
-        while driver.load().num_waiting == 0:
-            pass
-        may_go_on.set()
-        result = waits.end()
-        assert (result.finish_reason, result.ids, result.prefill_s) == ("cancelled", [], 0.0)
-        assert reads.end().finish_reason == "length"
-        assert waiting_at[0] == 1 and not any(waiting_at[1:])
-        assert hooks.count("layer") < 2 * len(waiting_at)
 
 
 def embedding_of(ids: Any, request_id: str = "") -> GenerateRequest:

@@ -162,28 +162,6 @@ def test_which_mixtures_use_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         prepare_system(turbosparse, SystemOptions(device="cuda"))
 
 
-def test_the_host_needs_less_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = make_tiny("llama-relu", tmp_path)
-    alone = prepare_system(path, SystemOptions(device="cpu"))
-    assert alone[0].device == "cpu"
-    monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", 8 << 30))
-    system, config = prepare_system(path, SystemOptions())
-    assert (system.device, system.requires_gpu) == ("cuda", False)
-    plain, beside = account(*alone), account(system, config)
-    assert beside.kv_cache_bytes == beside.ffn_bytes == 0 < plain.ffn_bytes
-    assert beside.process_bytes == plain.process_bytes
-    few = plain.kv_cache_bytes + plain.attention_bytes + 1000
-    system, _ = prepare_system(path, SystemOptions(gpu_memory_bytes=few))
-    assert system.requires_gpu and system.gpu_memory_bytes == few
-    beside = account(system, config)
-    assert beside.attention_bytes == 0
-    assert beside.head_bytes == plain.head_bytes
-    assert beside.ffn_bytes == pytest.approx(plain.ffn_bytes - 1000, abs=3 * 48 * 4 + 4)  # a neuron
-    monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", few))
-    more, _ = prepare_system(path, SystemOptions(gpu_memory_bytes=1 << 30))
-    assert account(more, config) == beside  # a budget above its memory gives no more
-
-
 @pytest.mark.parametrize(
     "error",
     [

@@ -255,32 +255,6 @@ def test_a_disk_that_hangs_turns_the_file_off(
     later.close()
 
 
-def test_a_page_is_there_where_all_services_have_it(model: Path, stores: Make) -> None:
-    """Two services share the layers, each with a file of its own; one lacks a page."""
-    arrays = [cache(13, 2), cache(14, 1)]
-    parts = [
-        PrefixFile(model, own, LIMIT, part)
-        for own, part in zip(arrays, ("-0-2", "-2-3"), strict=True)
-    ]
-    services = Services(*parts)
-    store = stores(services)
-    store.reopen(ONE)
-    for n in range(3):
-        save_all(store, {n: n})
-    assert store.load([key(0), key(1), key(2)], at(5, 6, 7)) == 3
-    assert all((one[:, 5:8] == one[:, 0:3]).all() for own in arrays for one in own)
-    assert len(list((model / "hotcold" / FOLDER).glob("*"))) == 2
-    (second,) = (model / "hotcold" / FOLDER).glob("*-2-3.pages")
-    parts[1].close()
-    content = bytearray(second.read_bytes())
-    content[4096 + 64] ^= 1  # its second entry
-    second.write_bytes(content)
-    services.kept[1] = PrefixFile(model, arrays[1], LIMIT, "-2-3")
-    store.reopen(ONE)
-    assert store.keys() == {key(0), key(2)}
-    assert "are damaged" in store.note
-
-
 @pytest.mark.parametrize("what", ["a file", "a link", "of others", "within one of others"])
 def test_a_folder_that_is_not_ones_own_is_not_used(
     model: Path, tmp_path: Path, stores: Make, what: str

@@ -98,7 +98,28 @@ def reference(path: Path, windows: list[list[int]]) -> tuple[np.ndarray, list[np
     return counts, inputs
 
 
-def check_against_reference(path: Path, copying: bool = False) -> None:
+DEEP = tiny_models.Variant(tiny_models._llama, num_hidden_layers=12)  # more than ten layers
+
+
+@pytest.mark.parametrize(
+    ("variant", "copying", "has_bos"),
+    [
+        ("opt-postnorm", False, True),
+        ("falcon-relu", False, True),
+        ("bamboo", True, True),
+        ("nemotron", False, True),
+        ("deep", False, False),
+    ],
+)
+def test_counts_and_inputs_are_those_of_transformers(
+    variant: str, copying: bool, has_bos: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(tiny_models.VARIANTS, "deep", DEEP)
+    path = make_tiny(variant, tmp_path)
+    if not has_bos:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"bos_token_id": None}))
+    assert (read_config(path).bos_token_id is not None) == has_bos
     random = np.random.default_rng(3)
     windows = [random.integers(0, VOCAB_SIZE, size).tolist() for size in (40, 63, 1)]
     recorded = [[0, 5, 15, 16, 17, 39], list(range(63)), []]
@@ -113,34 +134,6 @@ def check_against_reference(path: Path, copying: bool = False) -> None:
         assert fired_counts().dtype == np.int64
         np.testing.assert_array_equal(fired_counts(), counts)
     assert 0 < counts.mean() < 104  # some fire, some do not
-
-
-@pytest.mark.parametrize(
-    "variant",
-    ["opt-postnorm", "falcon-relu", "bamboo", "nemotron"],
-)
-def test_counts_and_inputs_are_those_of_transformers(
-    variant: str, tiny: Callable[..., TinyCheckpoint]
-) -> None:
-    check_against_reference(tiny(variant).path)
-
-
-def test_over_calls(tiny: Callable[..., TinyCheckpoint]) -> None:
-    check_against_reference(tiny("llama-relu").path, copying=True)
-
-
-def test_more_than_ten_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deep = tiny_models.Variant(tiny_models._llama, num_hidden_layers=12)
-    monkeypatch.setitem(tiny_models.VARIANTS, "deep", deep)
-    check_against_reference(make_tiny("deep", tmp_path))
-
-
-def test_a_model_without_bos(tmp_path: Path) -> None:
-    path = make_tiny("llama-relu", tmp_path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"bos_token_id": None}))
-    assert read_config(path).bos_token_id is None
-    check_against_reference(path)
 
 
 def test_requests_and_profiling_leave_each_other_alone(

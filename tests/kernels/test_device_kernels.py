@@ -157,10 +157,10 @@ def test_what_float16_cannot_hold_becomes_a_nan_in_the_cache(device: DeviceCalls
     np.testing.assert_array_equal(found, [65504, 65504, np.nan, np.nan, np.nan, -65504])
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.3])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("num_blocks", [1, 7])
-@pytest.mark.parametrize("num_tokens", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("scale", "has_bias", "num_blocks", "num_tokens"),
+    [(1.0, False, 1, 3), (1.0, True, 7, 8), (0.3, True, 1, 1), (0.3, False, 7, 3)],
+)
 def test_a_whole_ffn_is_added_to_the_residual(
     device: DeviceCalls, scale: float, has_bias: bool, num_blocks: int, num_tokens: int
 ) -> None:

@@ -43,7 +43,6 @@ from hotcold.numba_kernels.storage.offloaded_experts import (
 )
 from hotcold.numba_kernels.storage.read_queue import NOW, NUM_BATCHES, num_pending
 from hotcold.numba_kernels.storage.routed_ahead import read_routed, release_lock, take_lock
-from hotcold.numba_kernels.storage.slots import NUM_MISSES
 from tests.conftest import TinyCheckpoint
 from tests.kernels.arrays import random_floats
 from tests.kernels.neurons import Source
@@ -213,29 +212,6 @@ def test_reading_a_layer_ahead_evicts_none_of_it(
     AHEAD[way](one.store.stored, 1, routed_to(one, np.arange(6)))
     assert slots.slot_of[units].tolist() == before
     assert sorted(slots.unit_of) == list(range(6, 12))
-
-
-@pytest.mark.parametrize("way", ["guess", "choice"])
-def test_blocks_without_neurons_take_no_slots(
-    tiny: Tiny, stored: Callable[..., Stored], way: str
-) -> None:
-    """A service may hold no neuron of an expert."""
-    one = stored(tiny("smallthinker").path, without=2)
-    assert one.store.units.sizes[6:12].tolist() == [24, 24, 0, 24, 24, 24]
-    AHEAD[way](one.store.stored, 1, routed_to(one, np.arange(6)))
-    has_slot = one.store.stored.slots.slot_of[6:12] >= 0
-    assert has_slot.tolist() == [True, True, False, True, True, True]
-
-
-def test_a_service_without_neurons(tiny: Tiny, stored: Callable[..., Stored]) -> None:
-    """As where a GPU has all that would be its own: nothing to read, no norms, sums of zero."""
-    one, rng = stored(tiny("smallthinker").path, without=None), np.random.default_rng(3)
-    assert not one.store.units.sizes.any() and one.store.arrays.down_norms.size == 0
-    x, chosen = random_floats(3, 3, one.config.hidden_size), one.choose(rng, 0, 3)
-    found, _ = one.source.ffn(0, x, chosen, ALL_FIRE, one.config.activation_fn, 3)
-    assert found.shape == x.shape and not found.any()
-    state = one.store.stored.slots.state
-    assert state[NUM_MISSES] == 0 and one.store.stored.queue.counts[:, 0].sum() == 0
 
 
 def test_a_choice_is_read_only_while_attention_is_computed(unread: Stored) -> None:
