@@ -27,6 +27,10 @@ from tests.tiny_models import VOCAB_SIZE
 Tiny = Callable[..., TinyCheckpoint]
 
 
+# Of a system with a context that takes longer to fill than any test, on a busy machine too.
+ENDLESS: dict[str, Any] = {"context": 40_000, "num_slots": 1, "kv_positions": 40_000}
+
+
 def greedy(ids: list[int], max_tokens: int | None, request_id: str = "") -> GenerateRequest:
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     return GenerateRequest(sampling, prompt_ids=ids, request_id=request_id)
@@ -148,13 +152,11 @@ def test_those_for_whom_there_is_no_room_wait(
 
 
 def test_cancelled_before_it_comes_and_while_it_waits(tiny: Tiny) -> None:
-    context = 4000  # some seconds of decoding
-    options: dict[str, Any] = {"context": context, "num_slots": 1, "kv_positions": context}
-    with batching(tiny("llama-gqa"), **options) as (_, driver):
+    with batching(tiny("llama-gqa"), **ENDLESS) as (_, driver):
         driver.cancel("early")  # the two calls of a client may overtake each other
         reasons = [complete(driver, greedy([1], 5, "early")).finish_reason for _ in range(2)]
         assert reasons == ["cancelled", "length"]
-        running = endless(driver, context)
+        running = endless(driver)
         waiting = start(driver, greedy([2], 5, "waits"))
         await_waiting(driver, 1)
         with pytest.raises(PromptError):
@@ -168,9 +170,9 @@ def test_cancelled_before_it_comes_and_while_it_waits(tiny: Tiny) -> None:
         assert all_pages_are_free(driver) and not driver._streams
 
 
-def endless(driver: Driver, context: int) -> Background:
-    """A request that takes seconds, once it runs."""
-    running = start(driver, greedy([1], context - 2, "endless"))
+def endless(driver: Driver) -> Background:
+    """A request that takes many seconds, once it runs."""
+    running = start(driver, greedy([1], ENDLESS["context"] - 2, "endless"))
     while not driver.load().num_running:
         threading.Event().wait(0.001)
     return running
@@ -182,12 +184,12 @@ def await_waiting(driver: Driver, number: int) -> None:
 
 
 def test_close_does_not_wait_for_a_long_request(tiny: Tiny) -> None:
-    with batching(tiny("llama-gqa"), context=4000, num_slots=1, kv_positions=4000) as (_, driver):
-        running, waiting = endless(driver, 4000), start(driver, greedy([2], 5))
+    with batching(tiny("llama-gqa"), **ENDLESS) as (_, driver):
+        running, waiting = endless(driver), start(driver, greedy([2], 5))
         await_waiting(driver, 1)
         driver.close()
         result, stopped = running.end(), waiting.end()
-        assert result.finish_reason == "cancelled" and len(result.ids) < 3990
+        assert result.finish_reason == "cancelled" and len(result.ids) < ENDLESS["context"] - 10
         assert isinstance(stopped, ServiceError) and "stopped" in str(stopped)
 
 
@@ -368,9 +370,9 @@ def test_whatever_ends_the_engine_is_told(
             raise RuntimeError("no such slot\nand more")
         raise ServiceError("the gpu service failed: RuntimeError: lost")
 
-    with batching(tiny("llama-gqa"), context=4000, kv_positions=4000) as (_, driver):
+    with batching(tiny("llama-gqa"), **ENDLESS | {"num_slots": 2}) as (_, driver):
         driver.require_alive()
-        running = endless(driver, 4000)
+        running = endless(driver)
         monkeypatch.setattr(driver._scheduler, place or "advance", fail)
         expected = "the driver failed: RuntimeError: no such slot; start again"
         expected = expected if place else "the gpu service failed: RuntimeError: lost"

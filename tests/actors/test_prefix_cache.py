@@ -453,26 +453,25 @@ def test_processes_that_are_killed_and_replaced(copied: TinyCheckpoint) -> None:
 
 
 def test_options(copied: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, known = read_config(copied.path), SystemOptions(device="cpu")
-    nothing: dict[str, Any] = dict.fromkeys(one.keyword for one in OPTIONS.values())
+    config, nothing = (
+        read_config(copied.path),
+        dict.fromkeys(one.keyword for one in OPTIONS.values()),
+    )
 
-    def chosen(given: Any) -> int | None:
-        options = SystemOptions.of_keywords(nothing | {"prefix_cache": given})
-        return choose_system(copied.path, config, replace(options, device="cpu")).prefix_cache_bytes
+    def chosen(given: Any, device: str = "cpu", **others: Any) -> int | None:
+        monkeypatch.setattr("hotcold.actors.setup.choose.choose_device", lambda *_: device)
+        options = SystemOptions.of_keywords(nothing | {"prefix_cache": given, "device": device})
+        return choose_system(copied.path, config, replace(options, **others)).prefix_cache_bytes
 
-    assert choose_system(copied.path, config, known).prefix_cache_bytes is None
-    assert [chosen(given) for given in ("off", "2GiB", 0, 4096)] == [0, 2 << 30, 0, 4096]
-    with pytest.raises(UsageError, match="give a size like 20GiB, or off"):
-        chosen(-1)
-    with pytest.raises(UsageError, match="prefix_cache: 'on' is no size"):
-        chosen("on")
-    monkeypatch.setattr("hotcold.actors.setup.choose.choose_device", lambda *_: "cuda")
-    with pytest.raises(UsageError, match="give --device cpu"):
-        chosen("1GiB")
-    assert chosen("off") == 0
-    monkeypatch.undo()
-    on_hosts = replace(known, hosts=("10.0.0.1", "10.0.0.2"), prefix_cache_bytes=4096)
-    with pytest.raises(UsageError, match="is for one computer"):
-        choose_system(copied.path, config, on_hosts)
-    on_hosts = replace(on_hosts, prefix_cache_bytes=None)
-    assert choose_system(copied.path, config, on_hosts).prefix_cache_bytes is None
+    assert [chosen(given) for given in (None, "off", "2GiB", 0)] == [None, 0, 2 << 30, 0]
+    hosts = {"hosts": ("10.0.0.1", "10.0.0.2")}
+    assert chosen("off", "cuda") == 0 and chosen(None, **hosts) is None
+    refused: list[tuple[Any, str, dict[str, Any], str]] = [
+        (-1, "cpu", {}, "give a size like 20GiB, or off"),
+        ("on", "cpu", {}, "prefix_cache: 'on' is no size"),
+        ("1GiB", "cuda", {}, "give --device cpu"),
+        (4096, "cpu", hosts, "is for one computer"),
+    ]
+    for given, device, others, told in refused:
+        with pytest.raises(UsageError, match=told):
+            chosen(given, device, **others)

@@ -23,7 +23,7 @@ from hotcold.actors.setup import storage, storage_shares
 from hotcold.actors.setup.account import account as need_of
 from hotcold.actors.setup.choose import choose_system
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
-from hotcold.actors.setup.shards import arena_layout, service_specs
+from hotcold.actors.setup.shards import service_specs
 from hotcold.actors.setup.storage import offloaded_share, pack_model
 from hotcold.actors.system import System
 from hotcold.jobs.profile.plot import plot_offload
@@ -35,13 +35,10 @@ from hotcold.model.errors import ArtifactError, MemoryBudgetError, UsageError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.sampling import SamplingParams
-from hotcold.model.synthetic.make import make_model
-from hotcold.model.synthetic.shape import resolve_shape
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
 from hotcold.placement.storage import least_in_memory
 from tests.actors.kept_system import config_of, greedy
 from tests.actors.test_gguf_mixtures import quantized
-from tests.actors.test_stored_neurons import two_bits
 from tests.conftest import TinyCheckpoint
 from tests.tiny_models import make_tiny
 
@@ -141,41 +138,6 @@ def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) 
     bundle_path(wide, BundleGeometry.of(config)).write_bytes(b"not this")
     with pytest.raises(ArtifactError, match="no bundle file"):
         prepare_system(wide, SystemOptions(cpu_memory_bytes=rest + least))
-
-
-def test_bits_of_predictors_are_in_memory_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where services reach the driver's arena and it has room; else each service has its own."""
-    path = tmp_path / "m"
-    sizes = {"layers": 3, "hidden": 64, "ffn": 4096, "heads": 4, "kv_heads": 4, "head_dim": 16}
-    make_model(path, resolve_shape("tiny", sizes))
-    monkeypatch.setattr(storage_shares, "READ_BYTES", 4096)
-    monkeypatch.setattr(storage_shares, "RING_DEPTH", 1)
-    for module in (accounts, storage):
-        monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 0)
-    config, file = read_model(path), two_bits(path, tmp_path / "p.safetensors")
-    bits = 3 * 4096 * 2 * 8
-    options = SystemOptions(mode="sign", predictors=file)
-
-    def budget(exchange: str) -> SystemOptions:
-        """With what would fit less a quarter of the neurons."""
-        asked = replace(options, exchange=exchange)
-        total = need_of(choose_system(path, config, asked), config).total_bytes
-        return replace(asked, cpu_memory_bytes=total - 3 * 1024 * 3 * 2 * 64)
-
-    shared, _ = prepare_system(path, budget("arena"))
-    called, _ = prepare_system(path, budget("calls"))
-    monkeypatch.setattr(storage_shares, "free_shared_memory", lambda: bits + (256 << 20) - 1)
-    cramped, _ = prepare_system(path, budget("arena"))
-    layouts = [arena_layout(system, config) for system in (shared, called, cramped)]
-    assert [layout.predictor_words for layout in layouts] == [bits // 8, 0, 0]
-    kept = []
-    for system in (shared, called, cramped):
-        assert system.storage is not None and system.storage.predictors == str(file)
-        assert abs(system.storage.memory_bytes - need_of(system, config).total_bytes) < 8192
-        kept.append(kept_bytes(system, config, system.storage))
-    assert abs(kept[0] - bits - kept[2]) < 8192 and abs(kept[1] - kept[2]) < 8192
 
 
 def test_memory_is_that_of_each_host(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -57,19 +56,6 @@ def test_logits_equal_transformers(tiny: Tiny, variant: str, device: Device) -> 
                 assert relative_difference(found, checkpoint.logits) < 1e-3, sizes
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "falcon-bias"])
-def test_half_precision(tiny: Tiny, variant: str, dtype: str, device: Device) -> None:
-    checkpoint = tiny(variant, dtype)
-    kv_dtype = "float16" if dtype == "float16" else "float32"
-    with CudaInProcess(checkpoint.path, kv_dtype=kv_dtype, hot=a_third, device=device) as system:
-        found = system.logits("exact", checkpoint.ids, [3, 5])
-        assert relative_difference(found, checkpoint.logits) < 4e-3
-        found = system.logits("exact", checkpoint.ids, [40])
-        difference = relative_difference(found, checkpoint.logits)
-        assert difference < 2 * checkpoint.bfloat16_difference
-
-
 @pytest.mark.parametrize("weight_dtype", ["q8", "q4_1", "q4"])
 @pytest.mark.parametrize("name", ["q-llama", "q-opt-postnorm", "q-falcon-grouped"])
 def test_quantized_weights(name: str, weight_dtype: str, tmp_path: Path, device: Device) -> None:
@@ -99,17 +85,6 @@ def test_whole_layers_at_once(tiny: Tiny, variant: str, device: Device) -> None:
         with CudaInProcess(checkpoint.path, 2, hot=hot, device=device) as system:
             is_normed = bool(system.engine("exact").embedding.ffn_output_norm.size)
             assert assert_same(system, checkpoint.ids) == (not is_normed)
-
-
-@pytest.mark.parametrize("weight_dtype", ["f16", "q8", "q4"])
-@pytest.mark.parametrize("name", ["q-llama", "q-opt-postnorm", "q-falcon-grouped"])
-def test_whole_quantized_layers_at_once(
-    name: str, weight_dtype: str, tmp_path: Path, device: Device
-) -> None:
-    path, ids = make_quantizable(name, tmp_path / "model"), np.arange(3, 43)
-    options: dict[str, Any] = {"weight_dtype": weight_dtype, "kv_dtype": "float16"}
-    with CudaInProcess(path, hot=every_layer, device=device, **options) as system:
-        assert assert_same(system, ids) == 1
 
 
 @pytest.mark.parametrize("weight_dtype", ["", "q8"])
