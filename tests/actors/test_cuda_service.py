@@ -113,17 +113,6 @@ def ask_ffn(engine: Engine, operation: int, num_tokens: int) -> None:
     engine.exchange.request(range(requests.shape[0]))
 
 
-def test_a_step_that_is_filled_up_computes_no_more_neurons(tiny: Tiny) -> None:
-    checkpoint = tiny("llama-relu")
-    counts = []
-    for kind in (InProcessSystem, CudaInProcess):
-        with kind(checkpoint.path, hot=a_third) as system:
-            engine = system.engine("exact")
-            engine.step(checkpoint.ids[:11].tolist(), range(11), [0] * 11)
-            counts.append(engine.times.num_neurons)
-    assert counts[0] == counts[1]
-
-
 def test_services_count_who_fires(tiny: Tiny) -> None:
     checkpoint, counts = tiny("llama-relu"), []
     for kind in (InProcessSystem, CudaInProcess):
