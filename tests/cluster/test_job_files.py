@@ -61,27 +61,20 @@ def test_good_requests(tmp_path: Path) -> None:
     ("line", "error"),
     [
         ("[" * 100_000, "not JSON"),
-        ("{", "not JSON"),
         ("\udcff", "not JSON in UTF-8"),
         ("[]", "not a JSON object"),
         ('{"prompt": "x"}', "there is no id"),
         ('{"id": true, "prompt": "x"}', "the id is True"),
-        ('{"id": 1.5, "prompt": "x"}', "the id is 1.5"),
         ('{"id": 1}', "found none of them"),
         ('{"id": 1, "prompt": "x", "ids": [1]}', "found prompt and ids"),
         ('{"id": 1, "prompt": 7}', "prompt is 7; give a text"),
         ('{"id": 1, "ids": "1,2"}', "give a list of token ids"),
-        ('{"id": 1, "ids": [true]}', "give a list of token ids"),
         ('{"id": 1, "messages": [{"role": "user"}]}', "a role and a content"),
-        ('{"id": 1, "messages": "x"}', "a role and a content"),
         ('{"id": 1, "prompt": "x", "sampling": []}', "sampling is []"),
         ('{"id": 1, "prompt": "x", "sampling": {"topk": 1}}', "unknown option 'topk'"),
-        ('{"id": 1, "prompt": "x", "sampling": {"stop": 3}}', "stop is 3"),
         ('{"id": 1, "prompt": "x", "sampling": {"temperature": NaN}}', "temperature is nan"),
         ('{"id": 1, "prompt": "x", "max_tokens": 1}', "unknown key 'max_tokens'"),
         ('{"id": 1, "prompt": "x", "sampling": {"n": 2}}', "n is 2; a line has one answer"),
-        ('{"id": 1, "prompt": "x", "sampling": {"logprobs": -1}}', "logprobs is -1"),
-        ('{"id": 1, "prompt": "x", "sampling": {"regex": 1}}', "regex is 1; give a text"),
         ('{"id": 1, "prompt": "x", "sampling": {"json_schema": "{"}}', "json_schema is '{'"),
         ('{"id": 1, "ids": [1], "sampling": {"regex": "a", "choice": ["a"]}}', "both given"),
         (
@@ -149,7 +142,7 @@ def test_answers_are_kept_only_to_resume(tmp_path: Path) -> None:
     assert out.read_text() == '{"id": 4}\n'
 
 
-@pytest.mark.parametrize("content", ["text\n", "[]\n", "{}\n", '{"id": [1]}\n', "3\n"])
+@pytest.mark.parametrize("content", ["text\n", '{"id": [1]}\n', "3\n"])
 def test_another_file_is_not_resumed(content: str, tmp_path: Path) -> None:
     out = tmp_path / "notes.txt"
     out.write_text(content)
