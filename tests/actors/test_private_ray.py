@@ -240,13 +240,7 @@ def start_an_open_ray(base: Path) -> None:
 
 
 @pytest.mark.sweep(keep=1)
-@pytest.mark.parametrize(
-    "check",
-    [
-        start_another_version,
-        start_an_open_ray,
-    ],
-)
+@pytest.mark.parametrize("check", [start_an_open_ray, start_another_version])
 def test_where_it_cannot_start(base: Path, check: Callable[[Path], None]) -> None:
     in_its_own_process(check, base)
 
