@@ -464,7 +464,7 @@ def test_options(copied: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> Non
         return choose_system(copied.path, config, replace(options, **others)).prefix_cache_bytes
 
     assert [chosen(given) for given in (None, "off", "2GiB", 0)] == [None, 0, 2 << 30, 0]
-    hosts = {"hosts": ("10.0.0.1", "10.0.0.2")}
+    hosts: dict[str, Any] = {"hosts": ("10.0.0.1", "10.0.0.2")}
     assert chosen("off", "cuda") == 0 and chosen(None, **hosts) is None
     refused: list[tuple[Any, str, dict[str, Any], str]] = [
         (-1, "cpu", {}, "give a size like 20GiB, or off"),
