@@ -1,9 +1,13 @@
-"""How a running system is found: whose folder, which record, what is the same system."""
+"""How a running system is found: whose folder, which record, what is the same system.
+
+And what is left of a server's start that fails.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -11,18 +15,25 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
+from hotcold.actors.protocol.messages import (
+    GenerateRequest,
+    Generation,
+    LoadProgress,
+    SystemConfig,
+)
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.preflight import prepare_system
+from hotcold.actors.system import System
 from hotcold.jobs.cluster_system import _difference
 from hotcold.jobs.commands import stop as stop_module
 from hotcold.jobs.commands.ps import ps
@@ -34,9 +45,12 @@ from hotcold.jobs.running.client import Client
 from hotcold.jobs.running.find import find_system
 from hotcold.jobs.running.identity import identity_of, is_same, model_text, resolved_options
 from hotcold.jobs.running.registry import Record, Registration
-from hotcold.model.errors import UsageError
+from hotcold.jobs.running.served import ModelPlan, SystemStarter
+from hotcold.model.errors import ServiceError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.weights.quantized_checkpoint import write_quantized
+from hotcold.ui.api.backend import Backend, ServerSettings
+from hotcold.ui.model_loading import Need
 from tests.quantized_models import make_model
 
 # The identity of a system that nobody asks for.
@@ -450,3 +464,88 @@ def test_how_a_clusters_system_differs_is_told_as_commands_spell_it(tmp_path: Pa
     assert _difference(started(tmp_path / "q8"), None, SystemOptions(weight_dtype="q4")) == text
     other = replace(late, model_path="/elsewhere")
     assert _difference(other, str(quantizable), SystemOptions()) == "has the model /elsewhere"
+
+
+class StandIn:
+    """A system that has started; it has no processes."""
+
+    def __init__(self) -> None:
+        self.has_started = self.has_ended = False
+        self.answers: dict[str, Any] = {"describe": CONFIG, "processes": {}}
+
+    def call(self, method: str) -> Any:
+        if isinstance(found := self.answers[method], Exception):
+            raise found
+        return found
+
+    def begin(self, method: str) -> Any:
+        raise AssertionError(method)
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+CONFIG = SystemConfig(str(DEMO_DIRECTORY), context_length=128)
+Made = tuple[SystemStarter, Backend, StandIn]
+
+
+@pytest.fixture
+def made(base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
+    """A starter whose systems start at once, and tell of it."""
+    system = StandIn()
+    plan = ModelPlan("demo", str(DEMO_DIRECTORY), CONFIG, Need(1))
+
+    def start(config: SystemConfig, on_progress: Callable[[LoadProgress], None]) -> StandIn:
+        assert names() == ["demo"]  # commands may wait for it
+        system.has_started = True
+        on_progress(LoadProgress(0, 0, "loading"))
+        return system
+
+    monkeypatch.setattr(System, "start", start)
+    loader: Any = SimpleNamespace()
+    registration = Registration("demo", "http://here")
+    starter = SystemStarter(registration, [plan], SystemOptions())
+    yield starter, Backend(CONFIG, ServerSettings("demo"), loader), system
+    registration.listener.close()
+
+
+def test_nothing_is_left_of_a_start_that_fails(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it has started; while its neurons are packed; once the server is to end."""
+    starter, backend, system = made
+    system.answers["describe"] = OSError("the disk is full")
+    with pytest.raises(OSError, match="the disk is full"):
+        starter.start(backend)
+    assert system.has_ended and names() == []
+    system.has_started = False
+
+    def fail(config: SystemConfig) -> None:
+        assert config is CONFIG
+        raise ServiceError("no room for the bundles")
+
+    monkeypatch.setattr("hotcold.jobs.running.served.require_bundles", fail)
+    with pytest.raises(ServiceError, match="no room for the bundles"):
+        starter.start(backend)
+    starter.close()
+    with pytest.raises(ServiceError, match="the server is being stopped"):
+        starter.start(backend)
+    assert not system.has_started and names() == []
+
+
+def test_what_loading_writes_beside_a_model_is_part_of_what_it_is(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that looks at the files then finds the system that has written them."""
+    starter, backend, _ = made
+    start: Any = System.start
+
+    def writing(config: SystemConfig, on_progress: Callable[[LoadProgress], None]) -> Any:
+        (tmp_path / "written").touch()
+        return start(config, on_progress)
+
+    monkeypatch.setattr(System, "start", writing)
+    starter._plans["demo"] = replace(starter._plans["demo"], model=str(tmp_path))
+    starter.start(backend)
+    (record,) = registry.running()
+    asked = identity_of(str(tmp_path), SystemOptions())
+    assert record.identity == json.loads(json.dumps(asked))
+    assert [name for name, *_ in record.identity["files"]] == ["written"]
