@@ -61,7 +61,7 @@ def address(stand_in: StandIn) -> Iterator[str]:
     """Of a page over a stand-in; tests over a real system have another."""
     from tests.e2e.page_server import served_page
 
-    with served_page(stand_in, "demo", client=stand_in) as found:
+    with served_page({"demo": stand_in}) as found:
         yield found
 
 

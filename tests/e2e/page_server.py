@@ -1,4 +1,4 @@
-"""The chat page on a free port of this process, over a system that runs already."""
+"""The chat page on a free port of this process, over systems that run already."""
 
 from __future__ import annotations
 
@@ -6,54 +6,30 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.actors.system import System
 
 
-class LongWinded:
-    """A system whose answers go on to their greatest length while `is_on`."""
-
-    def __init__(self, system: System) -> None:
-        self.system = system
-        self.is_on = False
-        self.requests: list[GenerateRequest] = []
-
-    def begin(self, method: str, *args: Any) -> Any:
-        """As `System.begin`."""
-        if method == "submit":
-            epoch, request = args
-            request = replace(request, sampling=replace(request.sampling, ignore_eos=self.is_on))
-            self.requests.append(request)
-            args = (epoch, request)
-        return self.system.begin(method, *args)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.system, name)
-
-
 @contextmanager
-def served_page(
-    system: Any,
-    model_name: str,
-    keys: Sequence[str] = (),
-    *,
-    client: Any = None,
-    port: int = 0,
-) -> Iterator[str]:
-    """The page's address, until the end. `client` asks in place of the server's own."""
+def served_page(systems: dict[str, Any], keys: Sequence[str] = (), port: int = 0) -> Iterator[str]:
+    """The address of the first model's page, until the end. A stand-in is a client, too."""
     from hotcold.ui.api.backend import Backend, ServerSettings
     from hotcold.ui.api.served_models import ServedModels
     from hotcold.ui.app import create_app
     from hotcold.ui.gate import Gate
     from hotcold.ui.page.page import build_page
 
-    backend = Backend(system.call("describe"), ServerSettings(model_name))
-    backend.attach(system, client)
-    app = create_app(ServedModels([backend]), {"/": lambda: build_page(backend)})
-    gate = Gate(app, keys=keys, local=True, max_body_bytes=backend.settings.max_body_bytes)
+    backends = []
+    for name, system in systems.items():
+        backends.append(Backend(system.call("describe"), ServerSettings(name)))
+        backends[-1].attach(system, None if isinstance(system, System) else system)
+    models = ServedModels(backends)
+    paths = models.page_paths
+    pages = {paths[one.name]: partial(build_page, one, paths) for one in backends}
+    body_bytes = backends[0].settings.max_body_bytes
+    gate = Gate(create_app(models, pages), keys=keys, local=True, max_body_bytes=body_bytes)
     with served(gate, port=port) as found:
         yield f"http://127.0.0.1:{found}/"
 

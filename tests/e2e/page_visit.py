@@ -107,17 +107,6 @@ def kept(page: Any) -> str:
     return text[: -text[-1]].decode()
 
 
-def click_in_row(page: Any, title: str, what: str, question: str) -> None:
-    """Rename or delete a conversation, once it is what is shown: `question` begins it."""
-    page.locator("#rows label", has_text=title).click()
-    page.locator("#rows label.selected", has_text=title).wait_for()
-    page.wait_for_function(
-        "text => document.querySelector('#chat .message-row')?.innerText.includes(text)",
-        arg=question,
-    )
-    page.get_by_role("button", name=what, exact=True).click()
-
-
 def plain(text: str) -> str:
     """Letters and digits: what Markdown leaves of a text."""
     return re.sub(r"[\W_]+", "", text)

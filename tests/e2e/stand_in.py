@@ -80,12 +80,12 @@ class StandIn:
     requests: list[GenerateRequest] = field(default_factory=list)
     _stopped: set[str] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    _num_running: int = 0
+    num_running: int = 0
 
     def reset(self) -> None:
-        """As it was made, but for the requests that it has seen."""
+        """As it was made, but for the requests that it has seen and those that run."""
         for name, value in vars(StandIn()).items():
-            if not name.startswith("_") and name != "requests":
+            if not name.startswith("_") and name not in ("requests", "num_running"):
                 setattr(self, name, value)
 
     def call(self, method: str, *args: Any) -> Any:
@@ -121,7 +121,7 @@ class StandIn:
             ActorHealth(name, "alive", 1000 + i, 300 << 20, self.device if i == 1 else "cpu")
             for i, name in enumerate(("driver", "gpu", "cpu0", "cpu1"))
         )
-        running = self._num_running
+        running = self.num_running
         return Telemetry(
             self.mode, 60.0, running, 0, running, 16, speed, neurons, actors, 24 << 30, 9 << 30
         )
@@ -142,7 +142,7 @@ class StandIn:
     cancel = stop
 
     async def _answer(self, name: str, request: GenerateRequest, deliver: Deliver) -> None:
-        self._num_running += 1
+        self.num_running += 1
         try:
             await asyncio.sleep(self.first_s)
             loop = asyncio.get_running_loop()
@@ -167,4 +167,4 @@ class StandIn:
             )
             deliver(TokenEvent("", result))
         finally:
-            self._num_running -= 1
+            self.num_running -= 1

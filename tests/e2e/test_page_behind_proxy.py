@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.system import System
 from tests.e2e.page_server import served, served_page
-from tests.e2e.page_visit import OTHER, ask, wait_for_answer
+from tests.e2e.page_visit import OTHER, TIMEOUT_MS, ask, wait_for_answer
+from tests.e2e.stand_in import StandIn
 
 pytestmark = pytest.mark.timeout(300)
-DEMO = Path(__file__).resolve().parents[2] / "demo"
 KEY = "a-key-of-more-than-enough-letters"
-TIMEOUT_MS = 120_000
 
 
 def proxy_to(address: str) -> Any:
@@ -55,7 +50,7 @@ def proxy_to(address: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def address(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of the proxy, before a page that asks for a key."""
     import trustme
 
@@ -67,10 +62,8 @@ def address(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "ssl_keyfile": folder / "key.pem",
         "ssl_certfile": folder / "certificate.pem",
     }
-    config = SystemConfig(str(DEMO), num_cpu_actors=1, num_threads=1, context_length=1024)
     with (
-        System.start(config) as system,
-        served_page(system, "demo", [KEY]) as behind,
+        served_page({"demo": StandIn()}, [KEY]) as behind,
         served(proxy_to(behind), **files) as port,
     ):
         yield f"https://localhost:{port}/"
@@ -92,12 +85,3 @@ def test_the_page_answers_behind_tls(browser: Any, address: str) -> None:
     # Nothing went past the proxy, and nothing in the clear.
     assert [each for each in told if not each.startswith((address, "data:", "blob:"))] == []
     context.close()
-
-
-def test_without_the_key_nothing_is_told(address: str) -> None:
-    import httpx
-
-    unverified = ssl.create_default_context()
-    unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
-    for path in ("", "v1/models", "config"):
-        assert httpx.get(address + path, verify=unverified).status_code == 401

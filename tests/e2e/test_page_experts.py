@@ -37,10 +37,9 @@ def where(page: Any) -> str:
     return text
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_experts_are_shaded_by_how_often_they_are_chosen(open_page, book, scheme: str) -> None:
+def test_experts_are_shaded_by_how_often_they_are_chosen(open_page, book) -> None:
     book.has_experts = True
-    page = open_page(color_scheme=scheme)
+    page = open_page(color_scheme="dark")
     ask(page, QUESTION)
     wait_for_answer(page)
     page.wait_for_selector("#live option[value=chosen]", state="attached")
@@ -70,12 +69,3 @@ def test_experts_are_shaded_by_how_often_they_are_chosen(open_page, book, scheme
     told = mixture_map()
     shown_gates = page.inner_text('#live [data-count="gate"]').replace(",", "")
     assert int(shown_gates) == int((told.last_gates - told.last_computed).sum())
-
-
-def test_another_model_shows_no_experts(open_page, book) -> None:
-    page = open_page()
-    ask(page, QUESTION)
-    wait_for_answer(page)
-    page.wait_for_selector("#live [data-actor=driver]")
-    assert page.input_value("#live select") == "last"
-    assert page.locator("#live option[value=chosen]").count() == 0

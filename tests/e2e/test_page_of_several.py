@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.e2e.page_server import served
+from tests.e2e.page_server import served_page
 from tests.e2e.page_visit import QUESTION, ask, wait_for_answer
 from tests.e2e.stand_in import StandIn
 
@@ -22,23 +21,8 @@ def books() -> dict[str, StandIn]:
 
 @pytest.fixture(scope="module")
 def address(books: dict[str, StandIn]) -> Iterator[str]:
-    from hotcold.ui.api.backend import Backend, ServerSettings
-    from hotcold.ui.api.served_models import ServedModels
-    from hotcold.ui.app import create_app
-    from hotcold.ui.gate import Gate
-    from hotcold.ui.page.page import build_page
-
-    backends = []
-    for name, book in books.items():
-        system: Any = book
-        backends.append(Backend(book.describe(), ServerSettings(name)))
-        backends[-1].attach(system, system)
-    models = ServedModels(backends)
-    paths = models.page_paths
-    pages = {paths[one.name]: partial(build_page, one, paths) for one in backends}
-    app = create_app(models, pages)
-    with served(Gate(app, keys=(), local=True, max_body_bytes=1 << 20)) as port:
-        yield f"http://127.0.0.1:{port}/"
+    with served_page(books) as found:
+        yield found
 
 
 def test_a_model_is_chosen_in_the_bar(

@@ -16,10 +16,9 @@ from hotcold.model.errors import ServiceError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.backend import Backend, ServerSettings
-from hotcold.ui.api.errors import ApiError, as_api_error, timed_out, unavailable
+from hotcold.ui.api.errors import ApiError
 from hotcold.ui.page.branches import Message, restored
 from hotcold.ui.page.conversations import ChatHistory, Conversation
-from hotcold.ui.page.thread import remedy, shown_messages, thread_state
 from tests.unit.test_server_limits import give_client
 
 _USER, _ASSISTANT = ({"role": role, "content": "x"} for role in ("user", "assistant"))
@@ -108,44 +107,6 @@ def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
 
 
 @in_loop
-async def test_questions_and_answers_take_turns() -> None:
-    visit, talk = Visit(), Conversation()
-    visit.ask(talk, "one?")
-    assert await finished(talk) == ["one?", "said 1"]
-    visit.ask(talk, "two?", "Be kind.")
-    assert (await finished(talk))[2:] == ["two?", "said 2"]
-    first, second = (request.prompt_ids for request in visit.book.requests)
-    assert first == visit.ids("one?")
-    assert second == visit.ids("one?", "said 1", "two?", system="Be kind.")
-    assert talk.title == "one?"
-    visit.ask(text := Conversation(), "Once upon", "unused", is_chat=False)
-    await finished(text)
-    asked = GenerateRequest(SamplingParams(), prompt="Once upon")
-    assert visit.book.requests[2].prompt_ids == visit.backend.prompts.ids(asked)
-
-
-@in_loop
-async def test_stop_and_leaving_end_what_runs() -> None:
-    visit, history = Visit(may_go_on=False), ChatHistory()
-    history.open.stop()
-    visit.ask(history.open, "one?")
-    async with asyncio.timeout(30):
-        while not history.open.messages[-1].content:
-            await asyncio.sleep(0.001)
-    assert visit.book.ended == []
-    history.stop_all()
-    assert visit.book.ended == ["1"]
-    await finished(history.open)
-    assert history.open.result is not None
-    assert (history.open.result.finish_reason, history.open.problem) == ("cancelled", None)
-    early = Visit(may_go_on=False)
-    early.ask(talk := Conversation(), "one?")
-    talk.stop()  # before it begins
-    assert (await finished(talk))[0] == "one?"
-    assert early.book.ended == ["1"] and talk.problem is None
-
-
-@in_loop
 async def test_the_page_has_the_servers_limits() -> None:
     """Its answers take places beside the API's, and end at the same deadline and length."""
     visit = Visit(may_go_on=False)
@@ -171,14 +132,26 @@ async def test_the_page_has_the_servers_limits() -> None:
     hasty.ask(talks[1], "two?")
     await finished(talks[1])
     assert "longer than 0.05 s" in told(talks[1]) and hasty.backend.num_active == 0
+    early = Visit(may_go_on=False)
+    early.ask(talk := Conversation(), "one?")
+    talk.stop()  # before it begins
+    assert (await finished(talk))[0] == "one?"
+    assert early.book.ended == ["1"] and talk.problem is None
+    visit.ask(text := Conversation(), "Once upon", "unused", is_chat=False)
+    await finished(text)
+    asked = GenerateRequest(SamplingParams(), prompt="Once upon")
+    assert visit.book.requests[-1].prompt_ids == visit.backend.prompts.ids(asked)
 
 
 @in_loop
 async def test_another_answer_and_another_question_are_branches() -> None:
     visit, talk = Visit(), Conversation()
-    for question in ("one?", "two?"):
-        visit.ask(talk, question)
-        await finished(talk)
+    visit.ask(talk, "one?")
+    await finished(talk)
+    visit.ask(talk, "two?", "Be kind.")
+    await finished(talk)
+    asked = visit.ids("one?", "said 1", "two?", system="Be kind.")
+    assert visit.book.requests[1].prompt_ids == asked
     visit.ask(talk, None, at=1)  # the first question, answered again
     assert await finished(talk) == ["one?", "said 3"]
     assert visit.book.requests[2].prompt_ids == visit.ids("one?")
@@ -347,20 +320,3 @@ def test_an_empty_conversation_takes_no_room() -> None:
     asked = [item["messages"][0]["content"] for item in opened.saved()]
     assert asked == ["new?", *(f"{number}?" for number in range(49))]
     assert len(opened.conversations) == 50
-
-
-def test_each_error_stands_below_the_thread_with_what_to_do() -> None:
-    long = ApiError(400, "too <long>.", code="context_length_exceeded")
-    others = [timed_out(1.0, "why"), unavailable("queue"), ApiError(400, "a"), ApiError(500, "b")]
-    found = [remedy(problem) for problem in (long, *others)]
-    assert len(set(found)) == 5 and all("Retry" in text for text in found[1:])
-    assert "new conversation" in found[0] and "Max tokens" not in found[0]
-    talk = talk_of("one?")
-    talk.problem = as_api_error(long)
-    question, problem = shown_messages(talk)
-    assert question["content"] == "one?" and "No answer: too &lt;long&gt;." in problem["content"]
-    assert (thread_state(talk)["state"], thread_state(Conversation())["state"]) == (
-        "error", "ready",
-    )  # fmt: skip
-    talk.before(-1).add(Message(content="half"))
-    assert "broke off" in shown_messages(talk)[-1]["content"]

@@ -227,7 +227,7 @@ def test_an_event_that_comes_late_is_of_its_own_conversation() -> None:
         visited.do(_step, name, index=index, place=0)
     assert [visited.said(name) for name in ("one", "two")] == ["yes", "yes"]
     assert visited.history.open_id == "two"
-    visited.do(_delete, "one")
+    visited.do(_delete, "two", "one")  # the row that is chosen, though not yet shown
     assert visited.history.find("one") is None and visited.history.open_id == "two"
 
 

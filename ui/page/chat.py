@@ -62,6 +62,10 @@ class Visit:
         is_there = shown and not shown.is_answering and 0 <= index < len(shown.messages)
         return index if is_there else None
 
+    def of_row(self, row: Any) -> Conversation:
+        """The conversation of the chosen row; without one, as for an empty one, what is shown."""
+        return self.history.find(str(row)) or self.shown or self.history.open
+
 
 class Chat:
     """Components and what happens at their events; made inside a `gr.Blocks`."""
@@ -133,8 +137,9 @@ class Chat:
         kept = [self._saved, self._state]  # of a page that has outlived its server
         sampling = settings.inputs
 
-        def on(event: Any, act: Act, given: Sequence[Any] = (), trigger: str = "multiple") -> None:
-            done = event(self._handler(act), [*kept, *given], trigger_mode=trigger, **quick)
+        def on(event: Any, act: Act, given: Sequence[Any] = (), **more: Any) -> None:
+            options = quick | {"trigger_mode": "multiple"} | more
+            done = event(self._handler(act), [*kept, *given], **options)
             done.then(self._save, self._saved, self._saved, **private)
 
         on(self._question.submit, self._ask, [self._question, *sampling])
@@ -146,10 +151,13 @@ class Chat:
         on(self._state.take, _import)
         on(self._rows.select, lambda visit: visit.history.show(str(visit.event.value)))
         on(self._new.click, lambda visit: visit.history.start_new())
-        on(self._delete.click, _delete)
+        # The row that is chosen, which is shown a moment later; Gradio would refuse one that was
+        # listed by a server before this one.
+        chosen: dict[str, Any] = {"given": [self._rows], "preprocess": False}
+        on(self._delete.click, _delete, **chosen)
+        on(self._rename.click, self._begin_naming, **chosen)
         on(self._undo.click, lambda visit: visit.history.undo_remove())
-        on(self._search.change, _search, [self._search], "always_last")
-        on(self._rename.click, self._begin_naming)
+        on(self._search.change, _search, [self._search], trigger_mode="always_last")
         on(self._name.blur, self._end_naming, [self._name])  # Enter leaves the field, too
         self._export.click(None, self._saved, None, js=_EXPORT, **private)
         self._question.stop(self._stop, None, None, queue=False, **private)
@@ -263,8 +271,8 @@ class Chat:
             visit.history.require_space(text)
             shown.write(index, text)
 
-    def _begin_naming(self, visit: Visit) -> Updates:
-        named = visit.shown or visit.history.open
+    def _begin_naming(self, visit: Visit, row: Any) -> Updates:
+        named = visit.of_row(row)
         visit.history.named_id = named.id
         return {self._name: gr.Textbox(named.name or named.title, visible=True)}
 
@@ -294,8 +302,8 @@ def _step(visit: Visit) -> None:
         visit.shown.step(index, int(visit.event.place))
 
 
-def _delete(visit: Visit) -> None:
-    gone = visit.shown or visit.history.open
+def _delete(visit: Visit, row: Any) -> None:
+    gone = visit.of_row(row)
     visit.history.remove(gone.id)
     if visit.history.removed is not None:
         visit.notice = f"“{gone.title}” is deleted. Undo brings it back."
