@@ -262,6 +262,14 @@ class CupyDevice:
         arrays = (gates,) if factors is None else (gates, factors)
         self._functions[key](arrays[0], np.float32(function.threshold), *arrays[1:], gates)
 
+    def mark(self) -> Any:
+        event = self.xp.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def elapsed_ms(self, first: Any, last: Any) -> float:
+        return float(self.xp.cuda.get_elapsed_time(first, last))
+
     def used_bytes(self) -> int:
         # This may be called while another thread captures a graph.
         return max(0, int(self._free_at_first - self._runtime.memGetInfo()[0]))

@@ -180,11 +180,13 @@ class DriverActor:
 
         return services.driver.between_requests(measure, has_slot=False)
 
-    def device_bytes(self) -> int:
-        """Memory of the GPU that its service uses."""
+    def device_report(self, measure: bool) -> dict[str, float]:
+        """Memory and times of the GPU; see `CudaAttentionService.device_report`."""
+        report: dict[str, float]
         connection = self.services.connection
         gpus = connection.topology.cache_services
-        return int(connection.call_each("device_bytes", services=gpus)[0])
+        (report,) = connection.call_each("device_report", measure, services=gpus)
+        return report
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU seconds used by each service so far."""

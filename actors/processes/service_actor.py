@@ -264,10 +264,10 @@ class ServiceActor:
         """Read pages from it; see `PrefixFile.load`."""
         return 0 if self._pages is None else self._pages.load(session, keys, pages)
 
-    def device_bytes(self) -> int:
-        """Memory of the GPU that it uses; 0 without a GPU."""
+    def device_report(self, measure: bool) -> dict[str, float]:
+        """Memory and times of the GPU (`CudaAttentionService.device_report`); {} without a GPU."""
         service: Any = self._require_service()
-        return service.device_bytes() if self.spec.on_gpu else 0
+        return service.device_report(measure) if self.spec.on_gpu else {}
 
     def cpu_seconds(self) -> float:
         """CPU seconds that the process has used."""

@@ -95,6 +95,10 @@ class Queue:
         """Add work."""
         self._work.append(work)
 
+    def has_done(self, number: int) -> bool:
+        """Whether the first `number` pieces of work are done."""
+        return self._num_done >= number
+
     def drop(self) -> None:
         """Forget what is left."""
         self._num_done = self.end
@@ -466,6 +470,14 @@ class NumpyDevice:
     def activate(self, function, gates, factors):
         up = 1 if factors is None else activated_up(function, factors)
         gates[...] = activated(function, gates) * up
+
+    def mark(self):
+        self._put(lambda: None)
+        return self._stream.end
+
+    def elapsed_ms(self, first, last):
+        assert self._stream.has_done(last), "the event has not come"
+        return float(last - first)
 
     def used_bytes(self):
         return self.context_bytes + self._reserved

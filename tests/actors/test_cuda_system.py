@@ -75,7 +75,12 @@ def test_the_same_tokens_and_what_it_says_of_itself(
     assert found.device == "cuda" and total // (2 * share) < found.num_hot_neurons <= total // share
     assert system.call("driver_load").device == "cuda (a stand-in)"
     assert system.call("telemetry").neurons.num_hot.sum() == found.num_hot_neurons
-    assert 0 < system.call("device_bytes") <= found.gpu_memory_bytes
+    assert system.call("device_report", True)["used_bytes"] <= found.gpu_memory_bytes
+    system.complete(request(checkpoint))
+    report = system.call("device_report", False)
+    kinds = {"attention", "hot neurons"} if share > 1 else {"whole layers"}
+    assert report.keys() == {"used_bytes", "copies", "head"} | kinds
+    assert all(value > 0 for value in report.values())
 
 
 def test_a_gpu_that_fails_is_replaced(

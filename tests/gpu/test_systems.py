@@ -39,7 +39,8 @@ def greedy(system: SystemConfig, prompts: list[list[int]], num_tokens: int) -> l
     with System.start(system) as running:
         found = [running.complete(GenerateRequest(sampling, prompt_ids=ids)).ids for ids in prompts]
         if system.device == "cuda":
-            assert 0 < running.call("device_bytes") <= system.gpu_memory_bytes
+            report = running.call("device_report", False)
+            assert 0 < report["used_bytes"] <= system.gpu_memory_bytes
             described: SystemConfig = running.call("describe")
             assert described.device == "cuda" and described.num_hot_neurons > 0
         return found

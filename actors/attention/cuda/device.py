@@ -91,6 +91,12 @@ class Device(Protocol):
     def activate(self, function: Activation, gates: Any, factors: Any | None) -> None:
         """gates = fn(gates) [* factors, which drelu and clamped_silu change]; a NaN stays NaN."""
 
+    def mark(self) -> Any:
+        """An event of the stream with a timestamp."""
+
+    def elapsed_ms(self, first: Any, last: Any) -> float:
+        """Milliseconds between two past events of `mark`."""
+
     def used_bytes(self) -> int:
         """Device memory used by this process, the CUDA context included."""
 
@@ -148,3 +154,31 @@ class GraphCache:
         self._graphs[key] = graph, size
         while self._left < 0 and len(self._graphs) > 1:
             self._left += self._graphs.popitem(last=False)[1][1]
+
+
+class DeviceTimes:
+    """Times the parts of requests on the GPU by events, while `measures` is set."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.measures = False
+        self._marks: list[tuple[str, Any]] = []
+        self._ms: dict[str, float] = {}
+
+    def mark(self, part: str) -> None:
+        """Work on the stream since the last mark is `part`; "" does not count."""
+        if self.measures:
+            self._marks.append((part, self._device.mark()))
+
+    def collect(self) -> None:
+        """Add up the marked parts; their events must be past."""
+        for (_, start), (part, end) in zip(self._marks, self._marks[1:], strict=False):
+            if part:
+                ms = self._device.elapsed_ms(start, end)
+                self._ms[part] = self._ms.get(part, 0.0) + ms
+        self._marks.clear()
+
+    def take(self) -> dict[str, float]:
+        """Milliseconds of each part since the last call."""
+        found, self._ms = self._ms, {}
+        return found

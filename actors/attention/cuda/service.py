@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.actors.attention.cuda.device import Device, GraphCache
+from hotcold.actors.attention.cuda.device import Device, DeviceTimes, GraphCache
 from hotcold.actors.attention.cuda.host_part import HostPart
 from hotcold.actors.attention.cuda.link import Link
 from hotcold.actors.attention.cuda.model import CudaModel
@@ -96,6 +96,7 @@ class CudaAttentionService(Service):
         self.fired_counts = np.zeros(int(self._offsets[-1]), np.int64)
         self._counts = device.pinned((max(sizes),), np.int64)
         self._begun: _Begun | None = None
+        self.times = DeviceTimes(device)
 
     def try_out(self) -> None:
         """Run once what needs most memory, on arbitrary values, and compile the kernels.
@@ -153,9 +154,13 @@ class CudaAttentionService(Service):
         if self.host is not None:
             self.host.stop()
 
-    def device_bytes(self) -> int:
-        """Bytes of device memory in use."""
-        return self._device.used_bytes()
+    def device_report(self, measure: bool) -> dict[str, float]:
+        """Bytes of device memory in use, and ms of each part since the last call, if measured.
+
+        `measure`: whether to measure from now on.
+        """
+        self.times.measures = measure
+        return {"used_bytes": float(self._device.used_bytes())} | self.times.take()
 
     def serve(self, thread: int, seen: int) -> int:
         """Wait for the next request, without the GIL; Python answers all of them."""
@@ -204,6 +209,7 @@ class CudaAttentionService(Service):
         whole, length = self._put_step(num_tokens)
         key = "attention", layer, whole, length
         self._graphs.run(key, lambda: work.attention(layer, whole, length))
+        self.times.mark("attention")
         targets = (
             buffers.ffn_residual[:num_tokens].reshape(-1),
             buffers.ffn_input[:num_tokens].reshape(-1),
@@ -212,6 +218,7 @@ class CudaAttentionService(Service):
         land = self._link.download("ffn_residual", targets, found)
         weights = work.block_weights(layer, num_tokens)
         land_weights = self._download_weights(layer, num_tokens, weights)
+        self.times.mark("copies")
         done = self._device.record(spin=True)  # the rest of the system is idle
         numbers = self._model.layers[layer].numbers
         is_known = numbers.num_experts > 0 or numbers.num_blocks == 1  # else by the request
@@ -225,8 +232,10 @@ class CudaAttentionService(Service):
     def _put_step(self, num_tokens: int) -> tuple[int, int]:
         """Put hidden and positions on the stream; returns its graphs' tokens and positions."""
         buffers, work, whole = self.buffers, self._work, whole_step(num_tokens)
+        self.times.mark("")
         self._positions.put(buffers, num_tokens)
         self._link.upload("hidden", work.hidden, buffers.hidden[:num_tokens], whole)
+        self.times.mark("copies")
         longest = int(buffers.positions[:num_tokens].max()) + 1
         return whole, whole_length(longest, work.most_length)
 
@@ -236,6 +245,7 @@ class CudaAttentionService(Service):
         self._begun, work = None, self._work
         which = layers, has_head, *self._put_step(num_tokens), thresholds
         self._graphs.run(("layers", *which), lambda: work.whole_layers(*which), len(layers))
+        self.times.mark("whole layers")
         outputs = [("ffn_residual", self.buffers.ffn_residual, work.hidden)]
         if has_head:
             outputs.append(("logits", self.buffers.logits, work.logits))
@@ -250,7 +260,9 @@ class CudaAttentionService(Service):
         weights = self._weights[own, : num_tokens * block_tokens.shape[1]]
         if weights.size:
             self._device.copy_out(weights, work.all_weights[own, : weights.shape[1]])
+        self.times.mark("copies")
         self._finish(*lands)
+        self.times.collect()
         if weights.size:  # of layers without experts nobody reads what stands there
             of_tokens = weights.reshape(len(layers), num_tokens, -1)
             np.sum(of_tokens != 0, axis=1, out=block_tokens)
@@ -287,11 +299,14 @@ class CudaAttentionService(Service):
         """`weighs`: by weights of blocks, which are on the device."""
         work, whole = self._work, whole_step(num_tokens)
         key = "hot", layer, whole, thresholds, weighs
+        self.times.mark("")
         self._graphs.run(key, lambda: work.hot(layer, whole, thresholds, weighs))
+        self.times.mark("hot neurons")
         target = self.buffers.partials[self.index, :num_tokens].reshape(-1)
         found = work.partial.reshape(-1)[: target.size]
         land = self._link.download("partial", [target], found)
         self._device.copy_out(self._num_fired[layer], work.num_fired[layer])
+        self.times.mark("copies")
         # CPU services work now: spinning would take a core from them.
         event = self._device.record(spin=False)
         return _Begun((layer, num_tokens, thresholds, weighs), event, land)
@@ -302,6 +317,7 @@ class CudaAttentionService(Service):
             begun = self._begin_hot(layer, num_tokens, thresholds)
         self._device.wait(begun.event)
         begun.land()
+        self.times.collect()
         self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = self._num_fired[layer]
 
     def _head(self, first: int, last: int) -> None:
@@ -313,14 +329,19 @@ class CudaAttentionService(Service):
         target = self.buffers.logits[:num_tokens].reshape(-1)
         if num_tokens <= KERNEL_TOKENS:
             whole = whole_step(num_tokens)
+            self.times.mark("")
             self._link.upload("hidden", work.hidden, hidden, whole)
+            self.times.mark("copies")
             self._graphs.run(("head", whole), lambda: work.head(whole))
+            self.times.mark("head")
             found = work.logits.reshape(-1)[: target.size]
         else:
             with self._device.stream():
                 found = self._prompts.head(self._uploaded(hidden)).reshape(-1)
         land = self._link.download("logits", [target], found)
+        self.times.mark("copies")
         self._finish(land)
+        self.times.collect()
 
     def _attention_of_many(self, layer: int, num_tokens: int) -> None:
         buffers = self.buffers
