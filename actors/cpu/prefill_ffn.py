@@ -147,6 +147,8 @@ def compile_prompt_ffn(arrays: FfnArrays | TransposedArrays, function: Activatio
 
     With a matmul of its own: a prompt may be computed by the service's meanwhile.
     """
+    if arrays.starts[-1, -1] == 0:  # all neurons are elsewhere
+        return
     layer = _zero_layer(arrays)
     x, out = np.zeros((1, CHUNK), np.float32), np.empty((1, CHUNK), np.float32)
     with closing(Matmul(1)) as matmul:
