@@ -100,7 +100,7 @@ class PageIndex:
         """No sequence has the page any more."""
         self._unused[page] = None
 
-    def give_up_oldest(self) -> int:
+    def evict_oldest(self) -> int:
         """The page that has been unused longest; it is found no more."""
         page = next(iter(self._unused))
         del self._unused[page]
@@ -213,7 +213,7 @@ class _Group:
 
     def take(self) -> int:
         """A free page, for something new."""
-        page = self._free_pages.pop() if self._free_pages else self.index.give_up_oldest()
+        page = self._free_pages.pop() if self._free_pages else self.index.evict_oldest()
         self._num_users[page] = 1
         return page
 
