@@ -26,7 +26,7 @@ from hotcold.model.sampling import SamplingParams
 from hotcold.model.text.tokenizer import Tokenizer
 
 LENGTH, VOCAB, LARGEST_VOCAB = 30_000, 32_000, 150_000
-LONGEST_MS, LONGEST_START_S = 4.0, 2.0
+LONGEST_MS, LONGEST_START_S = 15.0, 8.0
 Cost = Callable[[list[int]], Callable[[int], object]]  # of a prompt: what each later token costs
 
 
