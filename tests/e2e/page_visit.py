@@ -62,7 +62,7 @@ def set_numbers(page: Any, values: dict[str, str]) -> None:
 def wait_for_answer(page: Any) -> str:
     """The last answer, once its figures stand below it and all of it is shown.
 
-    The browser may show these first: the answer is shown when it is the same for half a second.
+    The browser may show these first: the answer is shown when it is the same for a second.
     """
     page.wait_for_function(
         "() => { const rows = document.querySelectorAll('#chat .message-row:not(.message-row *)');"
@@ -72,7 +72,7 @@ def wait_for_answer(page: Any) -> str:
     )
     answer = page.locator("#chat .message.bot").last
     before, num_equal = answer.inner_text(), 0
-    while num_equal < 5:
+    while num_equal < 10:
         page.wait_for_timeout(100)
         shown = answer.inner_text()
         num_equal = num_equal + 1 if shown == before else 0
