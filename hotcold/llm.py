@@ -82,6 +82,7 @@ class LLM:
     ) -> None:
         if unknown:
             raise _unknown_option(next(iter(unknown)))
+        # Each option is a keyword.
         given = locals() | {"speculate": str(speculate)}
         options = SystemOptions.of_keywords(given)
         keep_s = seconds_of(keep) if isinstance(keep, str) else float(keep or 0)

@@ -124,9 +124,9 @@ class CpuService(Service):
 
     def matmul(self) -> Matmul:
         """What multiplies where no compiled loop does, made once a request needs it."""
-        from hotcold.actors.cpu.matmul import Matmul
-
         if self._matmul is None:
+            from hotcold.actors.cpu.matmul import Matmul
+
             self._matmul = Matmul(self.num_threads, self.thread_cores)
         return self._matmul
 

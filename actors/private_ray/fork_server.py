@@ -2,8 +2,8 @@
 
 A worker takes two seconds to import Ray, NumPy, Numba and our actors. In place of one the raylet
 runs `forked_worker.py`, which requests a fork at a socket, and becomes a plain worker if it gets
-none. A command that ends soon starts the server first, and both import at once
-(`ForkServer.begin`). One that stays imports everything, and its fork is the server
+none. A command whose user waits starts this server first, and both import at once
+(`ForkServer.begin`). An HTTP server imports everything, and its fork is the server
 (`share_imports`): none of the processes has a copy of its own but of pages that it writes. A
 program that uses the Python API has a server that is started beside it.
 """

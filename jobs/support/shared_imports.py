@@ -16,7 +16,7 @@ _MODULES = (
 def begin_workers() -> None:
     """Import what workers need in another process, meanwhile: a start is 0.2 s shorter.
 
-    For a command that ends soon. To be called once it is known that a system is to start.
+    For a command whose user waits. To be called once it is known that a system is to start.
     """
     forget_api_key()  # what this process starts does not need it
     fork_server.ForkServer.begin()
@@ -25,7 +25,7 @@ def begin_workers() -> None:
 def share_imports(*modules: str) -> None:
     """Import these, and what a system's start takes; see `fork_server.share_imports`.
 
-    For a command that stays: 100 MB less. To be called once it is known that a system is to start,
+    For a server: 77 MB less. To be called once it is known that a system is to start,
     and before other threads are.
     """
     forget_api_key()

@@ -1,6 +1,6 @@
 """What a request's options cost the engine's thread, each at its limits, after 30,000 tokens.
 
-Of the thread's own time, the least of several tokens, so a busy machine changes nothing. The
+Of the thread's own time, the median of several tokens, so a busy machine changes nothing. The
 bound is far above what any takes, and far below what a cost that grows too fast has there.
 """
 
@@ -26,7 +26,7 @@ from hotcold.model.sampling import SamplingParams
 from hotcold.model.text.tokenizer import Tokenizer
 
 LENGTH, VOCAB, LARGEST_VOCAB = 30_000, 32_000, 150_000
-LONGEST_MS, LONGEST_START_S = 15.0, 8.0
+LONGEST_MS, LONGEST_START_S = 10.0, 8.0
 Cost = Callable[[list[int]], Callable[[int], object]]  # of a prompt: what each later token costs
 
 

@@ -95,8 +95,8 @@ def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
         mcp_server=False,
         run_history=False,
     )
-    # By itself an empty queue looks for events a thousand times a second: 5.7% of a core, not 0.8%.
-    # Gradio has no public option for it.
+    # By itself an empty queue looks for events a thousand times a second
+    # (docs/decisions.md), and Gradio has no public option for it.
     page._queue.sleep_when_free, page._queue.progress_update_sleep_when_free = _LOOK_S, _REPORT_S
     mounted = [route for route in app.routes if isinstance(route, Mount)][-1]
     mounted.app = PageRoutes(mounted.app)
