@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,12 @@ import pytest
 import ray
 
 from hotcold.actors.exchange.recovery import MAX_FAILURES
-from hotcold.actors.protocol.messages import GenerateRequest, Generation
+from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from hotcold.actors.system import System
 from hotcold.model.errors import ServiceError
 from hotcold.model.sampling import SamplingParams
+from hotcold.model.synthetic.make import make_model
+from hotcold.model.synthetic.shape import resolve_shape
 from tests.actors.batching import Background
 from tests.actors.kept_system import (
     CONTEXT,
@@ -248,3 +251,24 @@ def test_actor_calls_recover_too(kept: KeptSystem) -> None:
         with pytest.raises(ServiceError, match="driver"):
             system.complete(greedy(kept.checkpoint))
     assert all_gone(pids.values())
+
+
+@pytest.mark.thorough
+def test_a_service_of_many_neurons_comes_back(local_ray: None, tmp_path: Path) -> None:
+    """What Ray starts its process with again is small: larger things may be gone by then."""
+    make_model(tmp_path, resolve_shape("tiny", {"ffn": 16384, "layers": 2}))
+    with System.start(SystemConfig(str(tmp_path), num_cpu_actors=1, num_threads=2)) as system:
+        eight = Eight(system, 12)
+        ids = system.call("processes")
+        assert sum(ids.nbytes for ids in neuron_ids(system)) > 100 << 10
+        found = eight.complete(partial(fault_after, eight, "cpu0", signal.SIGKILL, 0.0))
+        assert found == eight.expected == eight.complete(lambda: None)
+        assert eight.pids()["cpu0"] != ids["cpu0"]
+
+
+def neuron_ids(system: System) -> list[np.ndarray]:
+    """Those of the first CPU service, by layers."""
+    found: list[np.ndarray] = in_driver(
+        system, lambda host: host.services.connection.specs[1].neuron_ids
+    )
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -14,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hotcold.actors.processes import precompile
+from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.preflight import read_model
 from hotcold.actors.setup.storage import pack_model
 from tests.conftest import TinyCheckpoint
@@ -58,3 +61,23 @@ def memory_of(pid: int) -> int:
                 lines = Path(f"/proc/{each.pid}/smaps_rollup").read_text().splitlines()
                 total += sum(int(line.split()[1]) << 10 for line in lines if line[:4] == "Pss:")
     return total
+
+
+def test_a_full_disk_ends_no_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the marker a later start compiles again; what is under way here goes on."""
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    def part(system: SystemConfig) -> Callable[[], object]:
+        def rest() -> None:
+            time.sleep(0.2)
+            (tmp_path / str(os.getpid())).touch()
+
+        return rest
+
+    monkeypatch.setattr(precompile, "write_atomic", full)
+    for name in ("_compile_cpu_service", "_compile_attention", "_compile_driver"):
+        monkeypatch.setattr(precompile, name, part)
+    precompile._compile_parts(SystemConfig("m"), tmp_path / "marker")
+    assert len(list(tmp_path.iterdir())) == 3

@@ -371,3 +371,11 @@ def test_a_process_that_ray_never_restarts(monkeypatch: pytest.MonkeyPatch) -> N
         replacer.replace({0: "killed"})
     assert waits and not isinstance(found.value, ServiceLost)
     assert replacer.stage == "" and replacer.num_replaced == 0
+
+
+def test_services_that_fail_together_are_one_failure() -> None:
+    policy, killed = RecoveryPolicy(lambda: 0.0), f"the cpu0 service {KILLED_FOR_MEMORY}"
+    every = {f"cpu{i}": "it died" for i in range(2 * MAX_FAILURES)}
+    policy.count(every | {"cpu0": killed, "cpu1": killed})
+    with pytest.raises(ServiceError, match=f"cpu0 service {KILLED_FOR_MEMORY}, again within"):
+        policy.count({"cpu1": "it died", "cpu0": killed})

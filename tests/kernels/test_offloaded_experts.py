@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from shutil import copytree
@@ -43,6 +44,7 @@ from hotcold.numba_kernels.storage.offloaded_experts import (
 )
 from hotcold.numba_kernels.storage.read_queue import NOW, NUM_BATCHES, num_pending
 from hotcold.numba_kernels.storage.routed_ahead import read_routed, release_lock, take_lock
+from hotcold.numba_kernels.storage.slots import NUM_MISSES
 from tests.conftest import TinyCheckpoint
 from tests.kernels.arrays import random_floats
 from tests.kernels.neurons import Source
@@ -234,3 +236,50 @@ def test_a_choice_is_read_only_while_attention_is_computed(unread: Stored) -> No
     release_lock(shard.lock)
     assert reads(5, asked=5, done=4)
     unread.begin()
+
+
+def test_a_service_without_neurons(tiny: Tiny, stored: Callable[..., Stored]) -> None:
+    """As where a GPU has all that would be its own: nothing to read, no norms, sums of zero."""
+    one, rng = stored(tiny("smallthinker").path, without=None), np.random.default_rng(3)
+    assert not one.store.units.sizes.any() and one.store.arrays.down_norms.size == 0
+    x, chosen = random_floats(3, 3, one.config.hidden_size), one.choose(rng, 0, 3)
+    found, _ = one.source.ffn(0, x, chosen, ALL_FIRE, one.config.activation_fn, 3)
+    assert found.shape == x.shape and not found.any()
+    state = one.store.stored.slots.state
+    assert state[NUM_MISSES] == 0 and one.store.stored.queue.counts[:, 0].sum() == 0
+
+
+def test_a_choice_replaces_guesses_only_where_it_can_be_read(unread: Stored) -> None:
+    shard, blocks = unread.store.stored, np.array([0, 2])
+    unread.store.request_ahead(1, np.array([1]))
+    request_routed(shard, 1, routed_to(unread, blocks))
+    units = blocks + (unread.plain.starts.shape[1] - 1)
+    firsts = shard.slots.firsts
+    assert all(shard.slots.requested[firsts[unit]] for unit in units)
+    assert not shard.slots.requested[firsts[units[0] + 1]]  # the guess was cancelled
+    unread.store.request_ahead(1, np.array([1]))  # in the other batch: now none is free
+    pending = [num_pending(shard.queue, batch) for batch in range(NUM_BATCHES)]
+    request_routed(shard, 1, routed_to(unread, np.array([3])))
+    assert [num_pending(shard.queue, batch) for batch in range(NUM_BATCHES)] == pending
+    unread.begin()
+
+
+def test_requests_keep_nothing(unread: Stored) -> None:
+    """References to arrays are not counted where Python calls, or they would stay for ever."""
+    order = unread.store.stored.order
+    before = sys.getrefcount(order)
+    for _ in range(5):
+        unread.store.request(1, np.array([0, 2]))
+    assert sys.getrefcount(order) == before
+
+
+@pytest.mark.parametrize("way", ["guess", "choice"])
+def test_blocks_without_neurons_take_no_slots(
+    tiny: Tiny, stored: Callable[..., Stored], way: str
+) -> None:
+    """A service may hold no neuron of an expert."""
+    one = stored(tiny("smallthinker").path, without=2)
+    assert one.store.units.sizes[6:12].tolist() == [24, 24, 0, 24, 24, 24]
+    AHEAD[way](one.store.stored, 1, routed_to(one, np.arange(6)))
+    has_slot = one.store.stored.slots.slot_of[6:12] >= 0
+    assert has_slot.tolist() == [True, True, False, True, True, True]

@@ -109,3 +109,14 @@ def test_what_is_not_finite_stays_so(products: Products, kind: str, bad: float) 
     found = products(rows.rows, x)
     assert np.isfinite(found[0]).all()
     assert not np.isfinite(found[1]).any()
+
+
+def test_to_bfloat16_of_nan() -> None:
+    for bits in (
+        np.array([0x7C01, 0x7E00, 0x7FFF, 0xFC01, 0xFFFF], np.uint16),
+        np.array([0x7F81, 0x7FC0, 0x7FFF, 0xFF81, 0xFFFF], np.uint16).view(np.int16),
+        np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32),
+    ):
+        found = to_bfloat16(np.tile(bits, 5)[None])
+        assert ((found & 0x7F80) == 0x7F80).all()
+        assert (found & 0x7F).all()

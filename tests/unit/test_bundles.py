@@ -46,6 +46,7 @@ from hotcold.model.errors import ArtifactError, MemoryBudgetError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.atomic_write import part_of
 from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.files.safetensors_file import SafetensorsFile
 from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
 from hotcold.model.weights.ffn import load_ffn, load_ffn_biases
@@ -550,3 +551,25 @@ def test_a_system_beyond_memory_keeps_them(tmp_path: Path, monkeypatch: pytest.M
         system, stored = prepare_system(path, asked)
         assert system.storage is not None and system.storage.path.endswith("-outputs.bin")
         assert system.down_transposed and stored.down_formats == config.down_formats
+
+
+def test_a_model_that_was_changed_in_place_has_no_bundles(model: Model) -> None:
+    """Not those of its old FFN: neither whole ones, nor what an interrupted run has left."""
+    old = model.write()
+    weights = model.path / "model.safetensors"
+    found, content = weights.stat(), bytearray(weights.read_bytes())
+    name = next(name for name in Checkpoint(model.path).names() if "1.mlp.down" in name)
+    entry = SafetensorsFile(weights).entries[name]
+    content[entry.end - 2] ^= 1
+    with weights.open("r+b") as stream:
+        stream.write(content)
+    os.utime(weights, ns=(found.st_atime_ns, found.st_mtime_ns))
+    with pytest.raises(ArtifactError, match="or weights differ; make it again"):
+        model.read()
+    model.file.rename(model.part)
+    identity = ModelIdentity.of(model.path)
+    begun = header_block(model.geometry, identity, "drawn", None)
+    assert begun != old[:BLOCK_BYTES]
+    new = model.write()
+    start = model.geometry.first_byte
+    assert new[start:] != old[start:] and damaged_bundles(model.read()) == []

@@ -351,3 +351,16 @@ def test_the_only_model_takes_the_server_with_it() -> None:
         served_by_stand_ins(1, lost=lost)
     with pytest.raises(ServiceError, match="Ray has ended"):
         served_by_stand_ins(2, lost=lost, require_ray=dead)
+
+
+def test_a_model_that_has_just_failed_does_not_keep_the_server_from_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(backend: Backend, method: str) -> Any:
+        raise ServiceError("the driver died")
+
+    monkeypatch.setattr(Backend, "call", fail)
+    monkeypatch.setattr(Backend, "is_loaded", True)
+    assert served_by_stand_ins(2, lost=list)[-1] == "stop"
+    with pytest.raises(ServiceError, match="the driver died"):
+        served_by_stand_ins(1, lost=list)

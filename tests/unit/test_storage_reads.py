@@ -197,3 +197,17 @@ def test_a_profile_says_what_a_token_reads(config: ModelConfig, tmp_path: Path) 
     unknown = token_reads(None, system, config, kept)
     for none in (None, np.zeros(5 * EXPERTS, np.int64)):
         assert token_reads(replace(known, distances=none), system, config, kept) == unknown
+
+
+def test_misses_of_many_experts_follow_the_sum() -> None:
+    """Token by token, as far as that can be summed; and beyond."""
+    for num_chosen in (1, 8):
+        for kept in (1, 1.5, 2, 7.3, 36, 37, 60, 300):
+            used, new, tokens = 1.0, 1.0, 0
+            while used < kept:
+                tokens += 1
+                new = 0.55 / tokens**0.49
+                used += new
+            found = missed_experts(kept * num_chosen, 1 << 16, num_chosen) / num_chosen
+            assert found == pytest.approx(new, rel=1e-3)
+    assert 0 < missed_experts(60_000, 1 << 16, 1) < 1e-4

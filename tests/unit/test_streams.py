@@ -107,3 +107,29 @@ def test_a_stream_says_at_once_that_it_lives(
     assert connection.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
     found = texts(path, connection.pieces)
     assert "look_up" in json.dumps(found) and backend.num_active == 0
+
+
+def test_a_client_that_leaves_before_the_first_token_ends_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.01)
+    client = Slow()
+    backend = backend_of(client)
+
+    async def talk() -> None:
+        connection = Connection("/v1/completions", {"prompt": "Hello"})
+        leaves = asyncio.Event()
+
+        async def receive() -> Any:
+            if not connection._is_read:
+                return await Connection._receive(connection)
+            await leaves.wait()
+            return {"type": "http.disconnect"}
+
+        answering = asyncio.create_task(server()[1](connection._scope, receive, connection._send))
+        await connection.until(lambda: len(connection.sent) > 2)
+        leaves.set()
+        await answering
+
+    asyncio.run(talk())
+    assert client.cancelled == ["1"] and backend.num_active == 0
