@@ -19,13 +19,20 @@ from hotcold.actors.setup import gpu_share
 from hotcold.actors.setup.account import account
 from hotcold.actors.setup.gpu_share import choose_device
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
-from hotcold.actors.setup.shards import service_specs
+from hotcold.actors.setup.shards import served_config, service_specs
 from hotcold.cuda_kernels.device import DeviceMemoryError
+from hotcold.model.config import neurons
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import MemoryBudgetError, ServiceError, UsageError
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.artifact_places import artifact_path
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.sizes import ffn_bytes
+from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
 from hotcold.placement.solver.plan_devices import make_plan_devices
 from tests import tiny_models
 from tests.actors.numpy_device import NumpyDevice
+from tests.mxfp4_models import make_mxfp4
 from tests.placement_cases import llama_config, make_machine
 from tests.tiny_models import make_tiny
 
@@ -188,3 +195,31 @@ def test_less_is_tried_whoever_says_that_there_is_no_room(
     failures.append(RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS"))
     with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
         fit(system)
+
+
+def test_hot_neurons_are_those_of_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which depend on how many bytes rows have in the formats that are loaded: here down rows have
+    more than the others.
+    """
+    for name in ("RESERVE_BYTES", "LATE_BYTES", "_MATMUL_BYTES"):
+        monkeypatch.setattr(cuda_fit, name, 0)
+    path = make_mxfp4(tmp_path)
+    system = SystemConfig(
+        str(path), context_length=64, max_batch=1, prefill_chunk=4, device="cuda", num_threads=2
+    )
+    config, rng = read_config(path), np.random.default_rng(3)
+    blocks, shape = neurons.blocks(config), neurons.shape(config)
+    chosen = rng.integers(500, 1000, (shape[0], neurons.most_blocks(config)))
+    counts = rng.random(shape) * np.take_along_axis(chosen, blocks, axis=1)
+    profile = ActivationProfile(counts.astype(np.int64), 1000, "t", "t", chosen)
+    write_profile(artifact_path(path, PROFILE_FILE), ModelIdentity.of(path), profile)
+    whole = bytes_of_all(system)
+    _, fitted, loading = fit(
+        replace(system, gpu_memory_bytes=whole - ffn_bytes(config, config.num_neurons) // 16)
+    )
+    served = served_config(system, Checkpoint(path), config)
+    assert 0 < fitted.system.num_hot_neurons < config.num_neurons
+    assert loading.is_of(service_specs(fitted.system, served)[0])
+    assert not loading.is_of(service_specs(fitted.system, config)[0])

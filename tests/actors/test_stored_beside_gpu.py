@@ -17,7 +17,7 @@ from hotcold.actors.protocol.messages import THRESHOLD, ServiceSpec, SystemConfi
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.setup import account as accounts
 from hotcold.actors.setup import gpu_share, storage, storage_shares
-from hotcold.actors.setup.account import account, in_memory_account
+from hotcold.actors.setup.account import account, expected_gpu, in_memory_account
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.setup.shards import service_specs
 from hotcold.actors.setup.storage import storage_beside_gpu
@@ -243,3 +243,22 @@ def test_what_a_gpu_has_read_is_let_go_of(tmp_path: Path, stored: bool) -> None:
     loading.fill(lambda num_bytes: None)
     most = file.stat().st_size
     assert cached_bytes(file) < most // 4 if stored else cached_bytes(file) > most // 2
+
+
+def test_no_more_is_expected_of_a_gpu_than_it_has(
+    roomy: tuple[Path, SystemOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget above its memory is one of all of it; where it is not seen here, as it was given."""
+    path, options = roomy
+    config, budget = read_model(path), options.gpu_memory_bytes
+    assert budget is not None
+    system, _ = prepare_system(path, replace(options, gpu_memory_bytes=4 << 30))
+    assert expected_gpu(system, config).num_hot_neurons == config.num_neurons
+    monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", budget))
+    assert expected_gpu(system, config).num_hot_neurons == 100
+    beside = in_memory_account(replace(system, neuron_upload_tokens=0), config).total_bytes
+    asked = replace(options, gpu_memory_bytes=4 << 30, cpu_memory_bytes=beside - 1)
+    assert prepare_system(path, asked)[0].storage is not None
+    monkeypatch.setattr(gpu_share, "first_gpu", lambda: "no driver")
+    seen = replace(system, gpu_memory_bytes=budget)
+    assert expected_gpu(seen, config).num_hot_neurons == 100

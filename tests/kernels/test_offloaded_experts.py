@@ -38,6 +38,9 @@ from hotcold.numba_kernels.loops.mailbox import (
     REQUEST,
 )
 from hotcold.numba_kernels.storage.offloaded_experts import (
+    NUM_CHOSEN,
+    NUM_GUESSED,
+    note_guesses,
     read_guessed,
     request_ahead,
     request_routed,
@@ -283,3 +286,21 @@ def test_blocks_without_neurons_take_no_slots(
     AHEAD[way](one.store.stored, 1, routed_to(one, np.arange(6)))
     has_slot = one.store.stored.slots.slot_of[6:12] >= 0
     assert has_slot.tolist() == [True, True, False, True, True, True]
+
+
+def test_a_guess_is_compared_with_the_choice_of_its_layer(
+    tiny: Tiny, stored: Callable[..., Stored]
+) -> None:
+    """By then there is one for the next layer; more tokens than are guessed for count nothing."""
+    one = stored(tiny("smallthinker").path)
+    guessed = routed_to(one, np.array([0, 2]))
+    shard = one.store.stored._replace(guessed=guessed)
+    read_guessed(shard, 1, 1)
+    guessed[:] = routed_to(one, np.array([3]))
+    note_guesses(shard, 1, np.array([2, 3, 4]))
+    counted = shard.ahead_counts[[NUM_CHOSEN, NUM_GUESSED]].tolist()
+    assert counted == [3, 1]
+    read_guessed(shard, 2, 1)
+    read_guessed(shard, 2, 5)
+    note_guesses(shard, 2, np.array([3]))
+    assert shard.ahead_counts[[NUM_CHOSEN, NUM_GUESSED]].tolist() == counted

@@ -14,6 +14,7 @@ import pytest
 
 from hotcold.actors.protocol.messages import (
     GenerateRequest,
+    Generation,
     TokenEvent,
     TokenLogprob,
 )
@@ -422,3 +423,11 @@ async def test_a_model_stays_until_nobody_needs_it(house: House) -> None:
     assert await asked == "b" and house.loaded == "b"
     house.of["b"].attend(-1)
     assert house.loaded == ""
+
+
+def test_a_call_that_was_cut_off_is_none() -> None:
+    cut = CALLED[: CALLED.index("1}")]
+    event = TokenEvent(cut, Generation(cut, [7], "length", 3, 0.1, 0.1))
+    answer = post(Recording(event), "/api/chat", messages=HELLO, tools=[TOOL], stream=False).json()
+    assert answer["message"] == {"role": "assistant", "content": "Well."}
+    assert answer["done_reason"] == "length"
