@@ -25,7 +25,7 @@ _MAX_PROBLEM_CHARS = 200  # of what is wrong with a grammar
 
 # Of a grammar: 50 MB, and what it may take of the engine's thread, for each token and beside that.
 _LIMITS: Any = {"max_lexer_states": 25_000}
-_A_TOKEN_S, _ONCE_S = 0.001, 0.5
+_A_TOKEN_S, _ONCE_S = 0.001, 2.0  # a host that takes the core away for long counts, too
 _BLANKS = "/[ \\n]{0,4}/"  # in Lark: between the end of thoughts and the answer
 
 _CLASSES = {r"\d": "[0-9]", r"\w": r"[\w&&[\x{0}-\x{FFFF}]]"}  # of a regex

@@ -88,7 +88,7 @@ def serving(
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
                 _, err = process.communicate(timeout=WAIT_S)
-                assert (process.returncode, err) == (0, "")
+                assert process.returncode == 0 and err == "", f"{process.returncode}: {err}"
             assert processes_left(folder) == []
 
 

@@ -219,20 +219,19 @@ def test_errors_in_openais_form(openai: Any, server: Server, client: Any) -> Non
 
 
 def test_a_client_that_goes_away_frees_its_slot(server: Server, client: Any) -> None:
-    before = server.metric("vllm:request_success_total")
-    streams = [client.completions.create(model="demo", **LONG, stream=True) for _ in range(3)]
-    for stream in streams:
+    def is_aborted() -> bool:
+        stream = client.completions.create(model="demo", **LONG, stream=True)
         next(iter(stream))
         stream.response.close()
+        return 'finished_reason="abort"' in server.get("/metrics").text
+
+    await_that(is_aborted)  # on a busy machine an answer may end before its client leaves
 
     def freed() -> bool:
         names = ("vllm:num_requests_running", "vllm:kv_cache_usage_perc")
         return all(server.metric(name) == 0 for name in names)
 
     await_that(freed)
-    await_that(lambda: server.metric("vllm:request_success_total") >= before + 3)
-    text = server.get("/metrics").text
-    assert 'finished_reason="abort"' in text
 
 
 def test_beyond_the_queue_are_told_to_come_later(openai: Any, server: Server, client: Any) -> None:

@@ -161,7 +161,7 @@ def test_others_are_answered_while_a_large_request_is(path: str, body: dict[str,
         assert large.result().is_success and len(large.result().content) > 100_000
 
     over_http(make_backend(Vectors()), send)
-    assert num_answered > 40  # ten, where the loop does it
+    assert num_answered > 20  # ten, where the loop does it; 39 to thousands where threads do
 
 
 def test_a_long_text_is_given_up_with_its_client() -> None:
