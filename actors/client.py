@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from hotcold.actors.exchange.watch import DRIVER_POLLS, POLL_S
+from hotcold.actors.exchange.pulse import DRIVER_POLLS, POLL_S
 from hotcold.actors.protocol.failures import service_error
 from hotcold.actors.protocol.messages import DriverLoad, GenerateRequest, ReaderEpoch, TokenEvent
 from hotcold.actors.system import System

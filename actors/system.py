@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from hotcold.actors.exchange.watch import DRIVER_POLLS, POLL_S, STARTING_POLLS, Pulse
+from hotcold.actors.exchange.pulse import DRIVER_POLLS, POLL_S, STARTING_POLLS, Pulse
 from hotcold.actors.launch import CONTROL, find_driver, spawn_driver, start_local_ray
 from hotcold.actors.protocol.failures import service_error
 from hotcold.actors.protocol.messages import (

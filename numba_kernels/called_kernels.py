@@ -36,7 +36,7 @@ from hotcold.numba_kernels.kernel_cache import (
     being_compiled,
     is_called,
     read_no_more,
-    reads_kept,
+    reads_cache,
 )
 
 _PACKAGE = f"{__package__}."
@@ -259,7 +259,7 @@ def compile_called_kernels() -> None:
         except TwoBodiesError as problem:
             if is_called():
                 raise
-            if not reads_kept():
+            if not reads_cache():
                 raise RuntimeError(f"two functions are named {problem}") from None
             read_no_more()
             for each in _with_variants:

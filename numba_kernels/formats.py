@@ -220,7 +220,7 @@ class BlockFormat(NamedTuple):
     rounded: tuple[np.dtype, ...] = ()  # those that hold its codes, and factors as float16
 
     @property
-    def kept_as(self) -> np.dtype:
+    def loaded_as(self) -> np.dtype:
         """What rows become in memory. Columns, and other rows, are quantized again, to 8 bits."""
         return self.exact[0] if self.exact else Q8
 

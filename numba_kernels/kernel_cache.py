@@ -35,7 +35,7 @@ _IMPORT = re.compile(
 _DAY_S = 24 * 3600
 _MAX_UNUSED_DAYS = 30
 LOCK_SUFFIX = ".lock"  # of the file, beside a kernel's own, that who compiles it has open
-_reads_kept = True
+_reads_cache = True
 being_compiled: list[Any] = []  # functions, each for the one before it: `called_kernels` notes them
 
 
@@ -132,15 +132,15 @@ def is_ours(py_file: str) -> bool:
     return _PACKAGE in Path(py_file).resolve().parents
 
 
-def reads_kept() -> bool:
+def reads_cache() -> bool:
     """Whether this process uses what others have compiled."""
-    return _reads_kept
+    return _reads_cache
 
 
 def read_no_more() -> None:
     """Let this process compile all that it needs, and keep it in the place of what is kept."""
-    global _reads_kept
-    _reads_kept = False
+    global _reads_cache
+    _reads_cache = False
 
 
 def is_called() -> bool:

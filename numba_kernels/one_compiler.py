@@ -29,7 +29,7 @@ from hotcold.numba_kernels.kernel_cache import (
     is_called,
     is_ours,
     own_kernel_folder,
-    reads_kept,
+    reads_cache,
 )
 from hotcold.numba_kernels.own_cache import read_checked, tell_full, write_checked
 
@@ -53,7 +53,7 @@ class KernelCache(NullCache):  # type: ignore[misc]
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """See numba.core.caching; what is not there is nobody else's to compile from now on."""
         target_context.refresh()
-        if not reads_kept():
+        if not reads_cache():
             return None
         try:
             path = self._path(sig, target_context)

@@ -140,7 +140,7 @@ def expected_reads(
 
 
 @dataclass(frozen=True)
-class Kept:
+class Resident:
     """How many gate rows, and up and down rows, are kept in memory, and the bytes of one read."""
 
     num_gates: int
@@ -149,7 +149,7 @@ class Kept:
     up_down_bytes: int
 
 
-def gates_first(fired: np.ndarray, kept: Kept) -> Reads:
+def gates_first(fired: np.ndarray, kept: Resident) -> Reads:
     """The reads for a token: gates of listed neurons, up and down rows of those that fire.
 
     A predictor lists LISTED neurons for each that fires.
@@ -160,7 +160,7 @@ def gates_first(fired: np.ndarray, kept: Kept) -> Reads:
     return Reads(gates.number + up_downs.number, gates.num_bytes + up_downs.num_bytes)
 
 
-def whole_bundles(fired: np.ndarray, kept: Kept) -> Reads:
+def whole_bundles(fired: np.ndarray, kept: Resident) -> Reads:
     """The reads for a token if a listed neuron is read whole, unless its gate is in memory."""
     wanted = listed_rates(fired, LISTED * float(fired.mean()))
     gates = expected_reads(wanted, kept.num_gates, kept.gate_bytes)

@@ -15,15 +15,15 @@ from hotcold.actors.driver.outputs import (
     AnswerLogprobs,
     PromptLogprobs,
     StateMean,
-    StopStrings,
     token_logprob,
 )
 from hotcold.actors.driver.prompts import Prompts
 from hotcold.actors.driver.sampler import Breakers, TokenSampler
+from hotcold.actors.driver.stop_strings import StopStrings
 from hotcold.actors.driver.streams import Stream
 from hotcold.actors.driver.thoughts import ThoughtReader, Thoughts
+from hotcold.actors.kv_cache.pool import page_keys
 from hotcold.actors.protocol.failures import NotFiniteError
-from hotcold.actors.protocol.kv_pool import page_keys
 from hotcold.actors.protocol.messages import (
     DraftCounts,
     GenerateRequest,

@@ -21,7 +21,7 @@ _LEAST_GAIN = 1.03  # times the rate without drafts, or measurements' noise deci
 _TRIED = 2  # tokens of a draft where none pays, to see whether one does by now
 _FRESH_STEPS = 64  # after so many steps one without drafts is measured again
 _MEASURED_PLAIN = 8  # of so many steps without drafts one is measured
-_KEPT = 512  # measurements after which a cost is forgotten: a pause may have made it
+_LONGEST_USE = 512  # measurements after which a cost is forgotten: a pause may have made it
 _GAIN, _STALE_GAIN = 0.1, 0.4  # of one measurement in a mean, and of one after long
 _MOST_SLOWED = 1.5  # times its mean one counts at most
 _GROWTH = 0.15  # of a step, by one more token, where that was never measured
@@ -144,7 +144,7 @@ class Costs:
         self._means[size] = mean + gain * (took - mean)
         self._measured[size] = count + 1, self._now
         oldest = min(self._measured, key=lambda one: self._measured[one][1])
-        if self._now - self._measured[oldest][1] > _KEPT:
+        if self._now - self._measured[oldest][1] > _LONGEST_USE:
             del self._measured[oldest], self._means[oldest]
 
     def is_fresh(self, size: int) -> bool:
@@ -168,15 +168,15 @@ class Costs:
 class Acceptance:
     """How often a draft's token is accepted where all before it were."""
 
-    def __init__(self, kept: float, expected: "Acceptance | float") -> None:
-        """kept: of what was seen, at each draft; expected: before anything was."""
-        self._kept, self._expected = kept, expected
+    def __init__(self, decay: float, expected: "Acceptance | float") -> None:
+        """decay: of what was seen, at each draft; expected: before anything was."""
+        self._decay, self._expected = decay, expected
         self._tried = self._accepted = 0.0
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
         """Take a draft's fate."""
-        self._tried = self._tried * self._kept + min(num_drafted, num_accepted + 1)
-        self._accepted = self._accepted * self._kept + num_accepted
+        self._tried = self._tried * self._decay + min(num_drafted, num_accepted + 1)
+        self._accepted = self._accepted * self._decay + num_accepted
 
     @property
     def chance(self) -> float:

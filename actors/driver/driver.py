@@ -22,8 +22,8 @@ from hotcold.actors.driver.active_request import (
 from hotcold.actors.driver.arithmetic import arithmetic_identity
 from hotcold.actors.driver.drafts import ModelDrafter, speculation
 from hotcold.actors.driver.engine import Engine
-from hotcold.actors.driver.modes import ModeTrial, StepMode, compare_modes, kept_trial, step_mode
-from hotcold.actors.driver.prefix_cache import PageStore, PrefixCache
+from hotcold.actors.driver.modes import ModeTrial, StepMode, compare_modes, saved_trial, step_mode
+from hotcold.actors.driver.prefix_cache import PrefixCache
 from hotcold.actors.driver.profiling import ProfilingEngine
 from hotcold.actors.driver.scheduler import Scheduler
 from hotcold.actors.driver.scoring import ThresholdTrials, WindowScores, score_window
@@ -36,6 +36,8 @@ from hotcold.actors.driver.streams import (
     Stream,
 )
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
+from hotcold.actors.kv_cache.page_store import PageStore
+from hotcold.actors.kv_cache.pool import KvPool
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import (
     CacheLost,
@@ -45,7 +47,6 @@ from hotcold.actors.protocol.failures import (
     cause_of,
     first_line,
 )
-from hotcold.actors.protocol.kv_pool import KvPool
 from hotcold.actors.protocol.messages import (
     PREDICTED_MODES,
     DriverLoad,
@@ -308,7 +309,7 @@ class Driver:
 
         def choose() -> ModeTrial:
             length = self.generator.context_length
-            trial = kept_trial(
+            trial = saved_trial(
                 (engine.mode.name, other.name),
                 trial_key(self._system),
                 lambda: compare_modes(engine, (engine.mode, other), first_id, length),

@@ -1,6 +1,6 @@
 """Modes of steps: which neurons one computes, and which of two modes decodes faster here.
 
-Both run the same tokens in turn, after loading. The result is kept on disk: otherwise two modes
+Both run the same tokens in turn, after loading. The result is saved on disk: otherwise two modes
 that are about as fast would be chosen by chance at each start, and with them the tokens.
 """
 
@@ -76,12 +76,12 @@ def step_mode(config: ModelConfig, name: str, predictor: NeuronPredictor | None 
 class ModeTrial:
     """Tokens a second of each mode.
 
-    path: the file that keeps them for later starts, "" for none; is_kept: they are from there
+    path: the file that keeps them for later starts, "" for none; is_saved: they are from there
     """
 
     tokens_per_s: dict[str, float]
     path: str = ""
-    is_kept: bool = False
+    is_saved: bool = False
 
     @property
     def fastest(self) -> str:
@@ -95,7 +95,7 @@ class ModeTrial:
         found = f"mode {self.fastest}: of {' and '.join(speeds)} tokens/s, in turn, the faster"
         if not self.path:
             return found
-        when = ", as an earlier start found" if self.is_kept else ", now and at later starts"
+        when = ", as an earlier start found" if self.is_saved else ", now and at later starts"
         return f"{found}{when}; remove {self.path} to measure again"
 
 
@@ -125,13 +125,13 @@ def compare_modes(
     return ModeTrial({name: 1 / max(1e-9, median(times)) for name, times in times_s.items()})
 
 
-def kept_trial(
+def saved_trial(
     modes: Sequence[str], key: Mapping[str, Any], try_modes: Callable[[], ModeTrial]
 ) -> ModeTrial:
-    """The trial of these modes kept under this key; else `try_modes` now, kept for later.
+    """The trial of these modes saved under this key; else `try_modes` now, saved for later.
 
     `key`: all that speed depends on, as JSON. Systems that try at the same time all take the trial
-    that was kept first.
+    that was saved first.
     Errors:  those of `try_modes`
     """
     try:
@@ -149,7 +149,7 @@ def kept_trial(
     first = _read(path, modes)  # perhaps of another system, which tried meanwhile
     if first is None:
         return tried
-    return replace(first, is_kept=first.tokens_per_s != tried.tokens_per_s)
+    return replace(first, is_saved=first.tokens_per_s != tried.tokens_per_s)
 
 
 def trial_path(key: Mapping[str, Any]) -> Path:
@@ -159,11 +159,11 @@ def trial_path(key: Mapping[str, Any]) -> Path:
 
 
 def _read(path: Path, modes: Sequence[str]) -> ModeTrial | None:
-    """The kept trial; None where there is none, or it is damaged."""
+    """The saved trial; None where there is none, or it is damaged."""
     try:
         speeds = json.loads(path.read_bytes())
         is_whole = list(speeds) == list(modes)
         is_whole = is_whole and all(isinstance(speed, float) for speed in speeds.values())
     except (OSError, ValueError, TypeError, AttributeError):
         return None
-    return ModeTrial(speeds, str(path), is_kept=True) if is_whole else None
+    return ModeTrial(speeds, str(path), is_saved=True) if is_whole else None

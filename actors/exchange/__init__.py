@@ -1,1 +1,1 @@
-"""How requests reach services and replies return: doorbells, actor calls, relays; recovery."""
+"""How requests reach services and replies return: doorbells, actor calls, relays."""

@@ -13,9 +13,9 @@ import numpy as np
 import ray
 
 from hotcold.actors.exchange.doorbell_exchange import Exchange, Watch
-from hotcold.actors.exchange.watch import POLL_S
+from hotcold.actors.exchange.pulse import POLL_S
+from hotcold.actors.kv_cache.pool import num_pages_of
 from hotcold.actors.protocol.failures import AnswerFailed, RequestError, ServiceLost, service_error
-from hotcold.actors.protocol.kv_pool import num_pages_of
 from hotcold.numba_kernels.loops.mailbox import (
     ATTENTION,
     COUNT_FFN,

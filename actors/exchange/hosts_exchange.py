@@ -13,8 +13,8 @@ import ray
 
 from hotcold.actors.exchange.call_exchange import ServiceReply, ServiceRequest
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
+from hotcold.actors.exchange.pulse import POLL_S, RELAY_POLLS, STARTING_POLLS, Pulse
 from hotcold.actors.exchange.service_process import ServiceProcess
-from hotcold.actors.exchange.watch import POLL_S, RELAY_POLLS, STARTING_POLLS, Pulse
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import RequestError, ServiceLost, service_error
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from hotcold.actors.exchange.call_exchange import ServiceReply, ServiceRequest
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
-from hotcold.actors.exchange.replacement import withdraw_request
 from hotcold.actors.exchange.service_process import KillNotes, ServiceProcess
-from hotcold.actors.exchange.watch import ActorWatch
+from hotcold.actors.faults.replacement import withdraw_request
+from hotcold.actors.faults.watch import ActorWatch
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.ray_memory import put_arena
 from hotcold.model.errors import ServiceError

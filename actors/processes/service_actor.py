@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
     from hotcold.actors.attention.cuda.device import Device
     from hotcold.actors.attention.cuda.load import CudaLoading
-    from hotcold.actors.attention.prefix_file import PrefixFile
-    from hotcold.actors.protocol.kv_pool import OpenedPages, Page, SavedPages
+    from hotcold.actors.kv_cache.pool import OpenedPages, Page, SavedPages
+    from hotcold.actors.kv_cache.prefix_file import PrefixFile
 
 
 # Reads the service's weights, and reports bytes as it reads them.
@@ -246,7 +246,7 @@ class ServiceActor:
 
     def open_pages(self, session: bytes, identity: bytes, anew: bool) -> OpenedPages:
         """Open the file of KV cache pages; see `PrefixFile.open`."""
-        from hotcold.actors.attention.prefix_file import PrefixFile
+        from hotcold.actors.kv_cache.prefix_file import PrefixFile
 
         if self._pages is None:
             service: Any = self._require_service()

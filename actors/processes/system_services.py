@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from hotcold.actors.exchange.recovery import RecoveringExchange, RecoveryPolicy
+from hotcold.actors.faults.recovery import RecoveringExchange, RecoveryPolicy
 from hotcold.actors.processes.cluster import await_actors
 from hotcold.actors.protocol.failures import ServiceLost
 from hotcold.actors.protocol.messages import (
@@ -22,7 +22,7 @@ from hotcold.actors.protocol.messages import (
     ServiceSpec,
     SystemConfig,
 )
-from hotcold.actors.protocol.ray_memory import kept_bytes, require_object_store
+from hotcold.actors.protocol.ray_memory import monitor_bytes, require_object_store
 from hotcold.actors.setup.account import account, require_memory
 from hotcold.actors.setup.connection import Connection, SpawnRelay, service_nodes
 from hotcold.actors.setup.modes import no_predictors_note, threshold_note
@@ -36,7 +36,7 @@ from hotcold.numba_kernels.loops.mailbox import OPERATION, STOP
 
 if TYPE_CHECKING:
     from hotcold.actors.driver.driver import Driver
-    from hotcold.actors.driver.prefix_cache import PageStore
+    from hotcold.actors.kv_cache.page_store import PageStore
 
 # Stages of a start, in order, beside LOADING_WEIGHTS.
 STARTING = "starting services"
@@ -177,7 +177,7 @@ class SystemServices:
 
     def _page_store(self) -> PageStore | None:
         """What keeps pages of the KV cache in files; None where none is wanted."""
-        from hotcold.actors.driver.prefix_cache import PageStore
+        from hotcold.actors.kv_cache.page_store import PageStore
 
         def call(method: str, *arguments: Any) -> list[Any]:
             connection = self.connection
@@ -218,7 +218,7 @@ class SystemServices:
         self.system = replace(self.system, storage=storage)
         if self.system.device == "cpu":  # no GPU after all: the host needs more memory
             need = account(self.system, self.config)
-            require_memory(need, kept_bytes=kept_bytes())
+            require_memory(need, monitor_bytes=monitor_bytes())
         specs = service_specs(self.system, self.config)
         self.connection = Connection(self.system, specs, self.connection.handles, self.policy)
         self.connection.find(self.connection.topology.services)

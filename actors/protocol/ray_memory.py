@@ -36,7 +36,7 @@ _LARGER = (
 )
 
 
-def kept_bytes() -> int:
+def monitor_bytes() -> int:
     """Bytes that Ray's memory monitor keeps free; 0 for a private Ray, which has none."""
     is_ours = not (_is_in_ray() or os.environ.get("RAY_ADDRESS"))
     if os.environ.get(MONITOR_EVERY_MS, "0" if is_ours else "") == "0":
@@ -54,7 +54,7 @@ def _is_in_ray() -> bool:
 
 def free_bytes() -> int:
     """Bytes that can be taken without swapping and without waking Ray's memory monitor."""
-    return max(0, available_bytes() - kept_bytes())
+    return max(0, available_bytes() - monitor_bytes())
 
 
 def require_shared_memory(num_bytes: int) -> None:

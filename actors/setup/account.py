@@ -207,14 +207,14 @@ def require_memory(
     need: Account,
     budget_bytes: int | None = None,
     quantized: Iterable[tuple[str, Account]] = (),
-    kept_bytes: int = 0,
+    monitor_bytes: int = 0,
 ) -> None:
     """Raise MemoryBudgetError if `need` does not fit in free memory and `budget_bytes`.
 
     `quantized` are the needs of other --dtypes, the preferred first; the error names the first that
-    fits. `kept_bytes` of the available memory must stay free.
+    fits. `monitor_bytes` of the available memory must stay free.
     """
-    free = max(0, available_bytes() - kept_bytes)
+    free = max(0, available_bytes() - monitor_bytes)
     if budget_bytes is not None:
         free = min(free, budget_bytes)
     if need.total_bytes <= free:
@@ -224,8 +224,8 @@ def require_memory(
     is_free = what == "free"
     if is_free and (limit_bytes := memory_limit()) is not None:
         what += f" within a control group's limit of {binary_text(limit_bytes)}"
-    if is_free and kept_bytes:
-        what += f" besides the {binary_text(kept_bytes)} that Ray's memory monitor keeps so"
+    if is_free and monitor_bytes:
+        what += f" besides the {binary_text(monitor_bytes)} that Ray's memory monitor keeps so"
     draft = f"{binary_text(need.draft_bytes)} of the draft, " if need.draft_bytes else ""
     raise MemoryBudgetError(
         f"this model needs {binary_text(need.total_bytes)} of memory ("

@@ -8,9 +8,10 @@ import ray
 from hotcold.actors.exchange.call_exchange import CallExchange
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
 from hotcold.actors.exchange.hosts_exchange import HostsExchange, Relay
-from hotcold.actors.exchange.recovery import RecoveryPolicy
-from hotcold.actors.exchange.replacement import OwnPlace, Place, ServiceReplacer
-from hotcold.actors.exchange.watch import POLL_S, STARTING_POLLS, ActorWatch, await_each
+from hotcold.actors.exchange.pulse import POLL_S, STARTING_POLLS
+from hotcold.actors.faults.recovery import RecoveryPolicy
+from hotcold.actors.faults.replacement import OwnPlace, Place, ServiceReplacer
+from hotcold.actors.faults.watch import ActorWatch, await_each
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import RequestError, ServiceLost
 from hotcold.actors.protocol.messages import ServicePart, ServiceSpec, SystemConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.protocol.options import SystemOptions
-from hotcold.actors.protocol.ray_memory import free_bytes, kept_bytes
+from hotcold.actors.protocol.ray_memory import free_bytes, monitor_bytes
 from hotcold.actors.setup.account import (
     Account,
     account,
@@ -143,7 +143,7 @@ def check_memory(
         with_extra(account(system, config)),
         options.cpu_memory_bytes,
         ((dtype, with_extra(need)) for dtype, need in _quantized_needs(path, options)),
-        kept_bytes(),
+        monitor_bytes(),
     )
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from hotcold.actors.kv_cache.pool import Window, num_pages_of
 from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.kv_pool import Window, num_pages_of
 from hotcold.actors.protocol.messages import (
     MOST_DRAFTED,
     CacheSpec,

@@ -13,10 +13,10 @@ from hotcold.actors.setup.account import CUDA_BYTES, Account, in_memory_account,
 from hotcold.actors.setup.placement_choice import own_profile
 from hotcold.actors.setup.storage_shares import (
     divided,
-    kept_parts,
     more_slot_neurons,
     offloaded_ffn_bytes,
     reads_whole,
+    resident_parts,
 )
 from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
@@ -126,7 +126,7 @@ def offloaded_share(spec: ServiceSpec, config: ModelConfig) -> OffloadedShare:
         every = wanted.fired if config.experts is None else wanted.chosen
         parts = [layer[ids] for layer, ids in zip(every, shards, strict=True)]
         rates = np.concatenate(parts).astype(np.float32)
-    is_whole = reads_whole(geometry, rates, kept_parts(geometry, num_gates, num_up_downs))
+    is_whole = reads_whole(geometry, rates, resident_parts(geometry, num_gates, num_up_downs))
     return OffloadedShare(num_gates, num_up_downs, rates, is_whole)
 
 

@@ -27,8 +27,8 @@ from hotcold.placement.expert_reuse import missed_share
 from hotcold.placement.profile import ActivationProfile
 from hotcold.placement.storage import (
     Disk,
-    Kept,
     Reads,
+    Resident,
     expected_reads,
     expert_reads,
     gates_first,
@@ -128,7 +128,7 @@ def token_reads(
     fired = _cold_rates(profile, system, config)
     if not fired.size:
         return Reads(0, 0)
-    parts = kept_parts(geometry, kept.num_gates, kept.num_up_downs)
+    parts = resident_parts(geometry, kept.num_gates, kept.num_up_downs)
     if system.predictors_path or kept.num_gates >= fired.size:
         is_whole = bool(system.predictors_path) and reads_whole(geometry, fired, parts)
         return whole_bundles(fired, parts) if is_whole else gates_first(fired, parts)
@@ -232,7 +232,7 @@ def _cold_rates(
     return cold
 
 
-def reads_whole(geometry: BundleGeometry, fired: np.ndarray, kept: Kept) -> bool:
+def reads_whole(geometry: BundleGeometry, fired: np.ndarray, kept: Resident) -> bool:
     """Whether reading a listed neuron's whole bundle at once beats reading its gate first.
 
     `fired` are firing rates, (0,) if unknown. Gates first pays where a listed neuron seldom fires.
@@ -247,9 +247,9 @@ def reads_whole(geometry: BundleGeometry, fired: np.ndarray, kept: Kept) -> bool
     return disk.seconds(whole_bundles(fired, kept)) <= disk.seconds(gates_first(fired, kept))
 
 
-def kept_parts(geometry: BundleGeometry, num_gates: int, num_up_downs: int) -> Kept:
-    """`Kept` with the read sizes of `geometry`."""
-    return Kept(num_gates, num_up_downs, geometry.gate_bytes, geometry.up_down_bytes)
+def resident_parts(geometry: BundleGeometry, num_gates: int, num_up_downs: int) -> Resident:
+    """`Resident` with the read sizes of `geometry`."""
+    return Resident(num_gates, num_up_downs, geometry.gate_bytes, geometry.up_down_bytes)
 
 
 def slot_bytes(geometry: BundleGeometry) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from hotcold.actors.protocol.kv_pool import num_pages_of
+from hotcold.actors.kv_cache.pool import num_pages_of
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS
 from hotcold.actors.setup.choose import require_one_mode

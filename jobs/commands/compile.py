@@ -46,7 +46,7 @@ def compile_kernels(model: str | None, **values: Any) -> dict[str, Any]:
         folder = own_folder("numba")
     except OSError:  # a line on standard error has said why
         raise ServiceError("compiled kernels cannot be kept, so there is no use in them") from None
-    before, began = _kept(folder), time.monotonic()
+    before, began = _cached(folder), time.monotonic()
     system, config = prepare_system(path, options)
     requests = list(_requests(system, config.vocab_size))
     bar = steps_bar("compiling kernels of requests", len(requests))
@@ -54,7 +54,7 @@ def compile_kernels(model: str | None, **values: Any) -> dict[str, Any]:
         for number, request in enumerate(requests, 1):
             running.complete(request)
             show(number)
-    after = _kept(folder)
+    after = _cached(folder)
     num_new, num_bytes = len(after.keys() - before.keys()), sum(after.values())
     seconds = time.monotonic() - began
     what = f"compiled {num_new} kernels" if num_new else "all kernels had been compiled"
@@ -62,7 +62,7 @@ def compile_kernels(model: str | None, **values: Any) -> dict[str, Any]:
     return {"compiled": num_new, "folder": str(folder), "seconds": round(seconds, 3)}
 
 
-def _kept(folder: Path) -> dict[Path, int]:
+def _cached(folder: Path) -> dict[Path, int]:
     """Bytes of each compiled kernel in the cache."""
     return {path: path.stat().st_size for path in folder.glob("**/*.nbc")}
 

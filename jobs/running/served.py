@@ -11,7 +11,7 @@ from functools import partial
 import click
 import psutil
 
-from hotcold.actors.exchange.watch import Pulse
+from hotcold.actors.exchange.pulse import Pulse
 from hotcold.actors.protocol.messages import (
     COMPILING_LONGER,
     DriverLoad,

@@ -37,7 +37,7 @@ TENSOR_TYPES: dict[int, TensorType] = {
 # Blocks lie along rows: transposed weights are quantized again, to 8 bits.
 TENSOR_TYPES |= {
     block.ggml_type: TensorType(
-        block.name, block.weights, block.num_bytes, dtype, block.kept_as, Q8
+        block.name, block.weights, block.num_bytes, dtype, block.loaded_as, Q8
     )
     for dtype, block in BLOCK_FORMATS.items()
 }

@@ -97,11 +97,11 @@ def ffn_bytes(config: ModelConfig, num_neurons_total: int, num_services: int = 1
     return round(num_neurons_total * per_neuron) + down_bias
 
 
-def weight_bytes(config: ModelConfig, kept_ffn_bytes: int | None = None) -> int:
-    """Bytes of weights that all services load; `kept_ffn_bytes` of neurons, by default all."""
-    if kept_ffn_bytes is None:
-        kept_ffn_bytes = ffn_bytes(config, config.num_neurons)
-    return attention_bytes(config) + head_bytes(config) + kept_ffn_bytes
+def weight_bytes(config: ModelConfig, loaded_ffn_bytes: int | None = None) -> int:
+    """Bytes of weights that all services load; `loaded_ffn_bytes` of neurons, by default all."""
+    if loaded_ffn_bytes is None:
+        loaded_ffn_bytes = ffn_bytes(config, config.num_neurons)
+    return attention_bytes(config) + head_bytes(config) + loaded_ffn_bytes
 
 
 def predictor_bytes_a_neuron(config: ModelConfig, num_services: int = 1) -> float:

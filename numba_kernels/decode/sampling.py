@@ -354,7 +354,7 @@ def sample_kernel(logits, temperature, top_k, top_p, min_p, uniform, weights, ra
     return _choose_ranked(logits, weights, total, top_k, top_p, min_p, uniform, ranks, ids)
 
 
-_kept = threading.local()
+_scratch = threading.local()
 
 
 def space_of(name: str, size: int, dtype: type) -> np.ndarray:
@@ -362,10 +362,10 @@ def space_of(name: str, size: int, dtype: type) -> np.ndarray:
 
     Memory that is new at each token takes as long as the work.
     """
-    found: np.ndarray | None = getattr(_kept, name, None)
+    found: np.ndarray | None = getattr(_scratch, name, None)
     if found is None or found.size < size:
         found = np.empty(size, dtype)
-        setattr(_kept, name, found)
+        setattr(_scratch, name, found)
     return found[:size]
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.actors.attention.prefix_file import PrefixFile
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.modes import StepMode, step_mode
-from hotcold.actors.driver.prefix_cache import PageStore
+from hotcold.actors.kv_cache.page_store import PageStore
+from hotcold.actors.kv_cache.prefix_file import PrefixFile
 from hotcold.actors.protocol.failures import CacheLost
 from hotcold.actors.protocol.messages import (
     PREDICTED_MODES,

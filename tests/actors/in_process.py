@@ -18,8 +18,8 @@ from hotcold.actors.driver.modes import StepMode, step_mode
 from hotcold.actors.exchange.call_exchange import ServiceRequest
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
 from hotcold.actors.exchange.service import Service
+from hotcold.actors.kv_cache.pool import num_pages_of
 from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.kv_pool import num_pages_of
 from hotcold.actors.protocol.messages import NO_MODEL, CacheSpec, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.stripes import (
     Stripes,

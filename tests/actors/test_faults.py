@@ -16,7 +16,7 @@ import psutil
 import pytest
 import ray
 
-from hotcold.actors.exchange.recovery import MAX_FAILURES
+from hotcold.actors.faults.recovery import MAX_FAILURES
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from hotcold.actors.system import System
 from hotcold.model.errors import ServiceError

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.driver.modes import ModeTrial, compare_modes, kept_trial
+from hotcold.actors.driver.modes import ModeTrial, compare_modes, saved_trial
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.actors.setup.modes import trial_key
 from hotcold.model.config.build import read_config
@@ -95,7 +95,7 @@ def test_the_faster_mode_is_taken(
     checkpoint = tiny("llama-relu")
     monkeypatch.setattr("hotcold.actors.driver.modes._SECONDS", 0.0)
     monkeypatch.setattr(
-        "hotcold.actors.driver.driver.kept_trial", lambda modes, key, found: found()
+        "hotcold.actors.driver.driver.saved_trial", lambda modes, key, found: found()
     )
     request = GenerateRequest(
         SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True),
@@ -147,9 +147,9 @@ def found_now(sign: float, exact: float) -> Callable[[], ModeTrial]:
 
 def test_later_starts_take_what_the_first_found(own_cache: Path) -> None:
     """Unless it is damaged."""
-    first = kept_trial(MODES, {"model": "a"}, found_now(5.0, 4.0))
-    again = kept_trial(MODES, {"model": "a"}, found_now(4.0, 5.0))
-    other = kept_trial(MODES, {"model": "b"}, found_now(4.0, 5.0))
+    first = saved_trial(MODES, {"model": "a"}, found_now(5.0, 4.0))
+    again = saved_trial(MODES, {"model": "a"}, found_now(4.0, 5.0))
+    other = saved_trial(MODES, {"model": "b"}, found_now(4.0, 5.0))
     assert [trial.fastest for trial in (first, again, other)] == ["sign", "sign", "exact"]
     path = Path(first.path)
     assert again.path == first.path and path.parent == own_cache
@@ -157,7 +157,7 @@ def test_later_starts_take_what_the_first_found(own_cache: Path) -> None:
     assert f"as an earlier start found; remove {path} to" in again.line
     for damage in ("", "[1.0, 2.0]", "{}", '{"sign": 1.0, "exact": "2"}', "3"):
         path.write_text(damage)
-        assert kept_trial(MODES, {"model": "a"}, found_now(4.0, 5.0)).fastest == "exact"
+        assert saved_trial(MODES, {"model": "a"}, found_now(4.0, 5.0)).fastest == "exact"
 
 
 def test_nothing_is_kept_where_others_may_write(
@@ -166,7 +166,7 @@ def test_nothing_is_kept_where_others_may_write(
     own_cache.mkdir(parents=True)
     own_cache.chmod(0o777)
     for speeds, faster in (((5.0, 4.0), "sign"), ((4.0, 5.0), "exact")):
-        found = kept_trial(MODES, {}, found_now(*speeds))
+        found = saved_trial(MODES, {}, found_now(*speeds))
         assert found.fastest == faster and not found.path
         assert found.line.endswith("the faster")
 

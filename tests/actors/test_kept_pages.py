@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.attention import prefix_file as kept_pages_module
-from hotcold.actors.attention.prefix_file import FOLDER, PrefixFile
-from hotcold.actors.driver import prefix_cache
-from hotcold.actors.driver.prefix_cache import PageStore
+from hotcold.actors.kv_cache import prefix_file as kept_pages_module
+from hotcold.actors.kv_cache.page_store import PageStore
+from hotcold.actors.kv_cache.pool import Page
+from hotcold.actors.kv_cache.prefix_file import FOLDER, PrefixFile
 from hotcold.actors.protocol.failures import CacheLost, ServiceLost
-from hotcold.actors.protocol.kv_pool import Page
 from tests.actors.kept_system import wait_until
 
 LAYERS, PAGES, LIMIT = 3, 16, 1 << 20
@@ -164,7 +163,7 @@ def test_a_call_that_is_given_up_while_it_goes_on(
     model: Path, stores: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A service that was only stopped writes later: what its page holds by then is not found."""
-    monkeypatch.setattr(prefix_cache, "_RETRY_S", 0.0)
+    monkeypatch.setattr("hotcold.actors.kv_cache.page_store._RETRY_S", 0.0)
     arrays = cache(16)
     services, goes_on = Services(kept_pages(model, arrays)), threading.Event()
     late: list[threading.Thread] = []

@@ -24,10 +24,11 @@ from hotcold.actors.exchange import service_process
 from hotcold.actors.exchange.call_exchange import ServiceReply
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
 from hotcold.actors.exchange.hosts_exchange import HostsExchange
-from hotcold.actors.exchange.replacement import OwnPlace
+from hotcold.actors.exchange.pulse import Pulse
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.exchange.service_process import ServiceProcess
-from hotcold.actors.exchange.watch import ActorWatch, Pulse
+from hotcold.actors.faults.replacement import OwnPlace
+from hotcold.actors.faults.watch import ActorWatch
 from hotcold.actors.processes.relay_actor import RelayActor
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import (
@@ -96,7 +97,7 @@ def test_a_frozen_machine_loses_no_service(monkeypatch: pytest.MonkeyPatch) -> N
     buffers = layout.buffers(layout.new_arena())
     hours = iter(range(0, 10**6, 3600))
     monkeypatch.setattr("hotcold.actors.exchange.doorbell_exchange.POLL_NS", 100_000)
-    monkeypatch.setattr("hotcold.actors.exchange.watch._LONGEST_REQUEST_POLLS", 500)
+    monkeypatch.setattr("hotcold.actors.faults.watch._LONGEST_REQUEST_POLLS", 500)
     monkeypatch.setattr(time, "monotonic_ns", lambda: next(hours) * 10**9)
     watch = ActorWatch(["gpu"], [SimpleNamespace(ping=SimpleNamespace(remote=object))])
     exchange = ArenaExchange(buffers, watch)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.attention.prefix_file import FOLDER
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.driver.prefix_cache import PageStore
+from hotcold.actors.kv_cache.page_store import PageStore
+from hotcold.actors.kv_cache.prefix_file import FOLDER
 from hotcold.actors.protocol.failures import (
     CacheLost,
     NotFiniteError,

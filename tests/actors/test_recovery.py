@@ -11,14 +11,14 @@ import pytest
 
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
-from hotcold.actors.exchange.recovery import (
+from hotcold.actors.exchange.service_process import ServiceProcess
+from hotcold.actors.faults.recovery import (
     MAX_FAILURES,
     WINDOW_S,
     RecoveringExchange,
     RecoveryPolicy,
 )
-from hotcold.actors.exchange.replacement import ServiceReplacer, withdraw_request
-from hotcold.actors.exchange.service_process import ServiceProcess
+from hotcold.actors.faults.replacement import ServiceReplacer, withdraw_request
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import (
     KILLED_FOR_MEMORY,
@@ -361,7 +361,7 @@ def test_a_process_that_ray_never_restarts(monkeypatch: pytest.MonkeyPatch) -> N
         waits.append(service)
         raise ServiceLost(service, "the process is gone")
 
-    monkeypatch.setattr("hotcold.actors.exchange.replacement._NEW_PROCESS_S", 0.5)
+    monkeypatch.setattr("hotcold.actors.faults.replacement._NEW_PROCESS_S", 0.5)
     monkeypatch.setattr(ServiceReplacer, "_find", find_nothing)
     spec = ServiceSpec("cpu0", index=1, num_threads=1, system=SystemConfig(""))
     replacer = ServiceReplacer([spec], [None], None, RecoveryPolicy())  # type: ignore[arg-type]

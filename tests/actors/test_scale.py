@@ -123,7 +123,7 @@ def without_memory(host: Any) -> None:
 
 
 def fail_to_copy(host: Any) -> None:
-    from hotcold.actors.protocol.kv_pool import KvPool
+    from hotcold.actors.kv_cache.pool import KvPool
 
     def fail(*arguments: Any) -> None:
         raise ServiceError("a test says no")

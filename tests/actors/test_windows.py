@@ -13,8 +13,8 @@ import pytest
 
 from hotcold.actors.driver.active_request import ActiveRequest
 from hotcold.actors.driver.driver import Driver
+from hotcold.actors.kv_cache.pool import Window
 from hotcold.actors.protocol.failures import CacheLost
-from hotcold.actors.protocol.kv_pool import Window
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS as PAGE

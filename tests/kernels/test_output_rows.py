@@ -34,7 +34,7 @@ def rows_of(blocks: np.ndarray) -> np.ndarray:
     """Rows of blocks as rows in memory, as they are loaded."""
     block = BLOCK_FORMATS[blocks.dtype]
     width = blocks.shape[1] // block.num_bytes * block.weights
-    out = np.zeros((len(blocks), row_items(block.kept_as, width)), block.kept_as)
+    out = np.zeros((len(blocks), row_items(block.loaded_as, width)), block.loaded_as)
     assert blocks_into(blocks, np.arange(len(blocks)), out) == DONE
     return out
 
@@ -56,7 +56,7 @@ def test_columns_of_a_matrix_from_its_bundles(
         places=places,
         begins=np.zeros(0, np.int64),
         cuts=np.array(
-            [[[0] * 8], [new_cut(block.kept_as, width, first, count, ROWS, HEIGHT)]], np.int64
+            [[[0] * 8], [new_cut(block.loaded_as, width, first, count, ROWS, HEIGHT)]], np.int64
         ),
         units=np.full(len(bundles), 1, np.int32),
         turns=np.arange(len(bundles), dtype=np.int32),

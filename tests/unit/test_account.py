@@ -127,10 +127,10 @@ def test_doctor_and_generate_agree(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_system_fits_beside_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounts, "available_bytes", lambda: 30 * GIB)
     need = Account(5 * GIB, 5 * GIB, 10 * GIB, 5 * GIB, 1 * GIB, 1 * GIB)
-    require_memory(need, kept_bytes=3 * GIB)
+    require_memory(need, monitor_bytes=3 * GIB)
     monkeypatch.setattr(accounts, "memory_limit", lambda: None)
     with pytest.raises(MemoryBudgetError, match=r"26.00 GiB .* free besides the 4.00 GiB that Ray"):
-        require_memory(need, kept_bytes=4 * GIB)
+        require_memory(need, monitor_bytes=4 * GIB)
     monkeypatch.setattr(accounts, "memory_limit", lambda: 32 * GIB)
     with pytest.raises(MemoryBudgetError, match=r"are free within a control group's limit of 32"):
         require_memory(replace(need, arena_bytes=9 * GIB))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotcold.actors.protocol.kv_pool import KvPool, Window, namespace_key, page_keys
+from hotcold.actors.kv_cache.pool import KvPool, Window, namespace_key, page_keys
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 
 

@@ -17,7 +17,7 @@ from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.ray_memory import (
     free_bytes,
     is_reserved,
-    kept_bytes,
+    monitor_bytes,
     put_arena,
     require_in_memory,
     require_object_store,
@@ -122,7 +122,7 @@ def test_what_rays_monitor_keeps_free(
     monkeypatch.setattr(ray_memory, "_is_in_ray", lambda: False)
     monkeypatch.setattr(ray_memory, "usable_bytes", lambda: 100 * GIB)
     monkeypatch.setattr(ray_memory, "available_bytes", lambda: 30 * GIB)
-    assert (kept_bytes(), free_bytes()) == (kept, 30 * GIB - kept)
+    assert (monitor_bytes(), free_bytes()) == (kept, 30 * GIB - kept)
 
 
 def test_a_service_is_loaded_again_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,8 +143,8 @@ def test_a_command_line_offers_what_weights_are_cast_and_quantized_to() -> None:
 @pytest.mark.parametrize("block", BLOCK_FORMATS.values(), ids=lambda block: block.name)
 def test_rows_that_hold_blocks_take_as_many_bytes(block: BlockFormat) -> None:
     """But for those that no format of rows holds in as many bits."""
-    if block.is_as_stored(block.kept_as):
-        row_format = ROW_FORMATS[block.kept_as]
+    if block.is_as_stored(block.loaded_as):
+        row_format = ROW_FORMATS[block.loaded_as]
         num_blocks = block.weights // row_format.block_weights
         assert num_blocks * row_format.block_bytes == block.num_bytes
     else:

@@ -17,8 +17,9 @@ import pytest
 import tokenizers
 
 from hotcold.actors.driver.grammars import Grammars
-from hotcold.actors.driver.outputs import AnswerLogprobs, PromptLogprobs, StopStrings
+from hotcold.actors.driver.outputs import AnswerLogprobs, PromptLogprobs
 from hotcold.actors.driver.sampler import Breakers, Dry, Penalties, TokenSampler
+from hotcold.actors.driver.stop_strings import StopStrings
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.errors import UsageError
 from hotcold.model.parameters import Texts

@@ -14,8 +14,8 @@ from openai.types.responses import ResponseReasoningItem, response_input_item_pa
 from hotcold.model.errors import ServiceError
 from hotcold.ui.api.cached import client as client_of_context
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.responses.kept import Kept, KeptResponses
 from hotcold.ui.api.responses.schemas import ResponsesRequest
+from hotcold.ui.api.responses.stored import StoredResponse, StoredResponses
 from hotcold.ui.api.schemas import parse
 from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.app import create_app
@@ -273,24 +273,24 @@ def test_tokens_of_an_input_are_counted() -> None:
     assert len(client.requests) == 2
 
 
-def keep(kept: KeptResponses, name: str, size: int = 10) -> None:
-    kept.add(name, Kept(b"a" * size, b"{}", frozenset()))
+def keep(kept: StoredResponses, name: str, size: int = 10) -> None:
+    kept.add(name, StoredResponse(b"a" * size, b"{}", frozenset()))
 
 
-def names(kept: KeptResponses, count: int) -> list[int]:
+def names(kept: StoredResponses, count: int) -> list[int]:
     """Those that this client finds, by no use of them."""
     owner = client_of_context.get()
-    return [number for number in range(count) if (owner, f"{number}") in kept._kept]
+    return [number for number in range(count) if (owner, f"{number}") in kept._stored]
 
 
 def test_the_oldest_used_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = KeptResponses(most=2)
+    kept = StoredResponses(most=2)
     for name in "01":
         keep(kept, name)
     kept.found("0")
     keep(kept, "2")
     assert names(kept, 3) == [0, 2]
-    monkeypatch.setattr("hotcold.ui.api.responses.kept.MOST_S", -1)
+    monkeypatch.setattr("hotcold.ui.api.responses.stored.MOST_S", -1)
     with pytest.raises(ApiError):
         kept.found("2")
     assert kept.own() == []
@@ -298,8 +298,8 @@ def test_the_oldest_used_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("is_by_bytes", [False, True])
 def test_no_client_pushes_out_what_one_with_fewer_has(is_by_bytes: bool) -> None:
-    size = Kept(b"a" * 1000, b"{}", frozenset()).num_bytes
-    kept = KeptResponses(most_bytes=6 * size) if is_by_bytes else KeptResponses(most=6)
+    size = StoredResponse(b"a" * 1000, b"{}", frozenset()).num_bytes
+    kept = StoredResponses(most_bytes=6 * size) if is_by_bytes else StoredResponses(most=6)
     for number, owner in enumerate(["a"] * 2 + ["b"] * 40 + ["a"] + ["c"] * 2):
         client_of_context.set(owner)
         keep(kept, str(number), 1000)

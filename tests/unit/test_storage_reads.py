@@ -21,8 +21,8 @@ from hotcold.model.errors import MemoryBudgetError
 from hotcold.placement.profile import ActivationProfile
 from hotcold.placement.storage import (
     Disk,
-    Kept,
     Reads,
+    Resident,
     expected_reads,
     gates_first,
     least_in_memory,
@@ -44,13 +44,13 @@ def test_more_gates_than_other_rows_in_memory() -> None:
     """Of four neurons the first is in memory, the gate alone of the next two."""
     fired = np.array([0.8, 0.4, 0.2, 0.1])
     listed = listed_rates(fired, 2 * fired.mean())
-    kept = Kept(3, 1, 10, 100)
+    kept = Resident(3, 1, 10, 100)
     first, whole = gates_first(fired, kept), whole_bundles(fired, kept)
     assert first.number == pytest.approx(listed[3] + 0.7)
     assert first.num_bytes == pytest.approx(10 * listed[3] + 70)
     assert whole.number == pytest.approx(listed[3] + 0.6)  # the last is read at once
     assert whole.num_bytes == pytest.approx(110 * listed[3] + 60)
-    assert gates_first(fired, Kept(4, 1, 10, 100)).number == pytest.approx(0.7)
+    assert gates_first(fired, Resident(4, 1, 10, 100)).number == pytest.approx(0.7)
 
 
 def test_a_disk_of_two_rates() -> None:

@@ -15,7 +15,7 @@ from hotcold.ui.page.branches import Message, flattened, restored
 
 _TITLE_LENGTH = 40
 _LONGEST_NAME = _LONGEST_ID = 80
-_MAX_KEPT = 50  # conversations; the oldest are forgotten
+_MAX_SAVED = 50  # conversations; the oldest are forgotten
 _MAX_CHARS = 1 << 20  # of all conversations of a visitor
 _MESSAGE_CHARS = 16  # that a message takes besides its text
 NO_TITLE = "New conversation"
@@ -184,12 +184,12 @@ class ChatHistory:
 
     def forget_oldest(self) -> None:
         """Drop the conversations beyond those that a browser keeps."""
-        for oldest in self._kept[_MAX_KEPT:]:
+        for oldest in self._saved[_MAX_SAVED:]:
             oldest.stop()
             self.conversations.remove(oldest)
 
     @property
-    def _kept(self) -> list[Conversation]:
+    def _saved(self) -> list[Conversation]:
         """Those that hold something: an empty one takes no room."""
         return [item for item in self.conversations if item.messages]
 
@@ -226,7 +226,7 @@ class ChatHistory:
 
     def _has_room(self, added: Conversation) -> bool:
         chars = sum(item.num_chars for item in [*self.conversations, added])
-        return len(self._kept) < _MAX_KEPT and chars <= _MAX_CHARS
+        return len(self._saved) < _MAX_SAVED and chars <= _MAX_CHARS
 
     def rename(self, name: str) -> None:
         """Give the conversation `named_id` a name, once; an empty one: its first question again."""
@@ -237,7 +237,7 @@ class ChatHistory:
     def listed(self) -> list[Conversation]:
         """Those that hold something, and all words of `query`."""
         words = self.query.lower().split()
-        return [item for item in self._kept if item.has(words)]
+        return [item for item in self._saved if item.has(words)]
 
     def stop_all(self) -> None:
         """End all answers: the visitor has left."""
@@ -246,7 +246,7 @@ class ChatHistory:
 
     def saved(self) -> list[dict[str, Any]]:
         """What a browser keeps: conversations that hold something, without what is under way."""
-        return [item.as_json() for item in self._kept[:_MAX_KEPT]]
+        return [item.as_json() for item in self._saved[:_MAX_SAVED]]
 
     def take_over(self, saved: Any, open_id: str = "") -> None:
         """Restore the browser's conversations, once; later the browser stores the server's.

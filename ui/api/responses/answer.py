@@ -1,4 +1,4 @@
-"""Answers of /v1/responses, kept so that later ones continue them."""
+"""Answers of /v1/responses, stored so that later ones continue them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.errors import TOO_LONG, ApiError, as_api_error, refusal
 from hotcold.ui.api.requests import chat_requests
 from hotcold.ui.api.responses.items import ITEMS, MAX_ITEMS, Item, Reference
-from hotcold.ui.api.responses.kept import Kept, KeptResponses
 from hotcold.ui.api.responses.output import Event, Output
 from hotcold.ui.api.responses.schemas import ReasoningOptions, ResponsesRequest
+from hotcold.ui.api.responses.stored import StoredResponse, StoredResponses
 from hotcold.ui.api.responses.tools import told
 from hotcold.ui.api.schemas import parse
 from hotcold.ui.api.served_models import ServedModels
@@ -32,16 +32,16 @@ from hotcold.ui.openapi import body_of
 
 def add_responses(app: FastAPI, models: ServedModels) -> None:
     """Add the routes to `app`."""
-    kept = KeptResponses()
+    stored = StoredResponses()
 
     async def asked(request: Request) -> ResponseAnswer:
         body = parse(ResponsesRequest, await request.body())
         backend = models.choose(request, body.model)
         last = body.previous_response_id
-        previous = None if last is None else kept.continued(last)
-        referred = kept.own() if any(isinstance(one, Reference) for one in body.items) else []
+        previous = None if last is None else stored.continued(last)
+        referred = stored.own() if any(isinstance(one, Reference) for one in body.items) else []
         # A conversation may be long, and a turn is short.
-        return await asyncio.to_thread(ResponseAnswer, backend, body, kept, previous, referred)
+        return await asyncio.to_thread(ResponseAnswer, backend, body, stored, previous, referred)
 
     @app.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
     async def respond(request: Request) -> Response:
@@ -72,17 +72,17 @@ def add_responses(app: FastAPI, models: ServedModels) -> None:
         return JsonAnswer({"object": "response.input_tokens", "input_tokens": found})
 
     @app.get("/v1/responses/{response_id}")
-    async def kept_response(request: Request, response_id: str) -> Response:
-        """A response that is kept."""
+    async def stored_response(request: Request, response_id: str) -> Response:
+        """A response that is stored."""
         for name in ("stream", "starting_after"):
             if request.query_params.get(name, "false") != "false":
                 raise ApiError(400, f"{name} is not supported here; leave it out", param=name)
-        return Response(kept.found(response_id).response, media_type="application/json")
+        return Response(stored.found(response_id).response, media_type="application/json")
 
     @app.delete("/v1/responses/{response_id}")
     async def forget_response(response_id: str) -> dict[str, Any]:
         """Forget a response; those that continue it stay."""
-        kept.remove(response_id)
+        stored.remove(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
 
@@ -95,9 +95,9 @@ class ResponseAnswer(Answer):
         self,
         backend: Backend,
         body: ResponsesRequest,
-        kept: KeptResponses,
-        previous: Kept | None = None,
-        referred: Sequence[Kept] = (),
+        stored: StoredResponses,
+        previous: StoredResponse | None = None,
+        referred: Sequence[StoredResponse] = (),
     ) -> None:
         """It continues `previous`, and may refer to items of `referred`.
 
@@ -105,13 +105,13 @@ class ResponseAnswer(Answer):
         """
         super().__init__(backend)
         self.body = body
-        self._kept = kept
+        self._stored = stored
         try:
             items = _conversation(previous, body.items, referred)
             self._chat = body.as_chat(items)
         except ValidationError as error:
             raise refusal(error) from None
-        self._is_kept = body.store is not False
+        self._is_stored = body.store is not False
         self._given = ITEMS.dump_json(items, by_alias=True, exclude_none=True)
         reasoning = body.reasoning or ReasoningOptions()
         is_encoded = "reasoning.encrypted_content" in (body.include or ())
@@ -137,7 +137,7 @@ class ResponseAnswer(Answer):
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "metadata": body.metadata or {},
             "previous_response_id": body.previous_response_id,
-            "store": self._is_kept,
+            "store": self._is_stored,
             "truncation": "disabled",
             "text": {
                 "format": shape.model_dump(by_alias=True, exclude_none=True)
@@ -172,7 +172,7 @@ class ResponseAnswer(Answer):
             yield from self._output.end(self.content["status"])
 
     def closing(self) -> Iterable[Event]:
-        """The whole response, which is kept now."""
+        """The whole response, which is stored now."""
         result, asked = self._result, self._num_prompt_tokens
         if self.content["status"] == "incomplete":
             self.content["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -187,10 +187,10 @@ class ResponseAnswer(Answer):
                 "output_tokens_details": {"reasoning_tokens": result.num_thought_tokens},
                 "total_tokens": asked + len(result.ids),
             }
-        if self._is_kept:
+        if self._is_stored:
             ids = frozenset(item["id"] for item in self._output.items)
-            one = Kept(self._given, to_json(self.content), ids)
-            self._kept.add(self.content["id"], one)
+            one = StoredResponse(self._given, to_json(self.content), ids)
+            self._stored.add(self.content["id"], one)
         return [{"type": f"response.{self.content['status']}", "response": self.content}]
 
     def failing(self, error: ApiError) -> Iterable[Event]:
@@ -217,7 +217,7 @@ class ResponseAnswer(Answer):
 
 
 def _conversation(
-    previous: Kept | None, own: Sequence[Item], referred: Sequence[Kept]
+    previous: StoredResponse | None, own: Sequence[Item], referred: Sequence[StoredResponse]
 ) -> list[Item]:
     """All items: those of earlier turns, and the request's own with what they refer to.
 
@@ -228,13 +228,13 @@ def _conversation(
         found += ITEMS.validate_json(previous.items)
         found += ITEMS.validate_python(previous.output)
     wanted = {item.id for item in own if isinstance(item, Reference)}
-    kept = {item["id"]: item for one in referred if wanted & one.item_ids for item in one.output}
+    stored = {item["id"]: item for one in referred if wanted & one.item_ids for item in one.output}
     for item in own:
         if isinstance(item, Reference):
-            if item.id not in kept:
+            if item.id not in stored:
                 text = f"Item with id {item.id[:100]!a} not found; send the item itself."
                 raise ApiError(404, text, param="input")
-            found += ITEMS.validate_python([kept[item.id]])
+            found += ITEMS.validate_python([stored[item.id]])
         else:
             found.append(item)
     if len(found) > MAX_ITEMS:

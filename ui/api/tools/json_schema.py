@@ -79,7 +79,7 @@ def enforced(schema: Any, is_object: bool = False) -> Enforced:
         text = json.dumps(schema)
     except (ValueError, RecursionError):  # a number of thousands of digits
         return Enforced({"type": "object"} if is_object else {}, (WHOLE,))
-    return (_kept if len(text) <= _MAX_CACHED else _read)(text, is_object)
+    return (_cached if len(text) <= _MAX_CACHED else _read)(text, is_object)
 
 
 def problem_with(grammar: str) -> tuple[str, list[str]]:
@@ -103,7 +103,7 @@ def _read(text: str, is_object: bool) -> Enforced:
     return Enforced(schema, tuple(dict.fromkeys([*reader.lost, *_passed_over(warnings)])))
 
 
-_kept = lru_cache(512)(_read)
+_cached = lru_cache(512)(_read)
 
 
 def _as_object(root: Any, lost: list[str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from hotcold.actors.protocol.kv_pool import OpenedPages, Page, SavedPages
+from hotcold.actors.kv_cache.pool import OpenedPages, Page, SavedPages
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact_places import artifact_base, artifact_folders
@@ -45,7 +45,7 @@ _Result = TypeVar("_Result")
 
 
 class PrefixFile:
-    """A service's part of the store: `PageStore` of `actors.driver.prefix_cache` calls it.
+    """A service's part of the store: `PageStore` of `actors.kv_cache.page_store` calls it.
 
     Calls name the session that `open` began, so none of an earlier process's is answered. What
     waits for the disk does so in threads that may be left behind: where one takes too long, all

@@ -9,9 +9,10 @@ import numpy as np
 import ray
 
 from hotcold.actors.exchange.hosts_exchange import Relay
-from hotcold.actors.exchange.recovery import RecoveryPolicy
+from hotcold.actors.exchange.pulse import POLL_S
 from hotcold.actors.exchange.service_process import KillNotes, ServiceProcess
-from hotcold.actors.exchange.watch import POLL_S, ActorWatch
+from hotcold.actors.faults.recovery import RecoveryPolicy
+from hotcold.actors.faults.watch import ActorWatch
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import ServiceLost, service_error
 from hotcold.actors.protocol.messages import ServiceSpec

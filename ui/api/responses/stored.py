@@ -18,7 +18,7 @@ MOST_S = 24 * 3600.0  # since the last use
 _BYTES_BESIDE = 1000  # of a response: its objects
 
 
-class Kept(NamedTuple):
+class StoredResponse(NamedTuple):
     """A response with the whole conversation that it answers, each as JSON."""
 
     items: bytes
@@ -37,8 +37,8 @@ class Kept(NamedTuple):
         return list(from_json(self.response)["output"])
 
 
-class KeptResponses:
-    """The responses kept for all clients; each finds its own alone.
+class StoredResponses:
+    """The responses stored for all clients; each finds its own alone.
 
     Those used last stay, within a number, bytes and a time. Where all have too many, the client
     that has most loses its oldest, so none pushes out those of a client that has fewer. Each holds
@@ -48,23 +48,23 @@ class KeptResponses:
     def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
         # By client and id, those used last at the end.
-        self._kept: OrderedDict[tuple[str, str], Kept] = OrderedDict()
+        self._stored: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
 
-    def add(self, response_id: str, kept: Kept) -> None:
+    def add(self, response_id: str, stored: StoredResponse) -> None:
         """Keep a new response of this context's client."""
-        self._kept[client.get(), response_id] = kept._replace(used_at=time.monotonic())
+        self._stored[client.get(), response_id] = stored._replace(used_at=time.monotonic())
         self._forget_old()
 
-    def found(self, response_id: str) -> Kept:
+    def found(self, response_id: str) -> StoredResponse:
         """This client's response of that id, which stays for longer now. Errors: ApiError 404."""
         self._forget_old()
         key = client.get(), response_id
-        if key not in self._kept:
+        if key not in self._stored:
             raise ApiError(404, f"Response with id {response_id[:100]!a} not found.")
-        self._kept[key] = found = self._kept.pop(key)._replace(used_at=time.monotonic())
+        self._stored[key] = found = self._stored.pop(key)._replace(used_at=time.monotonic())
         return found
 
-    def continued(self, response_id: str) -> Kept:
+    def continued(self, response_id: str) -> StoredResponse:
         """As `found`. Errors: ApiError 400 with OpenAI's code, by which agents send all again."""
         try:
             return self.found(response_id)
@@ -74,29 +74,29 @@ class KeptResponses:
                 param="previous_response_id", code="previous_response_not_found",
             ) from None  # fmt: skip
 
-    def own(self) -> list[Kept]:
+    def own(self) -> list[StoredResponse]:
         """All of this client's."""
         self._forget_old()
-        return [kept for (owner, _), kept in self._kept.items() if owner == client.get()]
+        return [stored for (owner, _), stored in self._stored.items() if owner == client.get()]
 
     def remove(self, response_id: str) -> None:
         """Forget this client's response of that id. Errors: ApiError 404."""
         self.found(response_id)
-        del self._kept[client.get(), response_id]
+        del self._stored[client.get(), response_id]
 
     def _forget_old(self) -> None:
         oldest = time.monotonic() - MOST_S
-        while self._kept and next(iter(self._kept.values())).used_at < oldest:
-            self._kept.popitem(last=False)
-        self._forget_most(lambda kept: 1, self._most)
-        self._forget_most(lambda kept: kept.num_bytes, self._most_bytes)
+        while self._stored and next(iter(self._stored.values())).used_at < oldest:
+            self._stored.popitem(last=False)
+        self._forget_most(lambda stored: 1, self._most)
+        self._forget_most(lambda stored: stored.num_bytes, self._most_bytes)
 
-    def _forget_most(self, size: Callable[[Kept], int], most: int) -> None:
+    def _forget_most(self, size: Callable[[StoredResponse], int], most: int) -> None:
         """Forget the oldest of the client that has most while all have too many."""
         held: Counter[str] = Counter()
-        for (owner, _), kept in self._kept.items():
-            held[owner] += size(kept)
+        for (owner, _), stored in self._stored.items():
+            held[owner] += size(stored)
         while held.total() > most:
             ((owner, _),) = held.most_common(1)
-            key = next(key for key in self._kept if key[0] == owner)
-            held[owner] -= size(self._kept.pop(key))
+            key = next(key for key in self._stored if key[0] == owner)
+            held[owner] -= size(self._stored.pop(key))

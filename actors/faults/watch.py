@@ -1,59 +1,24 @@
-"""Health polls of actors while something waits for them."""
+"""Services that died or are stuck are noticed, by pings while something waits for them."""
 
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 
+from hotcold.actors.exchange.pulse import POLL_S, STARTING_POLLS, Pulse
 from hotcold.actors.exchange.service_process import ServiceProcess
 from hotcold.actors.protocol.failures import NotLoaded, ServiceLost, service_error
 from hotcold.model.errors import HotcoldError, ServiceError
 
-POLL_S = 0.1  # between two polls
 _LOADED_S = 2.0  # by then kernels that were compiled before are there
-# Unanswered polls at which an actor counts as stuck. A live one answers a ping in milliseconds,
-# even at work, but not while it compiles kernels or encodes a long prompt, which may hold the
-# interpreter for seconds. Polls are counted, not seconds: while all processes are stopped, nothing
-# is late.
+# Unanswered polls at which a service counts as stuck.
 _STOPPED_POLLS = 15  # where the operating system says that the process is stopped
 _TIMEOUT_POLLS = 50
-STARTING_POLLS = 1200
-DRIVER_POLLS = 50  # it encodes the prompts
-RELAY_POLLS = 50
 _LONGEST_REQUEST_POLLS = 6000
-
-
-class Pulse:
-    """Pings one actor, one call at a time, and counts the polls that a call goes unanswered."""
-
-    def __init__(self, name: str, call: Callable[[], Any]) -> None:
-        """`call` starts a call that a live actor answers at once, and returns its object ref."""
-        self._name = name
-        self._call = call
-        self._ref: Any = None
-        self._num_polls = 0
-
-    def poll(self, max_polls: int, *, counts: bool = True) -> Any | None:
-        """The answer if it has come since the last poll, else None.
-
-        `counts` False: the actor is known to be slow.
-        Errors:  ServiceError if the actor is dead, or leaves `max_polls` polls unanswered
-        """
-        if self._ref is None:
-            self._ref, self._num_polls = self._call(), 0
-        done, _ = ray.wait([self._ref], timeout=0)
-        if not done and (self._num_polls < max_polls or not counts):
-            self._num_polls += counts
-            return None
-        ref, self._ref = self._ref, None
-        try:
-            return ray.get(ref, timeout=0)
-        except ray.exceptions.RayError as error:
-            raise service_error(self._name, error) from error
 
 
 class ActorWatch:

@@ -1,0 +1,1 @@
+"""Services that die, hang or fail: noticed, replaced, their requests sent again."""
