@@ -11,11 +11,11 @@ import hashlib
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba import types
+from numba.core import cgutils
 from numba.core.base import BaseContext
-from numba.core.datamodel import StructModel, register_default
-from numba.core.imputils import impl_ret_borrowed, lower_getattr_generic
-from numba.core.pythonapi import NativeValue, unbox
+from numba.core.imputils import impl_ret_borrowed
+from numba.extending import NativeValue, lower_getattr_generic, models, register_model, unbox
 
 _PACKAGE = f"{__package__}."
 _FEW = 4  # arrays
@@ -43,8 +43,8 @@ class TupleByAddress(types.NamedTuple):  # type: ignore[misc]
         return rebuild, (make, arguments, state | {"_hash": 0})  # hashes are a process's own
 
 
-@register_default(TupleByAddress)
-class _Model(StructModel):  # type: ignore[misc]
+@register_model(TupleByAddress)
+class _Model(models.StructModel):  # type: ignore[misc]
     """The fields in memory; a value is their address, which is good while its function runs."""
 
     def __init__(self, dmm: Any, fe_type: TupleByAddress) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import llvmlite.binding as llvm
-from numba.core import types
+from numba import types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher, _FunctionCompiler

@@ -22,7 +22,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numba.core import types
+from numba import types
 from numba.core.base import BaseContext
 from numba.core.bytecode import FunctionIdentity
 from numba.core.dispatcher import Dispatcher

@@ -1,1 +1,1 @@
-"""The HTTP server: its API, the chat page with the neuron map, the local control API."""
+"""The HTTP server: its API, the chat page with the neuron map, what commands ask a system."""

@@ -38,7 +38,7 @@ from hotcold.model.text.calls import CallSplitter, SpanKind
 from hotcold.model.weights.embedding import EmbeddingWeights
 from hotcold.numba_kernels.decode.sampling import sample
 
-_MAX_KEPT = 16  # lists of DRY's breakers
+_MAX_BREAKERS = 16  # lists of DRY's breakers
 _NO_LOGITS = np.empty(0, np.float32)
 
 
@@ -56,7 +56,7 @@ class Generator:
         self.eos_ids = frozenset(eos_ids(path, config))
         self.grammars = Grammars(self.prompts.tokenizer, config.vocab_size, self.eos_ids)
         breakers = partial(Breakers, self.prompts.tokenizer, config.vocab_size)
-        self.breakers = lru_cache(_MAX_KEPT)(breakers)  # each of a few bytes a token at most
+        self.breakers = lru_cache(_MAX_BREAKERS)(breakers)  # each of a few bytes a token at most
         self.last_answer: StepRecord | None = None
 
     def warm_up(self) -> None:

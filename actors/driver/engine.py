@@ -48,7 +48,7 @@ from hotcold.numba_kernels.loops.mailbox import (
     TARGET,
     SharedBuffers,
 )
-from hotcold.numba_kernels.loops.predict_team import HIDDEN, MIXED
+from hotcold.numba_kernels.loops.predict_team import FFN_RESIDUAL, HIDDEN
 
 _UNKNOWN = -1  # how many upload rounds there are, before the first
 
@@ -104,7 +104,7 @@ class Engine:
             norm_kind=norm_kind(config.norm_kind),
             norm_epsilon=np.float32(config.norm_eps),
             residual_scale=np.float32(config.residual_scale),
-            residual=HIDDEN if config.layers[0].order.is_parallel else MIXED,
+            residual=HIDDEN if config.layers[0].order.is_parallel else FFN_RESIDUAL,
             block_counts=self.block_counts,
             sums=sums_of_services(topology.parts, config.ffn_bias),
             head=np.array([topology.head], np.int64),

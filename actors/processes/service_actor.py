@@ -28,7 +28,7 @@ from hotcold.actors.setup.host_files import (
     own_predictors,
     require_free_memory,
     require_same_model,
-    weight_bytes,
+    service_weight_bytes,
 )
 from hotcold.actors.setup.shards import served_config
 from hotcold.actors.setup.storage import offloaded_share
@@ -110,7 +110,7 @@ class ServiceActor:
             give_back_freed_memory()
         require_same_model(self.spec)
         config = read_config(self.spec.path)
-        num_bytes = weight_bytes(self.spec, config)
+        num_bytes = service_weight_bytes(self.spec, config)
         require_free_memory(self.spec, num_bytes)
         self._bind_thread(num_bytes)
         with named_host(self.spec):

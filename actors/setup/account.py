@@ -22,7 +22,7 @@ from hotcold.model.files.checkpoint import needs_torch
 from hotcold.model.weights.memory import available_bytes, memory_limit
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, weight_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, SEGMENT_POSITIONS
-from hotcold.placement.solver.plan_devices import RESERVE_BYTES
+from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES, RESERVE_BYTES
 
 PROCESS_BYTES = 180 << 20  # of Python and Ray in one actor, its part of their libraries too
 # Measured after long prompts beyond what is counted: of each service; of Ray and the command.
@@ -30,7 +30,6 @@ _SERVICE_BYTES, _OTHERS_BYTES = 50 << 20, 200 << 20
 _TILED = 128 + 16  # vectors and rows that a thread packs at once for the byte tiles of AMX
 _TORCH_BYTES = 130 << 20  # of a process that imports it, for .bin files
 CUDA_BYTES = 512 << 20  # host memory of CUDA, CuPy and cuBLAS; not measured
-_ASIDE_BYTES = 1 << 30  # of CUDA's context, graphs and workspace; an upper estimate
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def expected_gpu(system: SystemConfig, config: ModelConfig, is_sure: bool = True
     if system.device != "cuda" or system.num_hot_neurons >= 0:
         return system
     need, layers = _everything(system, config), config.num_layers
-    reserve, aside = (RESERVE_BYTES, _ASIDE_BYTES) if is_sure else (0, 0)
+    reserve, aside = (RESERVE_BYTES, GPU_RESERVE_BYTES) if is_sure else (0, 0)
     left = max(0, usable_gpu_bytes(system.gpu_memory_bytes, reserve) - aside)
     layer_bytes = -(-(need.attention_bytes + need.kv_cache_bytes) // layers)
     num_layers = min(layers, left // layer_bytes)

@@ -40,7 +40,7 @@ def require_same_model(spec: ServiceSpec) -> None:
     try:
         identity = ModelIdentity.of(spec.path)
         config = read_config(spec.path)
-        num_bytes, content = weight_bytes(spec, config), identity.content
+        num_bytes, content = service_weight_bytes(spec, config), identity.content
     except HotcoldError as error:
         raise CheckpointError(f"the {spec.name} service, on {host}: {error}; {copy}") from None
     if content != spec.model_digest:
@@ -86,9 +86,9 @@ def require_free_memory(spec: ServiceSpec, num_bytes: int) -> None:
         )
 
 
-def weight_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
+def service_weight_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
     """Bytes of the weights that a service loads. Errors: CheckpointError."""
-    drafting = 0 if spec.draft is None else weight_bytes(spec.draft, config)
+    drafting = 0 if spec.draft is None else service_weight_bytes(spec.draft, config)
     checkpoint = Checkpoint(spec.path)
     by_layer, transposed = not spec.on_gpu, spec.system.down_transposed
     config = stored_config(checkpoint, config, spec.system.weight_dtype, by_layer, transposed)

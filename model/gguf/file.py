@@ -15,7 +15,7 @@ from hotcold.model.gguf.file_names import PART, SUFFIX
 from hotcold.model.gguf.header import ArrayValue, HeaderReader, TensorInfo
 from hotcold.model.mapped_file import MappedFile, file_state, mapped
 
-_KEPT_FILES = 4
+_CACHED_FILES = 4
 
 
 class GgufFile:
@@ -148,6 +148,6 @@ def open_gguf(path: str | Path) -> GgufModel:
     return _open(file, state)
 
 
-@functools.lru_cache(_KEPT_FILES)
+@functools.lru_cache(_CACHED_FILES)
 def _open(path: Path, state: tuple[int, ...]) -> GgufModel:
     return GgufModel(path)

@@ -109,9 +109,9 @@ class LayerMaker:
         if config.qk_norm == "head":
             q, k = (functional.rms_norm(part, (config.head_dim,)) for part in (q, k))
         sinks = self.source.normal((config.num_heads,)) if config.has_sinks else None
-        mixed = _attended(q, k, v, sinks).transpose(1, 2).reshape(text.num_tokens, -1)
+        attended = _attended(q, k, v, sinks).transpose(1, 2).reshape(text.num_tokens, -1)
         rms, has_bias = self._update_rms, config.out_bias
-        update = self._linear(names.out, mixed, config.hidden_size, has_bias, rms)
+        update = self._linear(names.out, attended, config.hidden_size, has_bias, rms)
         if sinks is not None:
             self.write(names.sinks, sinks)
         return update

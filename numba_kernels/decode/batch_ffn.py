@@ -10,7 +10,7 @@ not depend on its batch-mates (batch invariance).
 from typing import NamedTuple
 
 import numpy as np
-from numba.core import types
+from numba import types
 
 from hotcold.numba_kernels.compiler import by_types, inlined_by_types, njit
 from hotcold.numba_kernels.decode.activations import activate, activate_up, passes

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import numpy as np
-from numba.core import types
+from numba import types
 
 from hotcold.numba_kernels.checks import float_array, optional_floats, weight_rows
 from hotcold.numba_kernels.compiler import by_types, njit

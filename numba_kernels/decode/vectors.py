@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba.core import types
+from numba import types
 from numpy.typing import DTypeLike
 
 from hotcold.numba_kernels.compiler import by_types, njit

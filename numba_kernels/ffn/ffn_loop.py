@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
-from numba.core import types
+from numba import types
 
 from hotcold.numba_kernels.compiler import by_types, njit
 from hotcold.numba_kernels.decode.candidates import FIRST, LAST, list_spans, shift_of

@@ -15,7 +15,8 @@ from itertools import product
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.amx import TILE_SHAPES

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 
 from llvmlite import ir
-from numba.core import types
+from numba import types
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.ir.float_ir import item_bytes, widen

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
+from numba import types
 
 from hotcold.numba_kernels.ir.target import LANES, LINE_BYTES, has_feature
 from hotcold.numba_kernels.ir.vec import (

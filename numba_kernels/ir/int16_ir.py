@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import reduce
 
 from llvmlite import binding, ir
-from numba.core import types
+from numba import types
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.ir.float_ir import item_bytes, widen

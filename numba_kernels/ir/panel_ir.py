@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
+from numba import types
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.formats import CHUNK, SCALE_BYTES

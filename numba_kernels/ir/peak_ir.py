@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numba.core import types
+from numba import types
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.ir.byte_dot import ByteDot

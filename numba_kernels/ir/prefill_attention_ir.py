@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba.core import types
+from numba import types
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.ir.exp_ir import exp2, tanh_of_exponent

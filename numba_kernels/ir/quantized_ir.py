@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba import types
+from numba.core import cgutils
 
 from hotcold.numba_kernels.formats import (
     CHUNK_GROUPS,

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
+from numba import types
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.formats import CHUNK_GROUPS, RowFormat

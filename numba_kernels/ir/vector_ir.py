@@ -13,7 +13,7 @@ not depend on what is computed beside it. `x` is the result of
 from collections.abc import Callable
 from typing import Any
 
-from numba.core import types
+from numba import types
 from numba.core.imputils import impl_ret_borrowed
 from numba.extending import intrinsic
 

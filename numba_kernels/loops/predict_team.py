@@ -38,7 +38,7 @@ NUMBER, LAYER, NUM_TOKENS, INPUT, STOP = range(5)
 NUM_TASK_WORDS = 8
 OPEN, INSIDE, NUM_HIDDEN = 0, 1, 2  # cells of `doors`
 NUM_DOORS = 3
-FFN_INPUT, MIXED, HIDDEN = range(3)  # as INPUT: the scored array of the buffers
+FFN_INPUT, FFN_RESIDUAL, HIDDEN = range(3)  # as INPUT: the scored array of the buffers
 _HIDDEN_ROWS, _SCORE_COLUMNS = 0, 1  # kinds of counters of a low-rank predictor
 
 
@@ -210,7 +210,7 @@ def _score_task(thread, team, buffers):
     task, work, num_threads = team.work.task, team.work, team.num_threads
     layer, num_tokens = task[LAYER], task[NUM_TOKENS]
     x = buffers.ffn_input
-    if task[INPUT] == MIXED:
+    if task[INPUT] == FFN_RESIDUAL:
         x = buffers.ffn_residual
     elif task[INPUT] == HIDDEN:
         x = buffers.hidden

@@ -7,7 +7,7 @@ order; a choice's bits do not depend on how many tokens chose the same block.
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.core import types
+from numba import types
 
 from hotcold.numba_kernels import block_rows as places_of_blocks
 from hotcold.numba_kernels.block_rows import (

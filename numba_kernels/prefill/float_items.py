@@ -6,7 +6,7 @@ What they are is the dtype of the arrays: see `float_matmul`.
 from typing import TypeVar
 
 import numpy as np
-from numba.core import types
+from numba import types
 
 from hotcold.numba_kernels.compiler import by_types
 from hotcold.numba_kernels.formats import CHUNK

@@ -3,7 +3,7 @@
 The dtype of items says what multiplies them: AMX (uint32) or vectors whose lanes are tokens.
 """
 
-from numba.core import types
+from numba import types
 
 from hotcold.numba_kernels.compiler import by_types, inlined_by_types
 from hotcold.numba_kernels.ir.amx_ir import (

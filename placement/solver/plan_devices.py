@@ -11,7 +11,7 @@ from hotcold.placement.solver.problem import shares
 
 # The CUDA context with its kernels takes 300 to 500 MiB, graphs and buffers of steps and prompts
 # the rest (`actors/attention/cuda/fit.py` computes it precisely once the GPU is open).
-GPU_RESERVE_BYTES = 1 << 30
+GPU_RESERVE_BYTES = 1 << 30  # of CUDA's context, graphs and workspace; an upper estimate
 RESERVE_BYTES = 512 << 20  # of a GPU, left to other programs where no budget is given
 
 

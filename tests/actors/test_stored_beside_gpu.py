@@ -116,7 +116,7 @@ def roomy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, System
     """
     path = make_tiny("llama-relu", tmp_path / "m", dtype="float32")
     monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", 8 << 30))
-    monkeypatch.setattr(accounts, "_ASIDE_BYTES", 1000)
+    monkeypatch.setattr(accounts, "GPU_RESERVE_BYTES", 1000)
     monkeypatch.setattr(storage_shares, "READ_BYTES", 4096)
     for module in (storage, accounts):
         monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 7)

@@ -15,9 +15,9 @@ from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL, ring
 from hotcold.numba_kernels.loops.mailbox import DONE, SharedBuffers, cell
 from hotcold.numba_kernels.loops.predict_team import (
     FFN_INPUT,
+    FFN_RESIDUAL,
     HIDDEN,
     INSIDE,
-    MIXED,
     NUM_TOKENS,
     score_task,
     write_task,
@@ -29,7 +29,7 @@ from hotcold.predictors.stacked import AnyLayer
 from tests.predictor_layers import scores_of
 
 WIDTH, MAX_TOKENS, SERVICE, MOST = 100, 8, 0, 4500
-ARRAYS = {FFN_INPUT: "ffn_input", MIXED: "ffn_residual", HIDDEN: "hidden"}
+ARRAYS = {FFN_INPUT: "ffn_input", FFN_RESIDUAL: "ffn_residual", HIDDEN: "hidden"}
 KINDS = ["one bit", None, "two bits", "float16", "int8", "one bit"]
 SIZES = [200, 0, 37, MOST, 300, 3]  # a layer's neurons; low-rank ones in several blocks, or in one
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numba import njit
-from numba.core import types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.ir.exp_ir import LOG2_E, exp2, tanh_of_exponent
