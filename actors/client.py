@@ -80,7 +80,7 @@ class AsyncClient:
 
     def _forget(self, request_id: str, submitted: asyncio.Future[None]) -> None:
         """End a request whose submitter was cancelled, once it is queued or refused."""
-        if submitted.exception() is None:
+        if not submitted.cancelled() and submitted.exception() is None:
             self.cancel(request_id)
         self._readers.pop(request_id, None)
 

@@ -28,6 +28,7 @@ from hotcold.ui.connections import ConnectionLimits, Connections
 from hotcold.ui.gate import Gate
 
 _END_S = 10.0
+_CANCELLED_S = 5.0  # in which tasks that are cut off end
 _DATE_S = 1.0  # between two looks at the clock, for the dates of answers
 _ASKED_WHILE_LOADING = ("/health", "/v1/health", "/v1/hotcold/state")
 _PAGE = Path(__file__).with_name("page") / "loading.html"  # reloads itself
@@ -144,6 +145,8 @@ class ServerThread:
         # Defects are logged where they become answers; uvicorn would log them again, and every
         # answer that the server's end cuts off.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Config` sets it too
+        # It warns of a client that leaves while several pieces of its answer are written.
+        logging.getLogger("asyncio").setLevel(logging.ERROR)
         return QuietServer(config, self._loop)
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -186,9 +189,10 @@ class ServerThread:
         try:
             self._loop.run_until_complete(self._serve_all())
             watching.cancel()
-            for task in asyncio.all_tasks(self._loop):
+            cancelled = asyncio.all_tasks(self._loop)
+            for task in cancelled:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.sleep(0.05))
+            self._loop.run_until_complete(asyncio.wait(cancelled, timeout=_CANCELLED_S))
         finally:
             for _, listener in self._servers:
                 listener.close()

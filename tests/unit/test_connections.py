@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import select
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -264,3 +265,27 @@ def test_where_nobody_can_make_room_a_connection_is_refused() -> None:
         assert answer.startswith(b"HTTP/1.1 503 ") and b"too many connections" in answer
         may_answer.set()
         assert b"abc" in until_answered(request_state)
+
+
+def test_a_client_that_leaves_while_its_answer_is_written_is_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked, left, written = threading.Event(), threading.Event(), threading.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        asked.set()
+        left.wait(_TIMEOUT_S)  # the loop notices nothing meanwhile
+        for _ in range(20):
+            await send({"type": "http.response.body", "body": b"piece", "more_body": True})
+        written.set()
+
+    with serving(app) as connect:
+        client = connect()
+        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert asked.wait(_TIMEOUT_S)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+        left.set()
+        assert written.wait(_TIMEOUT_S)
+    assert caplog.records == []

@@ -44,7 +44,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _
     finally:
         gone.cancel()
         working.cancel()
-        await asyncio.wait({working, gone})
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
