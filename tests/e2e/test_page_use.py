@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from hotcold.model.errors import ServiceError
 from hotcold.model.sampling import SamplingParams
+from hotcold.ui.page.chat import Chat
 from tests.e2e.page_server import served_page
 from tests.e2e.page_visit import (
     OTHER,
@@ -277,7 +280,15 @@ def test_conversations_are_named_found_deleted_and_brought_back(open_page, book)
     wait_for_rows(page, OTHER, "Margins")
 
 
-def test_a_name_is_typed_while_an_answer_comes(open_page, book) -> None:
+def test_a_name_is_typed_while_an_answer_comes(open_page, book, monkeypatch) -> None:
+    follow = Chat._follow
+
+    async def follow_later(*arguments: Any) -> AsyncIterator[dict]:
+        await asyncio.sleep(0.5)  # by then something is typed
+        async for view in follow(*arguments):
+            yield view
+
+    monkeypatch.setattr(Chat, "_follow", follow_later)
     page = open_page()
     book.held_at = 3
     ask(page, QUESTION)
