@@ -25,6 +25,8 @@ from hotcold.placement.plan import PlacementPlan, PlanRequest
 from hotcold.ui.page.conversations import ChatHistory
 from tests.placement_cases import make_machine
 
+_SKIPPED = {"__type__": "update"}  # Gradio's: it stays as it is shown
+
 
 @pytest.fixture(scope="module", autouse=True)
 def gradio() -> None:
@@ -171,7 +173,10 @@ class Visited:
             handle = self.chat._handler(act)
             found = SimpleNamespace(**event)
             views = handle(found, self.request, self.kept, {"id": shown}, *given)
-            return [view async for view in views][-1]
+            at_last: dict[Any, Any] = {}
+            async for view in views:
+                at_last |= {one: content for one, content in view.items() if content != _SKIPPED}
+            return at_last
 
         return asyncio.run(done())
 
