@@ -21,7 +21,7 @@ _LEAST_GAIN = 1.03  # times the rate without drafts, or measurements' noise deci
 _TRIED = 2  # tokens of a draft where none pays, to see whether one does by now
 _FRESH_STEPS = 64  # after so many steps one without drafts is measured again
 _MEASURED_PLAIN = 8  # of so many steps without drafts one is measured
-_LONGEST_USE = 512  # measurements after which a cost is forgotten: a pause may have made it
+_FORGOTTEN_AFTER = 512  # measurements: a pause may have made a cost
 _GAIN, _STALE_GAIN = 0.1, 0.4  # of one measurement in a mean, and of one after long
 _MOST_SLOWED = 1.5  # times its mean one counts at most
 _GROWTH = 0.15  # of a step, by one more token, where that was never measured
@@ -144,7 +144,7 @@ class Costs:
         self._means[size] = mean + gain * (took - mean)
         self._measured[size] = count + 1, self._now
         oldest = min(self._measured, key=lambda one: self._measured[one][1])
-        if self._now - self._measured[oldest][1] > _LONGEST_USE:
+        if self._now - self._measured[oldest][1] > _FORGOTTEN_AFTER:
             del self._measured[oldest], self._means[oldest]
 
     def is_fresh(self, size: int) -> bool:

@@ -105,29 +105,3 @@ def test_the_answer_is_the_systems_and_the_map_shows_who_was_computed(
             "t => document.querySelector('#live [data-show=actors]').innerText.includes(t)",
             arg=f"{name}\t● alive",
         )
-
-
-def test_the_map_of_a_finished_answer_stays(open_page, system) -> None:
-    page = open_page()
-    ask(page, QUESTION)
-    wait_for_answer(page)
-    page.wait_for_function(
-        "document.querySelector('#live [data-polling]')?.dataset.polling == 'no'"
-    )
-    counted = page.inner_text('#live [data-count="computed"]')
-    assert int(counted.replace(",", "")) > 0
-    system.call("telemetry", 0.0)  # services count no more, and begin at zero when asked again
-    page.evaluate(
-        """() => {
-            const panel = document.querySelector('#live [data-polling]');
-            const now = performance.now();
-            performance.now = () => now + 60000;  // long after the last question
-            window.polling = [];
-            new MutationObserver(() => window.polling.push(panel.dataset.polling))
-                .observe(panel, {attributes: true, attributeFilter: ['data-polling']});
-        }"""
-    )
-    page.focus("#live canvas")
-    page.keyboard.press("ArrowRight")
-    page.wait_for_function("window.polling.includes('yes') && window.polling.at(-1) == 'no'")
-    assert page.inner_text('#live [data-count="computed"]') == counted

@@ -296,16 +296,3 @@ def test_the_panel_tells_bytes_and_times(open_page, book) -> None:
     caches = page.inner_text("#live [data-show=caches]")
     assert "read from storage\t4.6 MB a step" in caches and "prompts, found again" in caches
     assert violations(page) == []
-
-
-def test_html_of_a_text_stands_for_nothing_of_the_page(open_page, book) -> None:
-    page = open_page()
-    html = '<p class="message-row" id="stop">mine</p>\n<div class="code_wrap">empty</div>'
-    answered(page, book, f"{html}\n\nend")
-    page.wait_for_selector("body[data-state=ready] #chat .code_wrap")
-    book.text, book.num_tokens, book.held_at = "word", 9, 3
-    ask(page, OTHER)
-    page.wait_for_selector("body[data-chat=answering]")
-    page.keyboard.press("Escape")
-    wait_for_answer(page)
-    assert "stopped" in page.inner_text("#status")

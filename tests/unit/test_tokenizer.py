@@ -407,10 +407,3 @@ def test_long_conversations_and_refused_messages(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
     with pytest.raises(HotcoldError):
         tokenizer.render_chat([{"role": "user", "content": object()}])
-
-
-def test_a_long_conversation_is_no_attack(tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "word " * 100}, {"role": "assistant", "content": "x"}]
-    assert len(chat(tmp_path, CHATML.replace("loop.index > 9", "false")).render_chat(
-        messages * 2000
-    )) > 1_000_000  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.kv_cache import prefix_file as kept_pages_module
+from hotcold.actors.kv_cache import prefix_file
 from hotcold.actors.kv_cache.page_store import PageStore
 from hotcold.actors.kv_cache.pool import Page
 from hotcold.actors.kv_cache.prefix_file import FOLDER, PrefixFile
@@ -214,7 +214,7 @@ def test_a_disk_that_hangs_turns_the_file_off(
     store.reopen(ONE)
     save_all(store, {1: 1})
     for name in ("_LONGEST_LOAD_S", "_LONGEST_OPEN_S", "_LONGEST_SAVE_S"):
-        monkeypatch.setattr(kept_pages_module, name, 0.3)
+        monkeypatch.setattr(prefix_file, name, 0.3)
     pause, do = Pause(), getattr(os, call)
 
     def hang(*arguments: Any) -> Any:
