@@ -166,9 +166,7 @@ class AttentionService(Service):
             self._hot.prepare_prompts()
 
     def release(self) -> None:
-        """End the threads of hot neurons' matmul."""
-        if self._hot is not None:
-            self._hot.release()
+        """Nothing: no thread but the service's own serves requests."""
 
     def serve(self, thread: int, seen: int) -> int:
         """Run the loop of `numba_kernels.loops.attention_loop`, and the kernel of hot neurons.
@@ -198,10 +196,9 @@ class AttentionService(Service):
 
     def _is_for_hot(self) -> bool:
         request = self.buffers.requests[self.index]
-        few = request[NUM_TOKENS] <= self._scratch.normed.shape[1]
         if is_for_others(request, self.weights):
             return False
-        return self._hot is not None and request[OPERATION] == FFN and bool(few)
+        return self._hot is not None and request[OPERATION] in (FFN, COUNT_FFN)
 
     def _is_for_prompts(self) -> bool:
         request = self.buffers.requests[self.index]
@@ -244,14 +241,11 @@ class AttentionService(Service):
         )
 
     def answer_in_python(self) -> None:
-        """Hot neurons for many tokens."""
+        """No request is served here. Errors: ValueError, always."""
         operation = self.buffers.requests[self.index, OPERATION]
         if operation == ATTENTION:
             raise ValueError("prefill takes consecutive positions of one sequence")
-        if self._hot is not None and operation in (FFN, COUNT_FFN):
-            self._hot.answer_in_python()
-        else:
-            raise ValueError(f"{self.name} knows no operation {operation}")
+        raise ValueError(f"{self.name} knows no operation {operation}")
 
 
 def load_attention_service(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -33,7 +34,6 @@ from hotcold.numba_kernels.ffn_arrays import (
     TransposedArrays,
     most_rows,
 )
-from hotcold.numba_kernels.formats import is_quantized
 from hotcold.numba_kernels.load.convert import row_lengths
 from hotcold.numba_kernels.loops.mailbox import (
     COUNT_FFN,
@@ -43,19 +43,16 @@ from hotcold.numba_kernels.loops.mailbox import (
     NO_PROMPTS,
     NUM_COMPUTED,
     NUM_TOKENS,
-    NUM_UNWANTED,
-    NUM_UP,
     OPERATION,
     ROUND,
     SEND,
-    WEIGHS_BLOCKS,
-    decode_thresholds,
     is_for_others,
 )
 
 if TYPE_CHECKING:
-    from hotcold.actors.cpu.matmul import Matmul
-    from hotcold.numba_kernels.ffn.serve_prefill import PromptFfnScratch
+    from hotcold.numba_kernels.ffn.prompt_plan import PromptFfnScratch, PromptPredictors
+
+    Prompts = tuple[PromptFfnScratch, PromptPredictors | None]
 
 _Made = TypeVar("_Made", bound="CpuService")
 
@@ -65,8 +62,7 @@ class CpuService(Service):
 
     _scratch: FfnScratch
     _predictor_scratch: PredictorScratch | None = None
-    _prompt_scratch: PromptFfnScratch | None = None
-    _matmul: Matmul | None = None
+    _prompt_scratch: Prompts | None = None
 
     def __init__(
         self,
@@ -115,36 +111,24 @@ class CpuService(Service):
                 predictors, self.num_threads, num_tokens, most_rows(starts), width
             )
         self._buckets = NeuronBuckets(starts, self.buckets, sizes.astype(np.uint32))
-        # A compiled loop serves prompts: of one block, quantized, its down rows an output each.
-        is_dense = isinstance(self.source, TransposedArrays) and self.source.cuts.shape[1:2] == (1,)
-        self._loops_prompts = (
-            is_dense and predictors is None and all(map(is_quantized, self.weight_dtypes()))
-        )
         self._prompt_scratch, self._most_tokens = None, layout.max_tokens
 
-    def matmul(self) -> Matmul:
-        """What multiplies where no compiled loop does, made once a request needs it."""
-        if self._matmul is None:
-            from hotcold.actors.cpu.matmul import Matmul
-
-            self._matmul = Matmul(self.num_threads, self.thread_cores)
-        return self._matmul
-
-    def _prompts(self) -> PromptFfnScratch:
-        """Work space of the compiled loop for prompts, made at the first call, in any thread."""
-        from hotcold.numba_kernels.ffn.serve_prefill import new_prompt_ffn_scratch
-
-        assert isinstance(self.arrays, TransposedArrays)
+    def prompts(self) -> Prompts:
+        """Work space for prompts, made at the first call, in any thread."""
         with self._making:
             if self._prompt_scratch is None:
-                self._prompt_scratch = new_prompt_ffn_scratch(
-                    self.num_threads,
-                    self._most_tokens,
-                    most_rows(self.arrays.starts),
-                    self.buffers.hidden.shape[1],
-                    self.arrays.cuts.shape[2],
-                )
+                self._prompt_scratch = self.new_prompts(self.num_threads, self._most_tokens)
             return self._prompt_scratch
+
+    def new_prompts(self, num_threads: int, num_tokens: int) -> Prompts:
+        """Work space for prompts of so many tokens, and experts' predictors with theirs."""
+        from hotcold.actors.cpu.matmul import ffn_scratch, predictor_scratch
+
+        sizes = num_threads, num_tokens, self.buffers.hidden.shape[1]
+        return (
+            ffn_scratch(self.arrays, *sizes),
+            predictor_scratch(self.predictors, self.arrays.starts, *sizes),
+        )
 
     def weight_dtypes(self) -> tuple[np.dtype, ...]:
         """The dtypes of its matrices; down may be in two."""
@@ -170,39 +154,34 @@ class CpuService(Service):
 
     def prepare_prompts(self) -> None:
         """Compile the kernels of prompts."""
-        if self._loops_prompts:
-            self._serve_prompts(0, NO_NUMBER, NO_PROMPTS)
-        else:
-            from hotcold.actors.cpu.prefill_ffn import compile_prompt_ffn
-
-            compile_prompt_ffn(self.arrays, self.function)
+        self._serve_prompts(0, NO_NUMBER, NO_PROMPTS)
 
     def release(self) -> None:
-        """End the threads of the matmul."""
-        if self._matmul is not None:
-            self._matmul.close()
-            self._matmul = None
+        """Nothing: no thread but the service's own serves requests."""
 
     def serve(self, thread: int, seen: int) -> int:
         """Run `serve_ffn`, and while there are prompts their loop."""
         while True:
-            number = self._serve_few(thread, seen)
-            if number == 0 or not self._is_for_prompts():
+            number = self.serve_few(thread, seen)
+            if number == 0 or not self.is_for_prompts():
                 return number
             number = self._serve_prompts(thread, number - 1, self._scratch.sums.shape[1])
             if number == 0:
                 return number
             seen = number - 1  # it has yet to be served
 
-    def _is_for_prompts(self) -> bool:
+    def is_for_prompts(self) -> bool:
+        """Whether the request in the mailbox is for the loop of prompts."""
         request = self.buffers.requests[self.index]
-        if not self._loops_prompts or is_for_others(request, self.weights):
+        if is_for_others(request, self.weights):
             return False
-        return bool(request[OPERATION] == FFN and request[NUM_TOKENS] > self._scratch.sums.shape[1])
+        is_long = request[NUM_TOKENS] > self._scratch.sums.shape[1]
+        return bool(request[OPERATION] == COUNT_FFN or (request[OPERATION] == FFN and is_long))
 
     def _serve_prompts(self, thread: int, seen: int, most_tokens: int) -> int:
         from hotcold.numba_kernels.ffn.serve_prefill import serve_prompt_ffn
 
+        scratch, predictors = self.prompts()
         return int(
             serve_prompt_ffn(
                 thread,
@@ -212,13 +191,16 @@ class CpuService(Service):
                 self.weights,
                 most_tokens,
                 self.buffers,
-                self.source,
-                self._prompts(),
+                self.arrays,
+                predictors,
+                self.fired_counts,
+                scratch,
                 self.function,
             )
         )
 
-    def _serve_few(self, thread: int, seen: int) -> int:
+    def serve_few(self, thread: int, seen: int) -> int:
+        """Run `serve_ffn`."""
         return int(
             serve_ffn(
                 thread,
@@ -238,6 +220,22 @@ class CpuService(Service):
 
     def answer_share(self, thread: int) -> None:
         """Do one thread's share of the FFN request in the mailbox; every thread must do its own."""
+        if self.is_for_prompts():
+            from hotcold.numba_kernels.ffn.serve_prefill import prompt_ffn_request
+
+            scratch, predictors = self.prompts()
+            prompt_ffn_request(
+                thread,
+                self.num_threads,
+                self.index,
+                self.buffers,
+                self.arrays,
+                predictors,
+                self.fired_counts,
+                scratch,
+                self.function,
+            )
+            return
         ffn_request(
             thread,
             self.num_threads,
@@ -252,65 +250,27 @@ class CpuService(Service):
         )
 
     def answer_in_python(self) -> None:
-        """Answer a request for the FFN of many tokens, a count, or neurons for a GPU."""
+        """Answer a request for neurons for a GPU."""
         request = self.buffers.requests[self.index]
-        if request[OPERATION] == SEND:
-            self._send(int(request[LAYER]), int(request[ROUND]))
-            return
-        if request[OPERATION] not in (FFN, COUNT_FFN):
+        if request[OPERATION] != SEND:
             raise ValueError(f"{self.name} knows no operation {request[OPERATION]}")
-        from hotcold.actors.cpu.prefill_ffn import LayerPredictors, prompt_ffn
+        self._send(int(request[LAYER]), int(request[ROUND]))
 
-        layer, num_tokens = int(request[LAYER]), int(request[NUM_TOKENS])
-        arrays, index = self.layer_arrays(layer)
-        wanted = slice(int(request[NUM_UNWANTED]), num_tokens)
-        x = self.buffers.ffn_input[wanted]
-        partial = self.buffers.partials[self.index, wanted]
-        first, last = self._rows(layer)
-        counts = self.fired_counts[first:last] if request[OPERATION] == COUNT_FFN else None
-        prompt_ffn(
-            self.matmul(),
-            arrays,
-            index,
-            x,
-            self.function,
-            partial,
-            self.buffers.more_partials[self.index][:, wanted.start :],
-            skip_silent=bool(decode_thresholds.py_func(request).gate >= 0),
-            counts=counts,
-            await_up_down=self.await_up_down,
-            block_weights=self.prompt_weights(),
-            firsts=self.block_firsts(layer),
-            predictors=None if self.predictors is None else LayerPredictors(self.predictors, layer),
-        )
-        self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = last - first
+    def together(self, call: Callable[[int], object]) -> None:
+        """Call it with each thread's number, in threads side by side. Errors: of a call."""
+        with ThreadPoolExecutor(self.num_threads) as pool:
+            for _ in pool.map(call, range(self.num_threads)):
+                pass
 
-    def _rows(self, layer: int) -> tuple[int, int]:
+    def rows_of(self, layer: int) -> tuple[int, int]:
         """First and last row of a layer."""
         return int(self.arrays.starts[layer, 0]), int(self.arrays.starts[layer, -1])
-
-    def prompt_weights(self) -> np.ndarray:
-        """The weights of blocks for the request's wanted tokens (T, B); (0, B) without any."""
-        request = self.buffers.requests[self.index]
-        num_tokens, first = int(request[NUM_TOKENS]), int(request[NUM_UNWANTED])
-        return self.buffers.block_weights[first : num_tokens if request[WEIGHS_BLOCKS] else first]
-
-    def block_firsts(self, layer: int) -> np.ndarray | None:
-        """Where the layer's blocks begin in rows of `layer_arrays` that are in slots; else None."""
-        return None
-
-    def layer_arrays(self, layer: int) -> tuple[FfnArrays | TransposedArrays, int]:
-        """Arrays with all neurons of the layer, and which of their layers it is."""
-        return self.arrays, layer
-
-    def await_up_down(self) -> None:
-        """Return when up and down rows of `layer_arrays` are loaded. Errors: ServiceError."""
 
     def _send(self, layer: int, number: int) -> None:
         """Copy the neurons of a round into the arena; the reply says how many rounds there are."""
         arrays = self.arrays
         assert isinstance(arrays, FfnArrays), "only services with neuron-major rows send to a GPU"
-        begin, end = self._rows(layer)
+        begin, end = self.rows_of(layer)
         bundle = BundleLayout.of(
             arrays.gate,
             arrays.up,
@@ -331,8 +291,7 @@ class CpuService(Service):
                     own = source[begin + first : begin + last][part]
                     rows[part] = own.reshape(rows[part].shape).view(rows.dtype)
 
-        with (matmul := self.matmul()).at_once():
-            matmul.then(copy)
+        self.together(copy)
         write_count(place, last - first)
         self.buffers.replies[self.index, NUM_COMPUTED] = bundle.rounds(end - begin)
 

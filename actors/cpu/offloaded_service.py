@@ -1,8 +1,10 @@
 """The CPU service of a model larger than memory: neurons are read from storage when needed."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,9 +26,25 @@ from hotcold.model.weights.ffn import load_ffn_biases
 from hotcold.model.weights.tensor_reader import OnBytes
 from hotcold.numba_kernels.decode.activations import Activation
 from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, FfnArrays, TransposedArrays
-from hotcold.numba_kernels.loops.mailbox import LAYER, NEXT_LAYER
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.loops.mailbox import (
+    CELLS_A_SERVICE,
+    COUNT_FFN,
+    LAYER,
+    NEXT_LAYER,
+    NUM_COMPUTED,
+    NUM_TOKENS,
+    NUM_UNWANTED,
+    NUM_UP,
+    OPERATION,
+    WEIGHS_BLOCKS,
+    decode_thresholds,
+)
 from hotcold.predictors.predictor_file import read_predictors
 from hotcold.predictors.read_ahead import shard_predictors
+
+if TYPE_CHECKING:
+    from hotcold.actors.cpu.cpu_service import Prompts
 
 
 class _StoredService(CpuService):
@@ -52,12 +70,85 @@ class _StoredService(CpuService):
     def request_ahead(self, layer: int) -> None:
         """Start to read what prompts need of a layer."""
 
+    @abstractmethod
+    def prompt_rows(
+        self, layer: int, weights: np.ndarray
+    ) -> tuple[FfnArrays | TransposedArrays, int, np.ndarray]:
+        """Arrays with all that a prompt needs of a layer, as which layer of theirs.
+
+        And the first rows of its blocks (B,) int64. Up and down rows may still be in flight until
+        `await_up_down` returns. weights: of blocks, as in `Selection`.
+        Errors:  ServiceError
+        """
+
+    def await_up_down(self) -> None:
+        """Return when up and down rows of `prompt_rows` are loaded. Errors: ServiceError."""
+
+    def serve(self, thread: int, seen: int) -> int:
+        """Run `serve_ffn`: prompts are left to Python, which awaits what they need."""
+        return self.serve_few(thread, seen)
+
+    def prepare_prompts(self) -> None:
+        """Compile the kernels of prompts: for no tokens."""
+        nothing = slice(0, 0)
+        weights, counts = self.buffers.block_weights[nothing], self.fired_counts[nothing]
+        firsts = self.arrays.starts[0, :-1]
+        prompts = self.new_prompts(self.num_threads, 1)  # others may be in use
+        self._compute(nothing, (self.arrays, 0, firsts), weights, True, counts, prompts)
+
     def answer_in_python(self) -> None:
-        """As `CpuService`; the next layer is read while attention computes the prompt."""
-        super().answer_in_python()
-        layer, following = self.buffers.requests[self.index, [LAYER, NEXT_LAYER]].tolist()
+        """A prompt; the next layer is read while attention computes it."""
+        request = self.buffers.requests[self.index]
+        if not self.is_for_prompts():
+            super().answer_in_python()
+            return
+        layer, following = request[[LAYER, NEXT_LAYER]].tolist()
+        wanted = slice(int(request[NUM_UNWANTED]), int(request[NUM_TOKENS]))
+        weighed = wanted if request[WEIGHS_BLOCKS] else slice(0, 0)
+        weights = self.buffers.block_weights[weighed]
+        first, last = self.rows_of(layer)
+        counts = self.fired_counts[first : last if request[OPERATION] == COUNT_FFN else first]
+        skips = bool(decode_thresholds.py_func(request).gate >= 0)
+        rows = self.prompt_rows(layer, weights)
+        self._compute(wanted, rows, weights, skips, counts, self.prompts())
+        self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = last - first
         if following not in (0, layer + 1):
             self.request_ahead(following - 1)
+
+    def _compute(
+        self,
+        wanted: slice,
+        rows: tuple[FfnArrays | TransposedArrays, int, np.ndarray],
+        weights: np.ndarray,
+        skips: bool,
+        counts: np.ndarray,
+        prompts: Prompts,
+    ) -> None:
+        """The FFN of the `wanted` tokens, over what `prompt_rows` returned."""
+        from hotcold.numba_kernels.ffn.prompt_ffn import multiplies_ups, prompt_gates, prompt_sums
+
+        (arrays, layer, firsts), buffers, waits = rows, self.buffers, skips or counts.size > 0
+        (scratch, predictors), num_threads = prompts, self.num_threads
+        x, cells = buffers.ffn_input[wanted], np.zeros(CELLS_A_SERVICE * INTS_A_CELL, np.int32)
+        out, more = buffers.partials[self.index, wanted], buffers.more_partials[self.index]
+
+        def gates(thread: int) -> None:
+            prompt_gates(
+                thread, num_threads, cells, 0, x, arrays, layer, firsts, weights, waits, predictors,
+                scratch, self.function,
+            )  # fmt: skip
+
+        def sums(thread: int) -> None:
+            prompt_sums(
+                thread, num_threads, cells, 0, x, arrays, layer, weights, skips, counts, scratch,
+                self.function, out, more[:, wanted.start :],
+            )  # fmt: skip
+
+        if multiplies_ups.py_func(self.function, waits):
+            self.await_up_down()
+        self.together(gates)
+        self.await_up_down()
+        self.together(sums)
 
     def explain(self, service: int) -> str:
         """Why the last read failed, if it did; else as `Service.explain`."""
@@ -84,20 +175,13 @@ class OffloadedCpuService(_StoredService):
         """Start to read all of a layer that is not in memory."""
         self.store.request_layer(layer)
 
-    def layer_arrays(self, layer: int) -> tuple[FfnArrays, int]:
-        """The layer alone, its gates read as far as they are not in memory. Errors: ServiceError.
-
-        Up and down rows may still be in flight until `await_up_down` returns.
-        """
-
-        def together(phase: Callable[[int], None]) -> None:
-            with (matmul := self.matmul()).at_once():
-                matmul.then(phase)
-
-        return self.store.layer_arrays(layer, together), 0
+    def prompt_rows(self, layer: int, weights: np.ndarray) -> tuple[FfnArrays, int, np.ndarray]:
+        """The layer alone, once its gates are in memory. Errors: ServiceError."""
+        arrays = self.store.layer_arrays(layer, self.together)
+        return arrays, 0, arrays.starts[0, :-1]
 
     def await_up_down(self) -> None:
-        """Return when up and down rows of `layer_arrays` are loaded. Errors: ServiceError."""
+        """Return when up and down rows of `prompt_rows` are loaded. Errors: ServiceError."""
         self.store.await_up_down()
 
 
@@ -122,21 +206,19 @@ class OffloadedExpertService(_StoredService):
         starts = self.arrays.starts[layer]
         return np.flatnonzero(np.diff(starts)).astype(np.int64)
 
-    def layer_arrays(self, layer: int) -> tuple[FfnArrays | TransposedArrays, int]:
+    def prompt_rows(
+        self, layer: int, weights: np.ndarray
+    ) -> tuple[FfnArrays | TransposedArrays, int, np.ndarray]:
         """All rows in memory, once those of the experts that a prompt's tokens chose are there.
 
         Errors:  ServiceError
         """
-        blocks, weights = self._blocks_of(layer), self.prompt_weights()
+        blocks = self._blocks_of(layer)
         if weights.shape[0]:
             blocks = blocks[(weights[:, blocks] != 0).any(axis=0)]
         self.store.request(layer, blocks)
         self.store.await_blocks(layer, blocks)
-        return self.arrays, layer
-
-    def block_firsts(self, layer: int) -> np.ndarray:
-        """Where the layer's blocks begin in the rows in memory."""
-        return self.store.block_firsts(layer)
+        return self.arrays, layer, self.store.block_firsts(layer)
 
 
 def load_offloaded_service(

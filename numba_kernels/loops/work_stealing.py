@@ -35,6 +35,17 @@ def next_block(counters, part):
 
 
 @njit(nogil=True, cache=True)
+def take_piece(counters, thread, num_threads, pieces):
+    """The next of num_threads * pieces pieces of work, or -1: first of those of this thread."""
+    for turn in range(num_threads):
+        part = (thread + turn) % num_threads
+        number = next_block(counters, part)
+        if number < pieces:
+            return part * pieces + number
+    return np.int64(-1)
+
+
+@njit(nogil=True, cache=True)
 def _rows_of(weights, num_bytes):
     return max(1, num_bytes // max(1, _UNIT * weights.shape[1] * weights.itemsize)) * _UNIT
 

@@ -10,17 +10,16 @@ import numpy as np
 from numba import types
 
 from hotcold.numba_kernels import block_rows as places_of_blocks
-from hotcold.numba_kernels.block_rows import (
-    BEGIN,
-    END,
-    IS_SECOND,
-    NUM_PLACE_NUMBERS,
-    ROW_ITEMS,
-    BlockRows,
-)
+from hotcold.numba_kernels.block_rows import BEGIN, END, ROW_ITEMS
 from hotcold.numba_kernels.compiler import by_types, njit
 
 block_matrix = njit(nogil=True, cache=True)(places_of_blocks.block_matrix)
+
+
+@njit(nogil=True, cache=True)
+def block_height(place):
+    """Rows of the matrix at a place of `block_rows`."""
+    return (place[END] - place[BEGIN]) // max(np.int64(1), place[ROW_ITEMS])
 
 
 class BlockTokens(NamedTuple):
@@ -79,89 +78,6 @@ class StripeSums(NamedTuple):
     out: np.ndarray
     more: np.ndarray
     steps: np.ndarray
-
-
-def every_token(num_tokens: int) -> BlockTokens:
-    """One block that all tokens chose."""
-    ids = np.arange(num_tokens, dtype=np.int64)
-    return BlockTokens(ids, np.array([0, num_tokens], np.int64), ids)
-
-
-def choices(
-    sizes: np.ndarray, num_tokens: int, weights: np.ndarray
-) -> tuple[BlockTokens, np.ndarray]:
-    """Which tokens chose which blocks, and with what weights (P,) float32.
-
-    Blocks of sizes[b] > 0 neurons are chosen where weights (T, B) float32 are not 0; with weights
-    (0, 0) by all tokens, and the result's are (0,).
-    """
-    order = np.arange(num_tokens, dtype=np.int64)
-    is_chosen = np.ones((sizes.size, num_tokens), bool)
-    if weights.size:
-        is_chosen = np.ascontiguousarray(weights.T != 0)
-    is_chosen[sizes == 0] = False
-    blocks, ids = map(np.ascontiguousarray, np.nonzero(is_chosen))  # one type for compiled code
-    starts = _starts(np.count_nonzero(is_chosen, axis=1))
-    chosen = weights[ids, blocks] if weights.size else np.empty(0, np.float32)
-    return BlockTokens(ids, starts, order), chosen
-
-
-def row_starts(tokens: BlockTokens, widths: np.ndarray) -> np.ndarray:
-    """Of `ChoiceRows` with rows of widths[b] numbers in block b."""
-    return _starts(np.diff(tokens.starts) * widths)
-
-
-class WeightBlocks(NamedTuple):
-    """Of each of B blocks a matrix, all in one format.
-
-    array (items,): the weights; places (B, 4) int64: where the matrices are, as in
-    `hotcold.numba_kernels.block_rows`; a block without rows has no items
-    """
-
-    array: np.ndarray
-    places: np.ndarray
-
-
-def weight_blocks(
-    matrix: np.ndarray, firsts: np.ndarray | None = None, heights: np.ndarray | None = None
-) -> WeightBlocks:
-    """Blocks of rows of a contiguous matrix: block b has heights[b] rows from firsts[b] on.
-
-    Without `firsts` it is one block.
-    """
-    if firsts is None or heights is None:
-        firsts, heights = np.zeros(1, np.int64), np.array([len(matrix)])
-    places = np.zeros((len(firsts), NUM_PLACE_NUMBERS), np.int64)
-    places[:, BEGIN] = firsts * matrix.shape[1] * (heights > 0)
-    places[:, END] = places[:, BEGIN] + heights * matrix.shape[1]
-    places[:, ROW_ITEMS] = matrix.shape[1]
-    return WeightBlocks(_flat(matrix), places)
-
-
-def layer_blocks(rows: BlockRows, layer: int) -> list[WeightBlocks]:
-    """A layer's blocks, once for each format that it has; those in the other one have no rows."""
-    found = []
-    for is_second, array in enumerate((rows.first, rows.second)):
-        places = rows.places[layer].copy()
-        places[places[:, IS_SECOND] != is_second, END] = 0
-        places[places[:, END] == 0, BEGIN] = 0
-        if places[:, END].any():
-            found.append(WeightBlocks(array, places))
-    return found
-
-
-def _flat(matrix: np.ndarray) -> np.ndarray:
-    """All numbers of a matrix, as a view. Errors: ValueError where it is not contiguous."""
-    if not matrix.flags.c_contiguous:
-        raise ValueError("a matrix is not contiguous")
-    return matrix.reshape(-1)
-
-
-Rows = np.ndarray | ChoiceRows | CutRows | StripeSums
-
-
-def _starts(counts: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
 def is_of(rows: Any, kind: type) -> bool:

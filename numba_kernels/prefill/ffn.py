@@ -6,7 +6,6 @@ second-level cache meanwhile. A choice is a token and a block that it chose (`bl
 part of a block is its neurons of a stripe (`decode.stripes`).
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +32,6 @@ from hotcold.numba_kernels.prefill.block_tokens import (
     CLEARS,
     LEVEL,
     MERGES,
-    BlockTokens,
     StripeSums,
     block_rows,
     choice_share,
@@ -43,7 +41,6 @@ from hotcold.numba_kernels.prefill.block_tokens import (
 )
 
 _ZERO = np.float32(0)
-Empty = Callable[..., np.ndarray]
 RUN = 256  # neurons, about; 256 KiB of a part of float16 rows
 
 
@@ -184,22 +181,21 @@ def scale_row(function, bias, first, factors, h):
 
 
 @njit(nogil=True, cache=True)
-def list_fired(h, firsts, tokens, first, last, fired):
-    """List the neurons of runs first..last-1 where h (`CutRows`) is not zero; no checks.
+def list_fired(h, firsts, tokens, run, fired):
+    """List the neurons of a run where h (`CutRows`) is not zero; no checks.
 
     firsts (S,) int64: first neurons of parts
     """
-    for run in range(first, last):
-        part, begin, end, place, of_starts = fired.runs[run]
-        ids, values, starts = fired.ids[place:], fired.values[place:], fired.starts[of_starts:]
-        found, offset, choice = 0, firsts[part], tokens.starts[part]
-        starts[0] = 0
-        for t in range(tokens.starts[part + 1] - choice):
-            own = cut_row(h, part, h.rows[choice + t])
-            for n in range(begin, end):
-                ids[found], values[found] = n, own[n - offset]
-                found += own[n - offset] != 0
-            starts[t + 1] = found
+    part, begin, end, place, of_starts = fired.runs[run]
+    ids, values, starts = fired.ids[place:], fired.values[place:], fired.starts[of_starts:]
+    found, offset, choice = 0, firsts[part], tokens.starts[part]
+    starts[0] = 0
+    for t in range(tokens.starts[part + 1] - choice):
+        own = cut_row(h, part, h.rows[choice + t])
+        for n in range(begin, end):
+            ids[found], values[found] = n, own[n - offset]
+            found += own[n - offset] != 0
+        starts[t + 1] = found
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -212,23 +208,20 @@ def _prefetch_share(matrix, run, first_part, last_part, turn, num_turns):
 
 
 @njit(nogil=True, cache=True)
-def prompt_up_kernel(up, bias, x, tokens, first, last, fired):
-    """values *= up[n] . x[t] + bias[n] for listed neurons of runs first..last-1; no checks.
+def prompt_up_kernel(up, bias, x, tokens, run, num_runs, fired):
+    """values *= up[n] . x[t] + bias[n] for listed neurons of a run; no checks.
 
     `x`, of all tokens, is what `quantize_activations` gave, bias (N,) or (0,)
     """
     parts = up.shape[1] * up.itemsize // 1024 + 1
-    for run in range(first, last):
-        block, _, _, place, of_starts = fired.runs[run]
-        ids, values, starts = fired.ids[place:], fired.values[place:], fired.starts[of_starts:]
-        choice = tokens.starts[block]
-        num_tokens = tokens.starts[block + 1] - choice
-        following = fired.runs[min(run + 1, last - 1)]
-        for i in range(num_tokens):
-            _prefetch_share(up, following, 0, parts, i, num_tokens)
-            _multiply_fired(
-                up, bias, x, tokens.ids[choice + i], ids, values, starts[i], starts[i + 1]
-            )
+    block, _, _, place, of_starts = fired.runs[run]
+    ids, values, starts = fired.ids[place:], fired.values[place:], fired.starts[of_starts:]
+    choice = tokens.starts[block]
+    num_tokens = tokens.starts[block + 1] - choice
+    following = fired.runs[min(run + 1, num_runs - 1)]
+    for i in range(num_tokens):
+        _prefetch_share(up, following, 0, parts, i, num_tokens)
+        _multiply_fired(up, bias, x, tokens.ids[choice + i], ids, values, starts[i], starts[i + 1])
 
 
 @njit(nogil=True, cache=True)
@@ -246,29 +239,32 @@ def _multiply_fired(up, bias, x, t, ids, values, i, end):
 
 
 @njit(nogil=True, cache=True)
-def prompt_down_kernel(down, tokens, fired, steps, left, first, last, sums, out):
+def prompt_down_kernel(
+    down, tokens, fired, steps, left, first_part, first_run, last_run, first, last, sums, out
+):  # fmt: skip
     """Sums over listed n of value * down[n], in a share of their parts of PART_COLUMNS columns.
 
-    Part p of token t is number p * T + t; the share is first..last-1. Sums are added up by stripes:
+    Over runs first_run..last_run-1, of parts of neurons from number first_part on. Part p of token
+    t is number p * T + t; the share is first..last-1. Sums are added up by stripes:
     in sums (H, T, PART_COLUMNS) float32, the thread's (rows a power of two apart would evict each
     other), as steps (S, 4) of `StripeSums` say; then those that are left over are added to `out`,
     `StripeSums`: row i of left (K, 4) int64 are steps of level i. A token's neurons are added in
     their order. Checks nothing.
     """
-    num_tokens, num_runs, width = out.out.shape[0], fired.runs.shape[0], out.out.shape[1]
+    num_tokens, width = out.out.shape[0], out.out.shape[1]
     for part in range(first // num_tokens, (last + num_tokens - 1) // num_tokens):
         first_token = max(first - part * num_tokens, 0)
         last_token = min(last - part * num_tokens, num_tokens)
         begin, end = part * PART_COLUMNS, min((part + 1) * PART_COLUMNS, width)
-        if num_runs > 0:  # else the shard has no neuron of the chosen blocks
-            _prefetch_share(down, fired.runs[0], part, part + 1, 0, 1)
-        own, run = StripeSums(sums[0], sums[1:], steps), 0
+        if first_run < last_run:  # else the shard has no neuron of the chosen blocks
+            _prefetch_share(down, fired.runs[first_run], part, part + 1, 0, 1)
+        own, run = StripeSums(sums[0], sums[1:], steps), first_run
         for s in range(steps.shape[0]):
             level = level_rows(own, steps[s, LEVEL])
             if steps[s, CLEARS]:
                 level[first_token:last_token] = 0
-            while run < num_runs and fired.runs[run, 0] == s:
-                _add_run(down, tokens, fired, run, part, first_token, last_token, level)
+            while run < last_run and fired.runs[run, 0] == first_part + s:
+                _add_run(down, tokens, fired, run, last_run, part, first_token, last_token, level)
                 run += 1
             merge_levels(
                 own, steps[s, LEVEL], steps[s, MERGES], first_token, last_token, 0, PART_COLUMNS
@@ -285,12 +281,12 @@ def prompt_down_kernel(down, tokens, fired, steps, left, first, last, sums, out)
 
 
 @njit(nogil=True, cache=True)
-def _add_run(down, tokens, fired, run, part, first_token, last_token, sums):
+def _add_run(down, tokens, fired, run, last_run, part, first_token, last_token, sums):
     block, _, _, place, of_starts = fired.runs[run]
     ids, values, starts = fired.ids[place:], fired.values[place:], fired.starts[of_starts:]
     of_block = tokens.ids[tokens.starts[block] : tokens.starts[block + 1]]
     first, last = np.searchsorted(of_block, first_token), np.searchsorted(of_block, last_token)
-    following = fired.runs[min(run + 1, fired.runs.shape[0] - 1)]
+    following = fired.runs[min(run + 1, last_run - 1)]
     for choice in range(first, last):
         t = of_block[choice]
         _prefetch_share(down, following, part, part + 1, choice - first, last - first)
@@ -305,43 +301,3 @@ def _add_run(down, tokens, fired, run, part, first_token, last_token, sums):
         while i < end:
             add_part1(sums, t, down, ids[i], values[i], part)
             i += 1
-
-
-def num_parts(width: int) -> int:
-    """Parts of `prompt_down_kernel`."""
-    return -(-width // PART_COLUMNS)
-
-
-def empty_fired(
-    tokens: BlockTokens, firsts: np.ndarray, sizes: np.ndarray, empty: Empty = np.empty
-) -> FiredNeurons:
-    """Space for the worst case, in uninitialized arrays empty(shape, dtype).
-
-    Part s has sizes[s] neurons from firsts[s] on.
-    """
-    counts = np.diff(tokens.starts)
-    of_block = np.where((counts > 0) & (sizes > 0), np.maximum(1, np.rint(sizes / RUN)), 0)
-    of_block = of_block.astype(np.int64)
-    blocks = np.repeat(np.arange(sizes.size), of_block)
-    number = np.arange(blocks.size) - np.repeat(np.cumsum(of_block) - of_block, of_block)
-    runs = np.empty((blocks.size, 5), np.int64)
-    runs[:, 0] = blocks
-    for place in (0, 1):
-        runs[:, 1 + place] = (sizes[blocks] * (number + place)) // of_block[blocks] + firsts[blocks]
-    lists, starts = counts[blocks] * (runs[:, 2] - runs[:, 1]), counts[blocks] + 1
-    runs[:, 3], runs[:, 4] = np.cumsum(lists) - lists, np.cumsum(starts) - starts
-    return FiredNeurons(
-        runs,
-        empty((int(lists.sum()),), np.int32),
-        empty((int(lists.sum()),), np.float32),
-        empty((int(starts.sum()),), np.int32),
-    )
-
-
-def run_shares(tokens: BlockTokens, fired: FiredNeurons, num_shares: int) -> np.ndarray:
-    """First run of each share and the end, (num_shares + 1,): alike in neurons times choices."""
-    counts = np.diff(tokens.starts)[fired.runs[:, 0]]
-    work = np.cumsum(counts * (fired.runs[:, 2] - fired.runs[:, 1]))
-    total = work[-1] if work.size else 0
-    inner = [np.searchsorted(work, total * share / num_shares) for share in range(1, num_shares)]
-    return np.array([0, *inner, work.size])

@@ -72,6 +72,14 @@ def unit_of(items):  # type: ignore[no-untyped-def]
 
 
 @by_types
+def stride_in(items, dtype_of):  # type: ignore[no-untyped-def]
+    """`row_stride` for compiled code."""
+    if dtype_of.dtype == types.uint32:
+        return lambda items, dtype_of: items | AMX_ITEMS
+    return lambda items, dtype_of: items
+
+
+@by_types
 def fill_items(matrix, row, first, last, out):  # type: ignore[no-untyped-def]
     """out = items first..last-1 of matrix[row], zeros beyond its end."""
 

@@ -1,7 +1,6 @@
 """Rows of any format times a prompt's tokens, shared by threads.
 
-Of one matrix by threads that are in a compiled loop, or of the blocks that tokens chose by threads
-that Python hands parts to. Products are those of `decode.rows`, `float_matmul` and `int16_matmul`.
+Of one matrix, or of the blocks that tokens chose. Products are those of `decode.rows`, `float_matmul` and `int16_matmul`.
 What tokens are multiplied as is the type of their work space, which `actors.cpu.matmul` chooses.
 """
 
@@ -16,11 +15,12 @@ from hotcold.numba_kernels.decode.vectors import QuantizedVectors, aligned_zeros
 from hotcold.numba_kernels.ir.int16_ir import GROUP_PAIRS
 from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.ir.vector_ir import quantize_vector
-from hotcold.numba_kernels.loops.work_stealing import next_block
+from hotcold.numba_kernels.loops.work_stealing import next_block, take_piece
 from hotcold.numba_kernels.prefill import float_matmul, int16_matmul
 from hotcold.numba_kernels.prefill.block_tokens import (
     adds_rows,
     begin_sums,
+    block_height,
     block_matrix,
     block_rows,
     end_sums,
@@ -36,6 +36,7 @@ from hotcold.numba_kernels.prefill.float_tiles import (
     stop_tiles,
 )
 
+num_groups_of = float_matmul.num_groups_of
 _pack_items, _multiply_items = float_matmul.pack_groups, float_matmul.multiply_rows
 _pack_pairs, _multiply_pairs = int16_matmul.pack_groups, int16_matmul.multiply_rows
 Zeros = Callable[..., np.ndarray]  # of a shape and a dtype
@@ -45,6 +46,7 @@ Zeros = Callable[..., np.ndarray]  # of a shape and a dtype
 AMX, BFLOAT16, FLOAT32, INT16, QUANTIZED = np.uint32, np.int32, np.float32, np.int16, np.int8
 TOKENS_AT_ONCE = 128  # whose vectors stay in a core's second-level cache while rows pass by
 ROWS = 8  # a thread has whole ones: as many as some tile takes side by side
+_MOST_PIECES, _LEAST_ROWS = 4, 96  # of a thread's part of blocks' rows, and rows of a piece
 SUM_ROWS = 192  # of products that are added to rows of tokens, panel by panel
 
 
@@ -82,6 +84,17 @@ def new_tokens(kind: type, num_threads: int, num_tokens: int, width: int) -> Tok
     return token_space(kind, num_threads, whole * token_items(kind, width), whole, aligned_zeros)
 
 
+def block_space(
+    kind: type, num_threads: int, num_tokens: int, num_blocks: int, width: int
+) -> Tokens:
+    """`new_tokens` for so many blocks that all tokens may have chosen."""
+    if kind is QUANTIZED:
+        return new_tokens(kind, num_threads, num_tokens * num_blocks, width)
+    whole = -(-num_tokens // LANES) * LANES
+    items = num_blocks * whole * token_items(kind, width)
+    return token_space(kind, num_threads, items, whole, aligned_zeros)
+
+
 def token_items(kind: type, width: Count) -> Count:
     """Items of a token of `width` numbers, of any kind but QUANTIZED."""
     if kind is INT16:
@@ -107,6 +120,26 @@ def token_space(
         zeros((num_threads, BUFFER_ITEMS), kind),
         zeros((num_threads, MAX_SUMS * num_tokens), np.float32),
         order,
+    )
+
+
+@by_types
+def space_of(tokens, count, width):  # type: ignore[no-untyped-def]
+    """Where what follows `count` tokens of `width` numbers begins in `tokens`; for compiled code.
+
+    In items, of QUANTIZED in vectors.
+    """
+
+    def pairs(tokens, count, width):  # type: ignore[no-untyped-def]
+        parts = (width + 2 * GROUP_PAIRS - 1) // (2 * GROUP_PAIRS)
+        return num_groups_of(count) * LANES * parts * GROUP_PAIRS
+
+    if is_of(tokens, QuantizedVectors):
+        return lambda tokens, count, width: count
+    if is_of(tokens, Int16Tokens):
+        return pairs
+    return lambda tokens, count, width: (
+        num_groups_of(count) * LANES * items_in(width, tokens.packed)
     )
 
 
@@ -269,6 +302,27 @@ def _add_panel(sums, out, ids, first, last):
 
 
 @by_types
+def vectors_of(weights, x, tokens):  # type: ignore[no-untyped-def]
+    """What kernels multiply single rows of `weights` with: x, or its vectors in `tokens`."""
+    if is_of(tokens, QuantizedVectors):
+        return lambda weights, x, tokens: tokens
+    return lambda weights, x, tokens: x
+
+
+@by_types
+def prepare_vectors(weights, x, thread, num_threads, tokens):  # type: ignore[no-untyped-def]
+    """A thread's share of `vectors_of` all tokens."""
+
+    def quantized(weights, x, thread, num_threads, tokens):  # type: ignore[no-untyped-def]
+        first, last = split_range(x.shape[0], thread, num_threads, 1)
+        prepare_tokens(weights, x, first, last, tokens, thread)
+
+    if is_of(tokens, QuantizedVectors):
+        return quantized
+    return lambda weights, x, thread, num_threads, tokens: None
+
+
+@by_types
 def _begin_tiles(tokens):  # type: ignore[no-untyped-def]
     if is_of(tokens, FloatTokens):
         return lambda tokens: start_tiles(tokens.packed)
@@ -385,7 +439,8 @@ def multiply_blocks(weights, places, choices, tokens, starts, out, buffer, part,
 
     out[t, n] = weights[n] . x[t] of row n and choice t of a block; of `StripeSums` they are added
     up.
-    weights, places: `WeightBlocks`; out: see `block_rows`; the rest as in `prepare_blocks`
+    weights (items,), places (B, 4): each block's matrix (`hotcold.numba_kernels.block_rows`)
+    out: see `block_rows`; the rest as in `prepare_blocks`
     """
     _begin_tiles(tokens)
     for b in range(starts.shape[0] - 1):
@@ -399,3 +454,26 @@ def multiply_blocks(weights, places, choices, tokens, starts, out, buffer, part,
             _put_some(matrix, of_block, buffer, own, ids, adds_rows(out, b), first, last)
         end_sums(out, b, 0, own.shape[0], first, last)
     _end_tiles(tokens)
+
+
+@njit(nogil=True, cache=True)
+def num_pieces(places, out, num_threads):
+    """Into how many pieces of blocks' rows a thread's part is cut."""
+    height = np.int64(0)
+    for b in range(places.shape[0]):
+        height = max(height, block_height(places[b]))
+    return max(1, min(_MOST_PIECES, num_outputs(out, height) // (num_threads * _LEAST_ROWS)))
+
+
+@njit(nogil=True, cache=True)
+def share_blocks(
+    counters, thread, num_threads, weights, places, choices, tokens, starts, out
+):  # fmt: skip
+    """`multiply_blocks` of the pieces that this thread takes."""
+    pieces = num_pieces(places, out, num_threads)
+    piece = take_piece(counters, thread, num_threads, pieces)
+    while piece >= 0:
+        multiply_blocks(
+            weights, places, choices, tokens, starts, out, thread, piece, num_threads * pieces
+        )
+        piece = take_piece(counters, thread, num_threads, pieces)

@@ -315,7 +315,9 @@ def test_a_failed_chunk_ends_its_own_request(tiny: Tiny, monkeypatch: pytest.Mon
         def fail(*arguments: object) -> None:
             raise MemoryError("no room")
 
-        monkeypatch.setattr(system.services[1].matmul(), "combine", fail)  # type: ignore[attr-defined]
+        service = system.services[1]
+        monkeypatch.setattr(service, "is_for_prompts", lambda: False)  # they are left to Python
+        monkeypatch.setattr(service, "answer_in_python", fail)
         going = start(driver, greedy([3], 200))
         error = start(driver, greedy([1] * 100, 9)).end()
         assert isinstance(error, RequestError) and "no room" in str(error)

@@ -2,48 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from hotcold.actors.cpu.matmul import Matmul
-from hotcold.actors.cpu.prefill_ffn import LayerPredictors, prompt_ffn
+from hotcold.actors.cpu.matmul import ffn_scratch, predictor_scratch
 from hotcold.model.config.activations import SPARSE_ACTIVATION_FNS
 from hotcold.numba_kernels.checks import ACTIVATION_CODES
 from hotcold.numba_kernels.decode.activations import activation, not_zero
 from hotcold.numba_kernels.decode.selection import EVERYTHING, NO_WEIGHTS
+from hotcold.numba_kernels.ffn.prompt_ffn import multiplies_ups, prompt_gates, prompt_sums
 from hotcold.numba_kernels.ffn_arrays import (
     ExpertPredictors,
     starts_of,
 )
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
+from hotcold.numba_kernels.loops.mailbox import CELLS_A_SERVICE
 from tests.kernels.arrays import BITS, random_floats
 from tests.kernels.neurons import Matrix, Neurons, Source, block_rows, factors
 from tests.kernels.quantized_rows import KINDS, SUMMED
 
 pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.sweep]
+NO_COUNTS = np.empty(0, np.int64)
 LIMITS = {"fatrelu": 0.5, "clamped_silu": 1.0}
 SOURCES = [f"rows {kind}" for kind in (*BITS, *SUMMED)] + [f"transposed {kind}" for kind in KINDS]
 # Experts, one of them not in the shard, and a shared one; ranks of their predictors, if they have.
 SIZES, RANKS = np.array([[256, 256, 0, 256, 768]]), np.array([[128, 256, 0, 384, 0]])
 
 
-@pytest.fixture(scope="module")
-def matmul() -> Iterator[Matmul]:
-    made = Matmul(2)
-    yield made
-    made.close()
-
-
 def output(
-    matmul: Matmul, source: Source, name: str, x: np.ndarray, weights: np.ndarray, **options: Any
+    source: Source,
+    name: str,
+    x: np.ndarray,
+    weights: np.ndarray,
+    *,
+    skips: bool = True,
+    counts: np.ndarray = NO_COUNTS,
+    of_model: ExpertPredictors | None = None,
+    await_up_down: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
-    """Of the last layer."""
+    """Of the last layer, by two threads."""
     out = np.full((len(x), source.width), np.nan, np.float32)
     function = activation(name, LIMITS.get(name, 0.0))
-    options = {"skip_silent": True, "block_weights": weights, **options}
-    prompt_ffn(matmul, source.rows, len(source.starts) - 1, x, function, out, **options)
+    arrays, layer, waits = source.rows, len(source.starts) - 1, skips or counts.size > 0
+    cells = np.zeros(CELLS_A_SERVICE * INTS_A_CELL, np.int32)
+    scratch = ffn_scratch(arrays, 2, len(x), source.width)
+    predictors = predictor_scratch(of_model, arrays.starts, 2, len(x), source.width)
+    firsts = arrays.starts[layer, :-1]
+    more = np.empty((0, *out.shape), np.float32)
+
+    def gates(thread: int) -> None:
+        prompt_gates(
+            thread, 2, cells, 0, x, arrays, layer, firsts, weights, waits, predictors, scratch,
+            function,
+        )  # fmt: skip
+
+    def sums(thread: int) -> None:
+        prompt_sums(
+            thread, 2, cells, 0, x, arrays, layer, weights, skips, counts, scratch, function, out,
+            more,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(2) as pool:
+        if multiplies_ups.py_func(function, waits):
+            await_up_down()
+        list(pool.map(gates, range(2)))
+        await_up_down()
+        list(pool.map(sums, range(2)))
     return out
 
 
@@ -60,7 +87,7 @@ def routed(rng: np.random.Generator, num_tokens: int, num_blocks: int) -> np.nda
 @pytest.mark.sweep(seed=[0])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("source", SOURCES)
-def test_random_layers(matmul: Matmul, source: str, seed: int) -> None:
+def test_random_layers(source: str, seed: int) -> None:
     """Right in float64; a token has the same bits whatever others there are.
 
     Hardly any neuron fires, most do, or few for some tokens: neurons go one by one or as matmuls.
@@ -85,7 +112,7 @@ def test_random_layers(matmul: Matmul, source: str, seed: int) -> None:
             unread = ~(factors(selection, neurons.starts, num_tokens) != 0).any(axis=0)
             neurons = neurons.poison(unread, unread, unread)
         own, counts = neurons.stacked(), np.zeros(number, np.int64)
-        together = output(matmul, own, name, x, weights, counts=counts)
+        together = output(own, name, x, weights, counts=counts)
         scale = np.abs(neurons.limits(wide, selection, name))
         rounding = 4e-6 if kind == "f32" else 0.01
         assert (np.abs(together - exact) <= rounding * scale + 1e-5).all(), (turn, name)
@@ -94,12 +121,12 @@ def test_random_layers(matmul: Matmul, source: str, seed: int) -> None:
         ids = np.arange(num_tokens)
         for company in (ids[:1], ids[-1:], ids[[3, 5]], ids[::7], ids[::3], ids[::-1]):
             some = weights[company] if weights.size else weights
-            found = output(matmul, own, name, x[company], some)
+            found = output(own, name, x[company], some)
             assert found.tobytes() == together[company].tobytes(), (turn, name)
 
 
 @pytest.mark.parametrize("kind", ["f32", "q8"])
-def test_predictors_say_which_neurons_count(matmul: Matmul, kind: str) -> None:
+def test_predictors_say_which_neurons_count(kind: str) -> None:
     rng, starts = np.random.default_rng(1), np.concatenate([[0], np.cumsum(SIZES)])
     gate, up, down = (Matrix.random(seed, kind, int(starts[-1]), 256) for seed in range(3))
     none = np.empty(0, np.float32)
@@ -119,11 +146,8 @@ def test_predictors_say_which_neurons_count(matmul: Matmul, kind: str) -> None:
     x, weights = random_floats(7, 300, 256), routed(rng, 300, 5)
     arrays = neurons.stacked().rows
     arrays = arrays._replace(starts=arrays.starts[1:], down_bias=arrays.down_bias[1:])
-    source, given = (
-        Source(arrays, arrays.starts, 256),
-        {"predictors": LayerPredictors(predictors, 0)},
-    )
-    together = output(matmul, source, "drelu", x, weights, **given)
+    source = Source(arrays, arrays.starts, 256)
+    together = output(source, "drelu", x, weights, of_model=predictors)
     wide, selection = x.astype(np.float64), EVERYTHING._replace(block_weights=weights)
     h, *_ = neurons.selected(wide, selection, "drelu", 0.0, not_zero("drelu"))
     everything = h @ neurons.down_weights
@@ -136,16 +160,12 @@ def test_predictors_say_which_neurons_count(matmul: Matmul, kind: str) -> None:
     assert np.median(error) < (1e-6 if kind == "f32" else 0.03) * np.abs(exact).max()
     assert np.median(np.abs(together - everything).max(axis=1)) > 0.1 * np.abs(exact).max()
     for company in ([0], [299], [3, 5], np.arange(40, 200)):
-        found = output(matmul, source, "drelu", x[company], weights[company], **given)
+        found = output(source, "drelu", x[company], weights[company], of_model=predictors)
         assert found.tobytes() == together[company].tobytes()
 
 
-@pytest.mark.parametrize(
-    ("name", "skip_silent"), [("relu", True), ("relu", False), ("drelu", True)]
-)
-def test_up_and_down_rows_are_read_once_they_are_loaded(
-    matmul: Matmul, name: str, skip_silent: bool
-) -> None:
+@pytest.mark.parametrize(("name", "skips"), [("relu", True), ("relu", False), ("drelu", True)])
+def test_up_and_down_rows_are_read_once_they_are_loaded(name: str, skips: bool) -> None:
     neurons = Neurons.random(np.random.default_rng(3), "f32", False)
     neurons.up = Matrix.random(5, "f32", *neurons.gate.weights.shape)
     neurons.up_bias = np.empty(0, np.float32)
@@ -157,9 +177,7 @@ def test_up_and_down_rows_are_read_once_they_are_loaded(
     def await_up_down() -> None:
         late[0][:], late[1][:] = rows.up, rows.down
 
-    expected = output(matmul, source, name, x, NO_WEIGHTS, skip_silent=skip_silent)
+    expected = output(source, name, x, NO_WEIGHTS, skips=skips)
     assert np.abs(expected).max() > 1
-    found = output(
-        matmul, without, name, x, NO_WEIGHTS, skip_silent=skip_silent, await_up_down=await_up_down
-    )
+    found = output(without, name, x, NO_WEIGHTS, skips=skips, await_up_down=await_up_down)
     np.testing.assert_array_equal(found, expected)

@@ -170,9 +170,7 @@ def test_long_prompts_are_prepared_for_when_idle(tiny: Tiny) -> None:
     with System.start(config) as system:
 
         def is_prepared(service: Any) -> bool:
-            from hotcold.numba_kernels.prefill.ffn import activate_kernel  # that process's own
-
-            return bool(service._prompt_scratch or activate_kernel.signatures)
+            return bool(service._prompt_scratch)
 
         def of_services(function: Callable[[Any], Any]) -> list[Any]:
             handles = system._driver.__ray_call__.remote(

@@ -39,7 +39,7 @@ from hotcold.numba_kernels.ir.vector_ir import dot_ahead
 from hotcold.numba_kernels.prefill.shared_rows import FLOAT32
 from tests.kernels.arrays import random_bits, random_floats
 from tests.kernels.prefill_texts import a_text, attend
-from tests.kernels.products import combine, in_turn, linear
+from tests.kernels.products import Products, combine, linear
 from tests.kernels.quantized_rows import (
     IN_BLOCKS,
     LIMITS,
@@ -137,16 +137,16 @@ def results(kind: str) -> dict[str, np.ndarray]:
 
 def _prompt_products(gate: np.ndarray, down: np.ndarray) -> dict[str, np.ndarray]:
     """Of a prompt's tokens, and of some alone: h @ down and, of float rows, x @ gate.T; float32."""
-    matmul, found = in_turn(FLOAT32, 1), {}
+    products, found = Products(FLOAT32, 1), {}
     width = row_width(down.dtype, down.shape[1])
     for tokens in (range(PROMPT_TOKENS), PROMPT_PART):
         h = random_floats(PROMPT_TOKENS, PROMPT_TOKENS, NUM_ROWS)[tokens]
         found[f"combine{len(h)}"] = np.empty((len(h), width), np.float32)
-        combine(matmul, h, down, found[f"combine{len(h)}"])
+        combine(products, h, down, found[f"combine{len(h)}"])
         if not is_quantized(gate.dtype):
             x = random_floats(PROMPT_TOKENS, PROMPT_TOKENS, width)[tokens]
             found[f"linear{len(x)}"] = np.empty((len(x), NUM_ROWS), np.float32)
-            linear(matmul, x, gate, found[f"linear{len(x)}"])
+            linear(products, x, gate, found[f"linear{len(x)}"])
     return found
 
 

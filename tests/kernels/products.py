@@ -1,39 +1,78 @@
 """Products of plain matrices as one block, of one kind of numbers."""
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
-from hotcold.actors.cpu.matmul import BlockProducts
-from hotcold.numba_kernels.prefill.block_tokens import (
-    ChoiceRows,
-    CutRows,
-    StripeSums,
-    every_token,
-    weight_blocks,
+from hotcold.numba_kernels.block_rows import NUM_PLACE_NUMBERS
+from hotcold.numba_kernels.decode.vectors import aligned_zeros
+from hotcold.numba_kernels.prefill.block_tokens import BlockTokens, ChoiceRows, CutRows, StripeSums
+from hotcold.numba_kernels.prefill.float_items import num_items, row_stride, row_unit
+from hotcold.numba_kernels.prefill.float_matmul import combine_kernel, pack_rows_kernel
+from hotcold.numba_kernels.prefill.shared_rows import (
+    QUANTIZED,
+    multiply_blocks,
+    new_tokens,
+    prepare_blocks,
+    token_space,
 )
 
 
-def in_turn(kind: type, num_threads: int) -> BlockProducts:
-    """Products of that kind, with threads that are played one after the other."""
+class Products(NamedTuple):
+    """Of a kind, by threads that are played one after the other."""
 
-    def each_thread(phase: Callable[[int], None]) -> None:
-        for thread in range(num_threads):
-            phase(thread)
-
-    return BlockProducts(kind, num_threads, each_thread)
+    kind: type
+    num_threads: int
 
 
-def linear(matmul: BlockProducts, x: np.ndarray, weights: np.ndarray, out: np.ndarray) -> None:
+def linear(products: Products, x: np.ndarray, weights: np.ndarray, out: np.ndarray) -> None:
     """out = x @ weights.T."""
-    blocks, rows = weight_blocks(weights), ChoiceRows(out.reshape(-1), np.array([0, out.size]))
-    matmul.linear(matmul.operand(x, blocks, every_token(len(x))), blocks, rows)
+    num_tokens, width = x.shape
+    tokens = new_tokens(products.kind, products.num_threads, num_tokens, width)
+    end = num_tokens if products.kind is QUANTIZED else tokens[0].size
+    choices, starts = _every_token(num_tokens), np.array([0, end])
+    rows = ChoiceRows(out.reshape(-1), np.array([0, out.size]))
+    flat, places = _block(weights)
+    for thread in range(products.num_threads):
+        prepare_blocks(flat, x, choices, tokens, starts, thread, thread, products.num_threads)
+    for thread in range(products.num_threads):
+        multiply_blocks(
+            flat, places, choices, tokens, starts, rows, thread, thread, products.num_threads
+        )
 
 
-def combine(matmul: BlockProducts, h: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
+def combine(products: Products, h: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
     """out = h @ rows."""
-    count, width = h.shape
-    ends, columns, step = np.array([0, h.size]), np.array([[0, width]]), np.array([[0, 0, 1, 0]])
-    of_tokens = CutRows(h.reshape(-1), ends, columns[0, 1:], columns, np.arange(count))
+    (count, width), unit = h.shape, row_unit(products.kind)
+    columns, step = np.array([[0, width]]), np.array([[0, 0, 1, 0]])
+    of_tokens = CutRows(
+        h.reshape(-1), np.array([0, h.size]), columns[0, 1:], columns, np.arange(count)
+    )
+    stride = int(row_stride(np.array(num_items(width, products.kind)), products.kind))
+    space = token_space(
+        products.kind, products.num_threads, (count + unit) * stride, count + unit, aligned_zeros
+    )
+    packed, buffers, all_sums, _ = space
+    choices, starts = _every_token(count), np.array([0, count * stride])
     sums = StripeSums(out, np.empty((0, *out.shape), np.float32), step)
-    matmul.combine(of_tokens, every_token(count), weight_blocks(rows), sums)
+    flat, places = _block(rows)
+    for thread in range(products.num_threads):
+        pack_rows_kernel(of_tokens, choices, packed, starts, thread, products.num_threads)
+    for thread in range(products.num_threads):
+        combine_kernel(
+            flat, places, choices, packed, starts, buffers[thread], all_sums[thread], sums,
+            thread, products.num_threads,
+        )  # fmt: skip
+
+
+def _every_token(num_tokens: int) -> BlockTokens:
+    """One block that all tokens chose."""
+    ids = np.arange(num_tokens, dtype=np.int64)
+    return BlockTokens(ids, np.array([0, num_tokens]), ids)
+
+
+def _block(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A matrix's items, and its place as the only block."""
+    places = np.zeros((1, NUM_PLACE_NUMBERS), np.int64)
+    places[0, 2:] = matrix.size, matrix.shape[1]
+    return matrix.reshape(-1), places

@@ -15,7 +15,7 @@ from hotcold.numba_kernels.decode.vectors import activation_space
 from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.prefill.shared_rows import AMX
 from tests.kernels.arrays import BITS, random_floats
-from tests.kernels.products import combine, in_turn, linear
+from tests.kernels.products import Products, combine, linear
 from tests.kernels.quantized_rows import KINDS, SUMMED, random_matrix, random_rows
 
 pytestmark = pytest.mark.sweep
@@ -86,7 +86,7 @@ def test_tiles_add_up_as_plain_loops(
                 np.full_like(expected, np.nan),
                 linear if name == "linear" else combine,
             )
-            multiply(in_turn(AMX, num_threads), x, weights, found)
+            multiply(Products(AMX, num_threads), x, weights, found)
             assert found.tobytes() == expected.tobytes()
 
 

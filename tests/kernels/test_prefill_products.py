@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from hotcold.actors.cpu.matmul import BlockProducts, matmul_kinds
+from hotcold.actors.cpu.matmul import matmul_kinds
 from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.prefill.shared_rows import AMX, BFLOAT16, FLOAT32, INT16
 from tests.kernels.arrays import BITS, random_bits, random_floats
-from tests.kernels.products import combine, in_turn, linear
+from tests.kernels.products import Products, combine, linear
 from tests.kernels.quantized_rows import IN_BLOCKS, KINDS, SUMMED, random_matrix
 
 pytestmark = pytest.mark.sweep
@@ -46,11 +46,11 @@ def kind_of(way: str, name: str, dtype: np.dtype) -> type:
 
 
 def run(
-    matmul: BlockProducts, name: str, x: np.ndarray, weights: np.ndarray, width: int
+    products: Products, name: str, x: np.ndarray, weights: np.ndarray, width: int
 ) -> np.ndarray:
     """x @ weights.T ("linear") or x @ weights ("combine"), so many columns."""
     out = np.full((len(x), width), np.nan, np.float32)
-    (linear if name == "linear" else combine)(matmul, x, weights, out)
+    (linear if name == "linear" else combine)(products, x, weights, out)
     return out
 
 
@@ -91,7 +91,7 @@ def test_sums(way: str, name: str, kind: str, shape: tuple[int, int, int]) -> No
     near = near.T if name == "linear" else near
     exact, sizes = near_x @ near, np.abs(near_x) @ np.abs(near)
     for num_threads in (1, 3):
-        found = run(in_turn(of_kind, num_threads), name, x, weights, near.shape[1])
+        found = run(Products(of_kind, num_threads), name, x, weights, near.shape[1])
         assert (np.abs(found - exact) <= 2e-6 * sizes + 1e-30).all()
 
 
@@ -100,19 +100,19 @@ def test_sums(way: str, name: str, kind: str, shape: tuple[int, int, int]) -> No
 def test_bits_do_not_depend_on_company_or_place(way: str, name: str, kind: str) -> None:
     height, width = 101, 1280
     weights, _ = random_matrix(1, kind, height, width)
-    matmul = in_turn(kind_of(way, name, weights.dtype), 2)
+    products = Products(kind_of(way, name, weights.dtype), 2)
     x = random_floats(2, 512, width if name == "linear" else height)
     columns = height if name == "linear" else width
-    expected = run(matmul, name, x, weights, columns)
+    expected = run(products, name, x, weights, columns)
     assert np.isfinite(expected).all()
     draw = np.random.default_rng(3)
     for count in (1, 33, 64, 65, 200, 512):
         ids = draw.choice(len(x), count, replace=False)
         company = x[ids] * 1
-        found = run(matmul, name, company, weights, columns)
+        found = run(products, name, company, weights, columns)
         assert found.tobytes() == expected[ids].tobytes(), count
         company[1:] *= 100  # others with other numbers
-        found = run(matmul, name, company, weights, columns)
+        found = run(products, name, company, weights, columns)
         assert found[0].tobytes() == expected[ids[0]].tobytes()
 
 
@@ -127,7 +127,7 @@ def test_what_is_not_finite_stays_in_its_place(way: str, name: str, kind: str, w
     columns, column = (height, 9) if name == "linear" else (width, 11)
 
     def product(x: np.ndarray) -> np.ndarray:
-        return run(in_turn(of_kind, 1), name, x, weights, columns)
+        return run(Products(of_kind, 1), name, x, weights, columns)
 
     for bits in (0xFFFFFFFF, 0x7F800000):  # rounding the first as a number would make it 0
         spoiled = x.copy()

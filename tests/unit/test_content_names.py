@@ -30,12 +30,12 @@ import numpy as np
 from hotcold.numba_kernels.decode import rows
 from hotcold.numba_kernels.prefill.shared_rows import QUANTIZED
 from tests.kernels.arrays import random_floats
-from tests.kernels.products import in_turn, linear
+from tests.kernels.products import Products, linear
 from tests.kernels.quantized_rows import random_rows
 for kind in sys.argv[1:]:
     x, weights = random_floats(0, 40, 256), random_rows(1, kind, 24, 256).rows
     many = np.zeros((40, 24), np.float32)
-    linear(in_turn(QUANTIZED, 1), x, weights, many)
+    linear(Products(QUANTIZED, 1), x, weights, many)
     few = rows.gemv(weights, x[:3].copy())
     print(kind, *(hashlib.sha256(each.tobytes()).hexdigest() for each in (few, many)), flush=True)
 """

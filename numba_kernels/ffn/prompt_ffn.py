@@ -1,0 +1,383 @@
+"""The FFN of a prompt's tokens: products of gates, then what fired neurons add.
+
+Tokens are multiplied with the blocks of neurons that they chose. Products with down are added up by
+stripes (`decode.stripes`). For parts of choices for which few neurons fire, where down has a row
+for each neuron, up and down are computed only for those; for the others they are products of
+matrices too. The part's own neurons decide, so a token's result depends neither on its batch-mates
+nor on what else a service has. In a stripe a token's parts are added in the order of blocks,
+matrices before the others; of rows of outputs those in the first format before the second's.
+"""
+
+import numpy as np
+
+from hotcold.numba_kernels.checks import ACTIVATES_UP
+from hotcold.numba_kernels.compiler import by_types, njit
+from hotcold.numba_kernels.decode.rows import split_range
+from hotcold.numba_kernels.decode.vectors import copy_numbers
+from hotcold.numba_kernels.ffn.prompt_plan import (
+    FIRED,
+    GATES,
+    INNER,
+    LATE_UPS,
+    OUTER,
+    SUMS,
+    UPS,
+    PromptPredictors,
+    plan_choices,
+    plan_predictors,
+    plan_sums,
+)
+from hotcold.numba_kernels.ffn_arrays import TransposedArrays
+from hotcold.numba_kernels.ir.operands import PART_COLUMNS
+from hotcold.numba_kernels.loops.mailbox import barrier_wait
+from hotcold.numba_kernels.loops.work_stealing import take_piece
+from hotcold.numba_kernels.prefill.block_tokens import (
+    BlockTokens,
+    ChoiceRows,
+    CutRows,
+    StripeSums,
+    is_of,
+)
+from hotcold.numba_kernels.prefill.ffn import (
+    activate_kernel,
+    add_bias_kernel,
+    list_fired,
+    prompt_down_kernel,
+    prompt_up_kernel,
+    scale_kernel,
+)
+from hotcold.numba_kernels.prefill.float_matmul import combine_kernel, pack_rows_kernel
+from hotcold.numba_kernels.prefill.shared_rows import (
+    multiply_blocks,
+    num_pieces,
+    prepare_blocks,
+    prepare_vectors,
+    share_blocks,
+    vectors_of,
+)
+
+
+@njit(nogil=True, cache=True)
+def multiplies_ups(function, waits):
+    """Whether up rows are multiplied with gates; `waits`: it is asked which neurons fire."""
+    return not waits or function.code in ACTIVATES_UP
+
+
+@njit(nogil=True, cache=True)
+def prompt_gates(
+    thread, num_threads, cells, service, x, arrays, layer, firsts, block_weights, waits, predictors,
+    scratch, function,
+):  # fmt: skip
+    """This thread's part of a layer's gates, activated, with `multiplies_ups` times up; no checks.
+
+    All of a service's threads call it, then `prompt_sums`, before which up and down rows have to be
+    in memory, or with `multiplies_ups` before this.
+    Shapes:  x (T, d) float32; firsts (B,) int64, the blocks' first rows in `arrays`; block_weights
+             as in `Selection`; predictors: `PromptPredictors`, or None
+    """
+    if thread == 0:
+        scratch.counters[:] = 0
+        plan_choices(x, arrays, layer, firsts, block_weights, scratch)
+        plan_predictors(layer, x.shape[1], predictors, scratch)
+    barrier_wait(cells, service, num_threads)
+    choices, starts = scratch.choices, scratch.input_starts
+    prepare_blocks(
+        arrays.gate, x, choices, scratch.inputs, starts, thread, thread, num_threads
+    )  # fmt: skip
+    barrier_wait(cells, service, num_threads)
+    h = ChoiceRows(scratch.gates, scratch.row_starts)
+    factors = ChoiceRows(scratch.ups[:0], scratch.row_starts)
+    share_blocks(
+        scratch.counters[GATES], thread, num_threads, arrays.gate.reshape(arrays.gate.size),
+        scratch.places, choices, scratch.inputs, starts, h,
+    )  # fmt: skip
+    if arrays.up.shape[0] and multiplies_ups(function, waits):
+        factors = ChoiceRows(scratch.ups, scratch.row_starts)
+        share_blocks(
+            scratch.counters[UPS], thread, num_threads, arrays.up.reshape(arrays.up.size),
+            scratch.places, choices, scratch.inputs, starts, factors,
+        )  # fmt: skip
+    scores = _scores(thread, num_threads, cells, service, layer, x, predictors, scratch)
+    barrier_wait(cells, service, num_threads)
+    count = choices.starts[choices.starts.shape[0] - 1]
+    first, last = split_range(count, thread, num_threads, 1)
+    activate_kernel(
+        function, scratch.weights[: count if block_weights.shape[0] else 0], arrays.gate_bias,
+        arrays.up_bias, scratch.firsts, choices, scores, factors, scratch.ends, h,
+        scratch.num_fired, first, last,
+    )  # fmt: skip
+    barrier_wait(cells, service, num_threads)
+
+
+@by_types
+def _scores(thread, num_threads, cells, service, layer, x, predictors, scratch):  # type: ignore[no-untyped-def]
+    """outer . relu(inner . x) of choices' neurons, in blocks that have predictors; else none."""
+    if is_of(predictors, PromptPredictors):
+        return _predicted
+    return lambda thread, num_threads, cells, service, layer, x, predictors, scratch: ChoiceRows(
+        scratch.ups[:0], scratch.row_starts
+    )
+
+
+def _predicted(thread, num_threads, cells, service, layer, x, predictors, scratch):  # type: ignore[no-untyped-def]
+    of_model, choices = predictors.of_model, scratch.choices
+    prepare_blocks(
+        of_model.inner, x, choices, predictors.inputs, predictors.input_starts, thread, thread,
+        num_threads,
+    )  # fmt: skip
+    barrier_wait(cells, service, num_threads)
+    hidden = ChoiceRows(predictors.hidden, predictors.hidden_starts)
+    share_blocks(
+        scratch.counters[INNER], thread, num_threads, of_model.inner.reshape(of_model.inner.size),
+        predictors.places, choices, predictors.inputs, predictors.input_starts, hidden,
+    )  # fmt: skip
+    barrier_wait(cells, service, num_threads)
+    count = predictors.hidden_starts[predictors.hidden_starts.shape[0] - 1]
+    first, last = split_range(count, thread, num_threads, 1)
+    for i in range(first, last):
+        if predictors.hidden[i] < 0:  # a NaN stays
+            predictors.hidden[i] = 0
+    barrier_wait(cells, service, num_threads)
+    outer, starts = of_model.outer, predictors.rank_starts
+    prepare_blocks(
+        outer.first, hidden, choices, predictors.inputs, starts, thread, thread, num_threads
+    )  # fmt: skip
+    barrier_wait(cells, service, num_threads)
+    scores = ChoiceRows(predictors.scores, predictors.score_starts)
+    share_blocks(
+        scratch.counters[OUTER], thread, num_threads, outer.first, outer.places[layer], choices,
+        predictors.inputs, starts, scores,
+    )  # fmt: skip
+    return scores
+
+
+@njit(nogil=True, cache=True)
+def _count_fired(thread, num_threads, starts, scratch, counts):
+    """counts[n] += tokens for which neuron n's activation is not 0: this thread's share."""
+    for b in range(scratch.widths.shape[0]):
+        width, begin = scratch.widths[b], starts[b] - starts[0]
+        first, last = split_range(width, thread, num_threads, 1)
+        h = scratch.gates[scratch.row_starts[b] : scratch.row_starts[b + 1]]
+        for row in range(0, h.shape[0], max(np.int64(1), width)):
+            for n in range(first, last):
+                counts[begin + n] += h[row + n] != 0
+
+
+@njit(nogil=True, cache=True)
+def prompt_sums(
+    thread, num_threads, cells, service, x, arrays, layer, block_weights, skips, counts,
+    scratch, function, out, more,
+):  # fmt: skip
+    """This thread's part of a layer's sums over neurons, after `prompt_gates`; checks nothing.
+
+    out, more = what is left over of the sums of stripes, as of `layer_ffn`, for all tokens. `skips`
+    allows to leave out neurons whose activation is zero; thresholds do not apply to so many tokens,
+    which together want nearly all. counts[n] += number of tokens for which the activation of neuron
+    n, counted from the layer's first, is not 0; with drelu also its up product; or counts (0,).
+    Shapes:  out (T, d), more (M, at least T, d) float32; counts int64
+    """
+    num_tokens = x.shape[0]
+    if counts.shape[0]:
+        _count_fired(thread, num_threads, arrays.starts[layer], scratch, counts)
+    if thread == 0:
+        plan_sums(arrays, layer, num_tokens, x.shape[1], skips, scratch)
+    barrier_wait(cells, service, num_threads)
+    waits = skips or counts.shape[0] > 0
+    is_late = arrays.up.shape[0] > 0 and not multiplies_ups(function, waits)
+    if is_late:
+        _scale_late(thread, num_threads, cells, service, x, arrays, scratch, function)
+    size = out.shape[0] * out.shape[1]
+    height = scratch.levels.shape[0] // max(np.int64(1), size)
+    levels = scratch.levels[: height * size].reshape(height, out.shape[0], out.shape[1])
+    _add_up(thread, num_threads, cells, service, x, arrays, scratch, is_late, out, levels)
+    barrier_wait(cells, service, num_threads)
+    first, last = split_range(num_tokens, thread, num_threads, 1)
+    num_left = scratch.num_left[0]
+    for t in range(first, last):
+        for i in range(1, num_left):
+            copy_numbers(levels[i - 1, t], more[i - 1, t])
+        if num_left == 0:
+            out[t] = 0
+    if arrays.down_bias.shape[2]:
+        of_biases = out
+        if more.shape[0]:
+            of_biases = more[max(num_left - 1, 0), :num_tokens]
+            of_biases[first:last] = 0
+        add_bias_kernel(block_weights, arrays.down_bias[layer], of_biases, first, last)
+
+
+@njit(nogil=True, cache=True)
+def _scale_late(thread, num_threads, cells, service, x, arrays, scratch, function):
+    """Multiply what down rows of `first` are multiplied with by up products."""
+    up, first, h = arrays.up.reshape(arrays.up.size), scratch.first, _rows_of(scratch)
+    parts = scratch.part_firsts.shape[0]
+    if scratch.second.tokens.starts[parts]:  # those that are products of matrices
+        tokens, firsts, starts = first.tokens, scratch.part_firsts, scratch.up_starts
+        places, factors = scratch.up_places, ChoiceRows(scratch.ups, scratch.late_starts)
+        own = CutRows(h.values, h.starts, h.widths, scratch.columns, first.rows)
+        prepare_blocks(
+            arrays.up, x, tokens, scratch.inputs, starts, thread, thread, num_threads
+        )  # fmt: skip
+        barrier_wait(cells, service, num_threads)
+    else:  # whole blocks, which meet what gates have met
+        tokens, firsts, starts = scratch.choices, scratch.firsts, scratch.input_starts
+        places, factors = scratch.places, ChoiceRows(scratch.ups, scratch.row_starts)
+        own = CutRows(h.values, h.starts, h.widths, scratch.whole, scratch.rows)
+    share_blocks(
+        scratch.counters[LATE_UPS], thread, num_threads, up, places, tokens, scratch.inputs, starts,
+        factors,
+    )  # fmt: skip
+    barrier_wait(cells, service, num_threads)
+    begin, end = split_range(tokens.starts[firsts.shape[0]], thread, num_threads, 1)
+    scale_kernel(function, arrays.up_bias, firsts, tokens, factors, own, begin, end)
+    barrier_wait(cells, service, num_threads)
+
+
+@njit(nogil=True, cache=True)
+def _rows_of(scratch):
+    """What down rows are multiplied with."""
+    return CutRows(
+        scratch.gates, scratch.row_starts, scratch.widths, scratch.columns, scratch.first.rows
+    )
+
+
+@njit(nogil=True, cache=True)
+def _cut(parts, first, last):
+    """Choices, places of work space and of down rows, and steps of parts first..last-1."""
+    ids, starts, order = parts.tokens
+    tokens = BlockTokens(ids, starts[first : last + 1], order)
+    return tokens, parts.starts[first : last + 1], parts.places[first:last], parts.steps[first:last]
+
+
+@by_types
+def _add_up(thread, num_threads, cells, service, x, arrays, scratch, is_late, out, levels):  # type: ignore[no-untyped-def]
+    """Add up all parts of all stripes; for compiled code."""
+    function = _of_outputs if is_of(arrays, TransposedArrays) else _of_neurons
+    return function.py_func
+
+
+@njit(nogil=True, cache=True)
+def _of_outputs(thread, num_threads, cells, service, x, arrays, scratch, is_late, out, levels):
+    """Where down has a row for each output: threads share them, and go through all stripes."""
+    down, values, parts = arrays.down, scratch.values, scratch.first
+    h, of_second = _rows_of(scratch), scratch.second
+    h_second = CutRows(h.values, h.starts, h.widths, h.columns, of_second.rows)
+    count, num_blocks = scratch.part_firsts.shape[0], scratch.widths.shape[0]
+    has_second = of_second.tokens.starts[count] > 0
+    has_first = parts.tokens.starts[count] > 0 or not has_second
+    prepare_blocks(
+        down.first, h, parts.tokens, values, parts.starts, thread, thread, num_threads
+    )  # fmt: skip
+    if has_second:
+        prepare_blocks(
+            down.second, h_second, of_second.tokens, values, of_second.starts, thread, thread,
+            num_threads,
+        )  # fmt: skip
+    barrier_wait(cells, service, num_threads)
+    step = num_blocks if has_first and has_second else max(count, 1)
+    pieces = num_pieces(parts.places, StripeSums(out, levels, parts.steps), num_threads)
+    piece = take_piece(scratch.counters[SUMS], thread, num_threads, pieces)
+    while piece >= 0:
+        for begin in range(0, count, step):
+            if has_first:
+                tokens, starts, places, steps = _cut(parts, begin, begin + step)
+                multiply_blocks(
+                    down.first, places, tokens, values, starts, StripeSums(out, levels, steps),
+                    thread, piece, num_threads * pieces,
+                )  # fmt: skip
+            if has_second:
+                tokens, starts, places, steps = _cut(of_second, begin, begin + step)
+                multiply_blocks(
+                    down.second, places, tokens, values, starts, StripeSums(out, levels, steps),
+                    thread, piece, num_threads * pieces,
+                )  # fmt: skip
+        piece = take_piece(scratch.counters[SUMS], thread, num_threads, pieces)
+
+
+@njit(nogil=True, cache=True)
+def _of_neurons(thread, num_threads, cells, service, x, arrays, scratch, is_late, out, levels):
+    """Where down has a row for each neuron: matrices' columns, then neurons one by one."""
+    first, second, values, down = scratch.first, scratch.second, scratch.values, arrays.down
+    num_parts, num_blocks = scratch.part_firsts.shape[0], scratch.widths.shape[0]
+    has_second = second.tokens.starts[num_parts] > 0
+    has_first = first.tokens.starts[num_parts] > 0 or not has_second
+    if has_second:
+        if is_late:
+            prepare_vectors(arrays.up, x, thread, num_threads, scratch.inputs)
+            barrier_wait(cells, service, num_threads)
+        _list_all(thread, num_threads, x, arrays, scratch, is_late)
+    if has_first:
+        pack_rows_kernel(
+            _rows_of(scratch), first.tokens, values.packed, first.starts, thread, num_threads
+        )
+    barrier_wait(cells, service, num_threads)
+    step = num_blocks if has_first and has_second else max(num_parts, 1)
+    for begin in range(0, num_parts, step):
+        stripe = begin // num_blocks
+        if has_first:
+            tokens, starts, places, steps = _cut(first, begin, begin + step)
+            counters = scratch.counters[SUMS + 2 * stripe]
+            part = take_piece(counters, thread, num_threads, 1)
+            while part >= 0:
+                combine_kernel(
+                    down.reshape(down.size), places, tokens, values.packed, starts,
+                    values.buffers[thread], values.sums[thread], StripeSums(out, levels, steps),
+                    part, num_threads,
+                )  # fmt: skip
+                part = take_piece(counters, thread, num_threads, 1)
+        if has_first and has_second:
+            barrier_wait(cells, service, num_threads)
+        if has_second:
+            _add_fired(
+                thread, num_threads, down, scratch, begin, step, has_first,
+                StripeSums(out, levels, second.steps),
+            )  # fmt: skip
+            barrier_wait(cells, service, num_threads)
+
+
+@njit(nogil=True, cache=True)
+def _list_all(thread, num_threads, x, arrays, scratch, is_late):
+    """List the neurons that fire of parts of `second`, run by run, with their up products."""
+    second, fired, h = scratch.second, scratch.fired, _rows_of(scratch)
+    own = CutRows(h.values, h.starts, h.widths, h.columns, second.rows)
+    num_runs = scratch.run_starts[scratch.run_starts.shape[0] - 1]
+    pieces = (num_runs + num_threads - 1) // num_threads
+    vectors, counters = vectors_of(arrays.up, x, scratch.inputs), scratch.counters[FIRED]
+    run = take_piece(counters, thread, num_threads, pieces)
+    while run >= 0:
+        if run < num_runs:
+            list_fired(own, scratch.part_firsts, second.tokens, run, fired)
+            if is_late:
+                prompt_up_kernel(
+                    arrays.up, arrays.up_bias, vectors, second.tokens, run, num_runs, fired
+                )
+        run = take_piece(counters, thread, num_threads, pieces)
+
+
+@njit(nogil=True, cache=True)
+def _add_fired(thread, num_threads, down, scratch, first_part, num_parts, is_added, out):
+    """Add the sums over the neurons that fire of parts first_part..first_part + num_parts - 1.
+
+    is_added: to a stripe's sum of other parts
+    """
+    num_tokens, num_blocks = out.out.shape[0], scratch.widths.shape[0]
+    stripe, end = first_part // num_blocks, (first_part + num_parts) // num_blocks
+    steps = scratch.second.steps[first_part : first_part + num_parts]
+    height = scratch.sums.shape[1] // (num_tokens * PART_COLUMNS)
+    sums = scratch.sums[thread, : height * num_tokens * PART_COLUMNS]
+    left = scratch.left[: scratch.num_left[0]]
+    if is_added:
+        left = scratch.left[stripe : stripe + 1]
+    columns = (out.out.shape[1] + PART_COLUMNS - 1) // PART_COLUMNS
+    # Columns that are cut by tokens are read twice.
+    pieces = max(1, min(4, columns // num_threads))
+    counters = scratch.counters[SUMS + 2 * stripe + 1]
+    piece = take_piece(counters, thread, num_threads, pieces)
+    while piece >= 0:
+        first, last = split_range(columns * num_tokens, piece, num_threads * pieces, 1)
+        prompt_down_kernel(
+            down, scratch.second.tokens, scratch.fired, steps, left, first_part,
+            scratch.run_starts[stripe], scratch.run_starts[end], first, last,
+            sums.reshape(height, num_tokens, PART_COLUMNS), out,
+        )  # fmt: skip
+        piece = take_piece(counters, thread, num_threads, pieces)
