@@ -133,8 +133,8 @@ def combine_kernel(rows, places, tokens, packed, starts, buffer, sums, out, thre
 
     out[t] = sum over rows n of h[t, n] rows[n] of choice t of a block, added up as `StripeSums` say
     rows, places: as of `multiply_blocks`; packed, starts: see `pack_rows_kernel`, with `row_unit`
-    rows behind the last one; buffer (BUFFER_ITEMS,) like packed; sums (MAX_SUMS * choices,) float32 of
-    the block with the most choices, rounded up to `row_unit`
+    rows behind the last one; buffer (BUFFER_ITEMS,) like packed; sums (MAX_SUMS * choices,) float32
+    of the block with the most choices, rounded up to `row_unit`
     """
     start_tiles(buffer)
     unit = unit_of(buffer)

@@ -1,7 +1,8 @@
 """Rows of any format times a prompt's tokens, shared by threads.
 
-Of one matrix, or of the blocks that tokens chose. Products are those of `decode.rows`, `float_matmul` and `int16_matmul`.
-What tokens are multiplied as is the type of their work space, which `actors.cpu.matmul` chooses.
+Of one matrix, or of the blocks that tokens chose. Products are those of `decode.rows`,
+`float_matmul` and `int16_matmul`. What tokens are multiplied as is the type of their work space,
+which `actors.cpu.matmul` chooses.
 """
 
 from collections.abc import Callable

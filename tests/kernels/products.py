@@ -11,6 +11,7 @@ from hotcold.numba_kernels.prefill.float_items import num_items, row_stride, row
 from hotcold.numba_kernels.prefill.float_matmul import combine_kernel, pack_rows_kernel
 from hotcold.numba_kernels.prefill.shared_rows import (
     QUANTIZED,
+    FloatTokens,
     multiply_blocks,
     new_tokens,
     prepare_blocks,
@@ -52,16 +53,16 @@ def combine(products: Products, h: np.ndarray, rows: np.ndarray, out: np.ndarray
     space = token_space(
         products.kind, products.num_threads, (count + unit) * stride, count + unit, aligned_zeros
     )
-    packed, buffers, all_sums, _ = space
+    assert isinstance(space, FloatTokens)
     choices, starts = _every_token(count), np.array([0, count * stride])
     sums = StripeSums(out, np.empty((0, *out.shape), np.float32), step)
     flat, places = _block(rows)
     for thread in range(products.num_threads):
-        pack_rows_kernel(of_tokens, choices, packed, starts, thread, products.num_threads)
+        pack_rows_kernel(of_tokens, choices, space.packed, starts, thread, products.num_threads)
     for thread in range(products.num_threads):
         combine_kernel(
-            flat, places, choices, packed, starts, buffers[thread], all_sums[thread], sums,
-            thread, products.num_threads,
+            flat, places, choices, space.packed, starts, space.buffers[thread],
+            space.sums[thread], sums, thread, products.num_threads,
         )  # fmt: skip
 
 
