@@ -181,23 +181,15 @@ class CpuService(Service):
     def _serve_prompts(self, thread: int, seen: int, most_tokens: int) -> int:
         from hotcold.numba_kernels.ffn.serve_prefill import serve_prompt_ffn
 
+        own = thread, self.num_threads, self.index
+        given = np.int32(seen), self.weights, most_tokens
+        return int(serve_prompt_ffn(*own, *given, *self._of_prompts()))
+
+    def _of_prompts(self) -> tuple[Any, ...]:
+        """What `prompt_ffn_request` is given."""
         scratch, predictors = self.prompts()
-        return int(
-            serve_prompt_ffn(
-                thread,
-                self.num_threads,
-                self.index,
-                np.int32(seen),
-                self.weights,
-                most_tokens,
-                self.buffers,
-                self.arrays,
-                predictors,
-                self.fired_counts,
-                scratch,
-                self.function,
-            )
-        )
+        held = self.arrays, predictors, self.fired_counts
+        return self.buffers, *held, scratch, self.function
 
     def serve_few(self, thread: int, seen: int) -> int:
         """Run `serve_ffn`."""
@@ -223,18 +215,7 @@ class CpuService(Service):
         if self.is_for_prompts():
             from hotcold.numba_kernels.ffn.serve_prefill import prompt_ffn_request
 
-            scratch, predictors = self.prompts()
-            prompt_ffn_request(
-                thread,
-                self.num_threads,
-                self.index,
-                self.buffers,
-                self.arrays,
-                predictors,
-                self.fired_counts,
-                scratch,
-                self.function,
-            )
+            prompt_ffn_request(thread, self.num_threads, self.index, *self._of_prompts())
             return
         ffn_request(
             thread,

@@ -20,6 +20,7 @@ from hotcold.numba_kernels.ffn_arrays import (
     most_rows,
 )
 from hotcold.numba_kernels.ir.operands import PART_COLUMNS
+from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.loops.work_stealing import new_block_counters
 from hotcold.numba_kernels.prefill.block_tokens import (
     CLEARS,
@@ -31,18 +32,11 @@ from hotcold.numba_kernels.prefill.block_tokens import (
     is_of,
 )
 from hotcold.numba_kernels.prefill.ffn import RUN, FiredNeurons
-from hotcold.numba_kernels.prefill.float_items import (
-    items_in,
-    num_items,
-    row_stride,
-    row_unit,
-    stride_in,
-)
+from hotcold.numba_kernels.prefill.float_items import items_in, row_stride
 from hotcold.numba_kernels.prefill.shared_rows import (
     Tokens,
-    block_space,
+    new_tokens,
     space_of,
-    token_space,
 )
 
 GATES, UPS, INNER, OUTER, LATE_UPS, FIRED, SUMS = range(7)  # of SUMS two kinds a stripe
@@ -147,15 +141,6 @@ def new_prompt_ffn_scratch(
         return Parts(tokens, np.zeros_like(chosen), np.zeros_like(of_parts), places, steps)
 
     of_inputs, of_values = kinds
-    if is_transposed:
-        values = block_space(of_values, num_threads, num_tokens, most_parts, widest)
-    else:
-        strides = row_stride(num_items(sizes, of_values), of_values)
-        items = num_tokens * int(strides.sum(axis=(1, 2)).max())
-        items += row_unit(of_values) * int(strides.max(initial=0))
-        values = token_space(
-            of_values, num_threads, items, num_tokens + row_unit(of_values), aligned_zeros
-        )
     num_runs = 0 if is_transposed else num_parts + 2 * num_neurons // RUN
     num_listed = 0 if is_transposed else num_tokens * num_neurons
     return PromptFfnScratch(
@@ -185,8 +170,11 @@ def new_prompt_ffn_scratch(
         num_left=ints(1),
         levels=aligned_zeros((height * num_tokens * width,)),
         sums=aligned_zeros((num_threads, (height + 1) * num_tokens * PART_COLUMNS)),
-        inputs=block_space(of_inputs, num_threads, num_tokens, max(num_blocks, most_parts), width),
-        values=values,
+        inputs=new_tokens(of_inputs, num_threads, num_tokens, width, max(num_blocks, most_parts)),
+        # Rows that are weighted and summed are longer, and some are read behind the last one.
+        values=new_tokens(
+            of_values, num_threads, num_tokens + LANES, widest + 2 * LANES, most_parts
+        ),
         input_starts=ints(num_blocks + 1),
         fired=FiredNeurons(
             ints(num_runs, 5),
@@ -232,7 +220,7 @@ def new_prompt_predictors(
 
     return PromptPredictors(
         of_model,
-        block_space(kind, num_threads, num_tokens, num_blocks, widest),
+        new_tokens(kind, num_threads, num_tokens, widest, num_blocks),
         ends(),
         ends(),
         np.zeros((num_blocks, NUM_PLACE_NUMBERS), np.int64),
@@ -323,7 +311,7 @@ def _value_space(arrays, values, count, width):  # type: ignore[no-untyped-def]
     if is_of(arrays, TransposedArrays):
         return lambda arrays, values, count, width: space_of(values, count, width)
     return lambda arrays, values, count, width: (
-        count * stride_in(items_in(width, values.packed), values.packed)
+        count * row_stride(items_in(width, values.packed), values.packed)
     )
 
 
@@ -374,6 +362,7 @@ def _list_runs(scratch):
             copy_numbers(scratch.tree[stripe], scratch.left[stripe])
             parts.steps[stripe * num_blocks, CLEARS] = 1
     else:
+        _set_steps(parts, scratch.tree, -1, True, True)  # no part is all of a sum
         scratch.left[:] = 0
         for level in range(scratch.num_left[0]):
             scratch.left[level, LEVEL], scratch.left[level, CLEARS] = level, 1
@@ -394,7 +383,7 @@ def _plan_tree(first, scratch):
 
 
 @njit(nogil=True, cache=True)
-def _set_steps(parts, tree, num_tokens, is_first, is_last, overwrites):
+def _set_steps(parts, tree, num_tokens, is_first, is_last):
     """Steps of parts that are added up first and last in each stripe, or one of both.
 
     Where all tokens chose one block alone, which is both, there is nothing to add to.
@@ -406,7 +395,7 @@ def _set_steps(parts, tree, num_tokens, is_first, is_last, overwrites):
         end = parts.tokens.starts[own.stop]
         steps[:] = 0
         steps[:, LEVEL] = tree[stripe, LEVEL]
-        if overwrites and is_first and is_last and end - starts[0] == num_tokens:
+        if is_first and is_last and end - starts[0] == num_tokens:
             for b in range(num_blocks):
                 if parts.tokens.starts[own.start + b + 1] - starts[b] == num_tokens:
                     whole = b
@@ -463,14 +452,6 @@ def plan_sums(arrays, layer, num_tokens, width, skips, scratch):
         size = scratch.columns[s, 1] - scratch.columns[s, 0]
         second.starts[s + 1] = second.starts[s] + _value_space(arrays, scratch.values, count, size)
     _plan_tree(arrays.first_stripe // arrays.stripes_at_once, scratch)
-    _set_steps(first, scratch.tree, num_tokens, True, num_second == 0, True)
-    is_whole = _may_overwrite(arrays)
-    _set_steps(second, scratch.tree, num_tokens, num_first == 0, True, is_whole)
+    _set_steps(first, scratch.tree, num_tokens, True, num_second == 0)
+    _set_steps(second, scratch.tree, num_tokens, num_first == 0, True)
     _plan_fired(arrays, scratch)
-
-
-@by_types
-def _may_overwrite(arrays):  # type: ignore[no-untyped-def]
-    """Whether parts of `second` are products of matrices."""
-    is_transposed = is_of(arrays, TransposedArrays)
-    return lambda arrays: is_transposed

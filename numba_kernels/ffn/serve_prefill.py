@@ -10,6 +10,7 @@ from hotcold.numba_kernels.loops.mailbox import (
     COUNT_FFN,
     FFN,
     LAYER,
+    NO_PROMPTS,
     NUM_COMPUTED,
     NUM_TOKENS,
     NUM_UNWANTED,
@@ -68,7 +69,9 @@ def serve_prompt_ffn(
         request = buffers.requests[service]
         if is_for_others(request, weights):
             return number
-        if request[OPERATION] not in (FFN, COUNT_FFN) or request[NUM_TOKENS] <= most_tokens:
+        # A count is taken here whatever its tokens, but not by who only looks at the mailbox.
+        num_tokens = NO_PROMPTS if request[OPERATION] == COUNT_FFN else request[NUM_TOKENS]
+        if request[OPERATION] not in (FFN, COUNT_FFN) or num_tokens <= most_tokens:
             return number
         prompt_ffn_request(
             thread, team, service, buffers, source, predictors, fired_counts, scratch, function

@@ -3,8 +3,6 @@
 What they are is the dtype of the arrays: see `float_matmul`.
 """
 
-from typing import TypeVar
-
 import numpy as np
 from numba import types
 
@@ -23,29 +21,15 @@ from hotcold.numba_kernels.ir.panel_ir import (
 )
 from hotcold.numba_kernels.ir.quantized_ir import format_of
 
-Count = TypeVar("Count", int, np.ndarray)  # one, or of several blocks
 _ROWS_AHEAD = 8  # of a block of `combine` while it is filled
 
 
-def num_items(width: Count, dtype: type) -> Count:
+def num_items(width: int, dtype: type) -> int:
     """Items of `dtype` that hold `width` numbers."""
     if dtype == np.float32:
         return width
     at_once = 1 if dtype == np.int32 else AMX_ITEMS
     return -(-width // (2 * at_once)) * at_once
-
-
-def row_unit(dtype: type) -> int:
-    """Rows of `combine`'s tokens are whole ones of so many, with anything behind the last one."""
-    return AMX_ROWS if dtype == np.uint32 else TILE_ROWS
-
-
-def row_stride(items: np.ndarray, dtype: type) -> np.ndarray:
-    """Items from row to row of `combine`'s tokens, of which there are so many.
-
-    A tile of AMX reads 16 rows at once, which would fill one set with a power of two between them.
-    """
-    return items | AMX_ITEMS if dtype == np.uint32 else items
 
 
 @by_types
@@ -66,14 +50,17 @@ def items_in(width, items):  # type: ignore[no-untyped-def]
 
 @by_types
 def unit_of(items):  # type: ignore[no-untyped-def]
-    """`row_unit` for compiled code."""
+    """Rows of `combine`'s tokens are whole ones of so many, with anything behind the last one."""
     unit = AMX_ROWS if items.dtype == types.uint32 else TILE_ROWS
     return lambda items: unit
 
 
 @by_types
-def stride_in(items, dtype_of):  # type: ignore[no-untyped-def]
-    """`row_stride` for compiled code."""
+def row_stride(items, dtype_of):  # type: ignore[no-untyped-def]
+    """Items from row to row of `combine`'s tokens, of which there are so many.
+
+    A tile of AMX reads 16 rows at once, which would fill one set with a power of two between them.
+    """
     if dtype_of.dtype == types.uint32:
         return lambda items, dtype_of: items | AMX_ITEMS
     return lambda items, dtype_of: items

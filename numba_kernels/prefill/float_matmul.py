@@ -27,7 +27,6 @@ from hotcold.numba_kernels.prefill.block_tokens import (
     end_sums,
 )
 from hotcold.numba_kernels.prefill.float_items import (
-    Count,
     end_of_block,
     fill_block,
     fill_items,
@@ -49,14 +48,9 @@ from hotcold.numba_kernels.prefill.float_tiles import (
 _PACKED_ITEMS = 512  # of a token, at a time
 
 
-def num_groups(num_tokens: Count) -> Count:
-    """Groups of LANES tokens."""
-    return -(-num_tokens // LANES)
-
-
 @njit(nogil=True, cache=True)
 def num_groups_of(num_tokens):
-    """`num_groups` in compiled code."""
+    """Groups of LANES tokens."""
     return (num_tokens + LANES - 1) // LANES
 
 
@@ -132,9 +126,9 @@ def combine_kernel(rows, places, tokens, packed, starts, buffer, sums, out, thre
     """A thread's share of the columns of each block's rows, weighted and summed; checks nothing.
 
     out[t] = sum over rows n of h[t, n] rows[n] of choice t of a block, added up as `StripeSums` say
-    rows, places: as of `multiply_blocks`; packed, starts: see `pack_rows_kernel`, with `row_unit`
+    rows, places: as of `multiply_blocks`; packed, starts: see `pack_rows_kernel`, with `unit_of`
     rows behind the last one; buffer (BUFFER_ITEMS,) like packed; sums (MAX_SUMS * choices,) float32
-    of the block with the most choices, rounded up to `row_unit`
+    of the block with the most choices, rounded up to `unit_of`
     """
     start_tiles(buffer)
     unit = unit_of(buffer)

@@ -20,7 +20,6 @@ from hotcold.numba_kernels.ir.int16_ir import (
 )
 from hotcold.numba_kernels.ir.lane_tile import MAX_GROUPS, ROWS_AHEAD, TILE_ROWS
 from hotcold.numba_kernels.ir.target import LANES
-from hotcold.numba_kernels.prefill.float_items import Count
 from hotcold.numba_kernels.prefill.float_matmul import store_sums
 
 _ROWS, _GROUPS = 16 * TILE_ROWS, 16  # of a block: 96 x 1024
@@ -31,7 +30,7 @@ BUFFER_PAIRS = _ROWS * _STRIDE
 MAX_SUMS = _ROWS  # rows of sums that the kernel wants
 
 
-def num_column_groups(width: Count) -> Count:
+def num_column_groups(width: int) -> int:
     """Groups of columns in a row, the last one filled up with zeros."""
     return -(-width // COLUMN_GROUP)
 

@@ -5,7 +5,6 @@ Of one matrix, or of the blocks that tokens chose. Products are those of `decode
 which `actors.cpu.matmul` chooses.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ from hotcold.numba_kernels.prefill.block_tokens import (
     is_of,
     num_outputs,
 )
-from hotcold.numba_kernels.prefill.float_items import Count, items_in, num_items
+from hotcold.numba_kernels.prefill.float_items import items_in, num_items
 from hotcold.numba_kernels.prefill.float_tiles import (
     BUFFER_ITEMS,
     MAX_SUMS,
@@ -40,7 +39,6 @@ from hotcold.numba_kernels.prefill.float_tiles import (
 num_groups_of = float_matmul.num_groups_of
 _pack_items, _multiply_items = float_matmul.pack_groups, float_matmul.multiply_rows
 _pack_pairs, _multiply_pairs = int16_matmul.pack_groups, int16_matmul.multiply_rows
-Zeros = Callable[..., np.ndarray]  # of a shape and a dtype
 
 # What numbers are multiplied as: pairs of bfloat16 in tiles of AMX or in vectors, float32, pairs of
 # int16 with scales, vectors quantized as rows are. The first three are dtypes of items.
@@ -77,49 +75,31 @@ class Int16Tokens(NamedTuple):
 Tokens = QuantizedVectors | FloatTokens | Int16Tokens
 
 
-def new_tokens(kind: type, num_threads: int, num_tokens: int, width: int) -> Tokens:
-    """Work space for tokens of up to `width` numbers; what is not used of it takes no memory."""
-    if kind is QUANTIZED:
-        return QuantizedVectors(*(array[0] for array in empty_vectors(1, num_tokens, width)))
-    whole = -(-num_tokens // LANES) * LANES
-    return token_space(kind, num_threads, whole * token_items(kind, width), whole, aligned_zeros)
-
-
-def block_space(
-    kind: type, num_threads: int, num_tokens: int, num_blocks: int, width: int
+def new_tokens(
+    kind: type, num_threads: int, num_tokens: int, width: int, num_blocks: int = 1
 ) -> Tokens:
-    """`new_tokens` for so many blocks that all tokens may have chosen."""
+    """Work space for tokens of up to `width` numbers, of `num_blocks` blocks that all may choose.
+
+    What is not used of it takes no memory.
+    """
     if kind is QUANTIZED:
-        return new_tokens(kind, num_threads, num_tokens * num_blocks, width)
+        vectors = empty_vectors(1, num_blocks * num_tokens, width)
+        return QuantizedVectors(*(array[0] for array in vectors))
     whole = -(-num_tokens // LANES) * LANES
-    items = num_blocks * whole * token_items(kind, width)
-    return token_space(kind, num_threads, items, whole, aligned_zeros)
-
-
-def token_items(kind: type, width: Count) -> Count:
-    """Items of a token of `width` numbers, of any kind but QUANTIZED."""
+    order = np.arange(whole, dtype=np.int64)
     if kind is INT16:
-        return int16_matmul.num_column_groups(width) * GROUP_PAIRS
-    return num_items(width, kind)
-
-
-def token_space(
-    kind: type, num_threads: int, count: int, num_tokens: int, zeros: Zeros
-) -> FloatTokens | Int16Tokens:
-    """Work space of `count` items of tokens, of a block's num_tokens at most; not QUANTIZED."""
-    order = np.arange(num_tokens, dtype=np.int64)
-    if kind is INT16:
+        groups = num_blocks * whole * int16_matmul.num_column_groups(width)
         return Int16Tokens(
-            zeros((count,), np.int32),
-            zeros((count // GROUP_PAIRS,), np.float32),
-            zeros((num_threads, int16_matmul.BUFFER_PAIRS), np.int32),
-            zeros((num_threads, int16_matmul.MAX_SUMS * num_tokens), np.float32),
+            aligned_zeros((groups * GROUP_PAIRS,), np.int32),
+            aligned_zeros((groups,), np.float32),
+            aligned_zeros((num_threads, int16_matmul.BUFFER_PAIRS), np.int32),
+            aligned_zeros((num_threads, int16_matmul.MAX_SUMS * whole), np.float32),
             order,
         )
     return FloatTokens(
-        zeros((count,), kind),
-        zeros((num_threads, BUFFER_ITEMS), kind),
-        zeros((num_threads, MAX_SUMS * num_tokens), np.float32),
+        aligned_zeros((num_blocks * whole * num_items(width, kind),), kind),
+        aligned_zeros((num_threads, BUFFER_ITEMS), kind),
+        aligned_zeros((num_threads, MAX_SUMS * whole), np.float32),
         order,
     )
 

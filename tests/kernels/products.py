@@ -5,17 +5,18 @@ from typing import NamedTuple
 import numpy as np
 
 from hotcold.numba_kernels.block_rows import NUM_PLACE_NUMBERS
-from hotcold.numba_kernels.decode.vectors import aligned_zeros
+from hotcold.numba_kernels.ir.amx_ir import AMX_ITEMS
+from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.prefill.block_tokens import BlockTokens, ChoiceRows, CutRows, StripeSums
-from hotcold.numba_kernels.prefill.float_items import num_items, row_stride, row_unit
+from hotcold.numba_kernels.prefill.float_items import num_items
 from hotcold.numba_kernels.prefill.float_matmul import combine_kernel, pack_rows_kernel
 from hotcold.numba_kernels.prefill.shared_rows import (
+    AMX,
     QUANTIZED,
     FloatTokens,
     multiply_blocks,
     new_tokens,
     prepare_blocks,
-    token_space,
 )
 
 
@@ -44,15 +45,13 @@ def linear(products: Products, x: np.ndarray, weights: np.ndarray, out: np.ndarr
 
 def combine(products: Products, h: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
     """out = h @ rows."""
-    (count, width), unit = h.shape, row_unit(products.kind)
+    count, width = h.shape
     columns, step = np.array([[0, width]]), np.array([[0, 0, 1, 0]])
     of_tokens = CutRows(
         h.reshape(-1), np.array([0, h.size]), columns[0, 1:], columns, np.arange(count)
     )
-    stride = int(row_stride(np.array(num_items(width, products.kind)), products.kind))
-    space = token_space(
-        products.kind, products.num_threads, (count + unit) * stride, count + unit, aligned_zeros
-    )
+    stride = num_items(width, products.kind) | (AMX_ITEMS if products.kind is AMX else 0)
+    space = new_tokens(products.kind, products.num_threads, count + LANES, width + 2 * LANES)
     assert isinstance(space, FloatTokens)
     choices, starts = _every_token(count), np.array([0, count * stride])
     sums = StripeSums(out, np.empty((0, *out.shape), np.float32), step)
