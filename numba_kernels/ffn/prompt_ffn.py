@@ -63,7 +63,7 @@ def multiplies_ups(function, waits):
     return not waits or function.code in ACTIVATES_UP
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def prompt_gates(
     thread, num_threads, cells, service, x, arrays, layer, firsts, block_weights, waits, predictors,
     scratch, function,
@@ -163,7 +163,7 @@ def _count_fired(thread, num_threads, starts, scratch, counts):
                 counts[begin + n] += h[row + n] != 0
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def prompt_sums(
     thread, num_threads, cells, service, x, arrays, layer, block_weights, skips, counts,
     scratch, function, out, more,

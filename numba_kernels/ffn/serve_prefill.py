@@ -24,7 +24,7 @@ from hotcold.numba_kernels.loops.mailbox import (
 )
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def prompt_ffn_request(
     thread, num_threads, service, buffers, source, predictors, fired_counts, scratch, function
 ):  # fmt: skip
