@@ -91,7 +91,7 @@ def ffn_scratch(
     features, down = matmul_features(), arrays.down
     gates, _ = matmul_kinds(arrays.gate.dtype, features)
     if isinstance(down, BlockRows):
-        downs, few = matmul_kinds(down.first.dtype, features)[0], 0.0
+        downs, few = matmul_kinds(down.first.dtype, features)[0], -1.0
     else:
         downs = matmul_kinds(down.dtype, features)[1]
         few = 0.05 if downs is AMX and not is_quantized(down.dtype) else 0.18

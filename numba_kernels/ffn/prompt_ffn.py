@@ -75,38 +75,61 @@ def prompt_gates(
     Shapes:  x (T, d) float32; firsts (B,) int64, the blocks' first rows in `arrays`; block_weights
              as in `Selection`; predictors: `PromptPredictors`, or None
     """
+    plan = scratch.plan
     if thread == 0:
         scratch.counters[:] = 0
-        plan_choices(x, arrays, layer, firsts, block_weights, scratch)
-        plan_predictors(layer, x.shape[1], predictors, scratch)
+        stripes, _, _ = _of_down(arrays, layer, plan.places)
+        plan_choices(
+            x.shape[0], x.shape[1], arrays.gate.shape[1], arrays.starts[layer], firsts, stripes,
+            arrays.stripes_at_once, block_weights, plan,
+        )  # fmt: skip
+        plan_predictors(layer, x.shape[1], predictors, plan)
     barrier_wait(cells, service, num_threads)
-    choices, starts = scratch.choices, scratch.input_starts
+    choices, starts = plan.choices, plan.input_starts
     prepare_blocks(
         arrays.gate, x, choices, scratch.inputs, starts, thread, thread, num_threads
     )  # fmt: skip
     barrier_wait(cells, service, num_threads)
-    h = ChoiceRows(scratch.gates, scratch.row_starts)
-    factors = ChoiceRows(scratch.ups[:0], scratch.row_starts)
+    h = ChoiceRows(scratch.gates, plan.row_starts)
+    factors = ChoiceRows(scratch.ups[:0], plan.row_starts)
     share_blocks(
         scratch.counters[GATES], thread, num_threads, arrays.gate.reshape(arrays.gate.size),
-        scratch.places, choices, scratch.inputs, starts, h,
+        plan.places, choices, scratch.inputs, starts, h,
     )  # fmt: skip
     if arrays.up.shape[0] and multiplies_ups(function, waits):
-        factors = ChoiceRows(scratch.ups, scratch.row_starts)
+        factors = ChoiceRows(scratch.ups, plan.row_starts)
         share_blocks(
             scratch.counters[UPS], thread, num_threads, arrays.up.reshape(arrays.up.size),
-            scratch.places, choices, scratch.inputs, starts, factors,
+            plan.places, choices, scratch.inputs, starts, factors,
         )  # fmt: skip
     scores = _scores(thread, num_threads, cells, service, layer, x, predictors, scratch)
     barrier_wait(cells, service, num_threads)
     count = choices.starts[choices.starts.shape[0] - 1]
     first, last = split_range(count, thread, num_threads, 1)
     activate_kernel(
-        function, scratch.weights[: count if block_weights.shape[0] else 0], arrays.gate_bias,
-        arrays.up_bias, scratch.firsts, choices, scores, factors, scratch.ends, h,
-        scratch.num_fired, first, last,
+        function, plan.weights[: count if block_weights.shape[0] else 0], arrays.gate_bias,
+        arrays.up_bias, plan.firsts, choices, scores, factors, plan.ends, h,
+        plan.num_fired, first, last,
     )  # fmt: skip
     barrier_wait(cells, service, num_threads)
+
+
+@by_types
+def _of_down(arrays, layer, no_places):  # type: ignore[no-untyped-def]
+    """Stripes (B, n + 1) or (B, 0); places of rows that are an output each; items of others."""
+    if is_of(arrays, TransposedArrays):
+        return lambda arrays, layer, no_places: (
+            _stripes_of(arrays.cuts, layer), arrays.down.places[layer], 0,
+        )  # fmt: skip
+    return lambda arrays, layer, no_places: (
+        _stripes_of(arrays.stripes, layer), no_places[:0], arrays.down.shape[1],
+    )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def _stripes_of(stripes, layer):
+    """Those of a layer: all have none, or each its own."""
+    return stripes[layer if stripes.shape[2] else 0]
 
 
 @by_types
@@ -115,12 +138,12 @@ def _scores(thread, num_threads, cells, service, layer, x, predictors, scratch):
     if is_of(predictors, PromptPredictors):
         return _predicted
     return lambda thread, num_threads, cells, service, layer, x, predictors, scratch: ChoiceRows(
-        scratch.ups[:0], scratch.row_starts
+        scratch.ups[:0], scratch.plan.row_starts
     )
 
 
 def _predicted(thread, num_threads, cells, service, layer, x, predictors, scratch):  # type: ignore[no-untyped-def]
-    of_model, choices = predictors.of_model, scratch.choices
+    of_model, choices = predictors.of_model, scratch.plan.choices
     prepare_blocks(
         of_model.inner, x, choices, predictors.inputs, predictors.input_starts, thread, thread,
         num_threads,
@@ -154,10 +177,11 @@ def _predicted(thread, num_threads, cells, service, layer, x, predictors, scratc
 @njit(nogil=True, cache=True)
 def _count_fired(thread, num_threads, starts, scratch, counts):
     """counts[n] += tokens for which neuron n's activation is not 0: this thread's share."""
-    for b in range(scratch.widths.shape[0]):
-        width, begin = scratch.widths[b], starts[b] - starts[0]
+    plan = scratch.plan
+    for b in range(plan.widths.shape[0]):
+        width, begin = plan.widths[b], starts[b] - starts[0]
         first, last = split_range(width, thread, num_threads, 1)
-        h = scratch.gates[scratch.row_starts[b] : scratch.row_starts[b + 1]]
+        h = scratch.gates[plan.row_starts[b] : plan.row_starts[b + 1]]
         for row in range(0, h.shape[0], max(np.int64(1), width)):
             for n in range(first, last):
                 counts[begin + n] += h[row + n] != 0
@@ -176,11 +200,17 @@ def prompt_sums(
     n, counted from the layer's first, is not 0; with drelu also its up product; or counts (0,).
     Shapes:  out (T, d), more (M, at least T, d) float32; counts int64
     """
+    plan = scratch.plan
     num_tokens = x.shape[0]
     if counts.shape[0]:
         _count_fired(thread, num_threads, arrays.starts[layer], scratch, counts)
     if thread == 0:
-        plan_sums(arrays, layer, num_tokens, x.shape[1], skips, scratch)
+        _, places, down_items = _of_down(arrays, layer, plan.places)
+        plan_sums(
+            num_tokens, x.shape[1], arrays.gate.shape[1], down_items, places,
+            arrays.first_stripe // arrays.stripes_at_once, scratch.few if skips else -1.0,
+            plan,
+        )  # fmt: skip
     barrier_wait(cells, service, num_threads)
     waits = skips or counts.shape[0] > 0
     is_late = arrays.up.shape[0] > 0 and not multiplies_ups(function, waits)
@@ -192,7 +222,7 @@ def prompt_sums(
     _add_up(thread, num_threads, cells, service, x, arrays, scratch, is_late, out, levels)
     barrier_wait(cells, service, num_threads)
     first, last = split_range(num_tokens, thread, num_threads, 1)
-    num_left = scratch.num_left[0]
+    num_left = plan.num_left[0]
     for t in range(first, last):
         for i in range(1, num_left):
             copy_numbers(levels[i - 1, t], more[i - 1, t])
@@ -209,20 +239,25 @@ def prompt_sums(
 @njit(nogil=True, cache=True)
 def _scale_late(thread, num_threads, cells, service, x, arrays, scratch, function):
     """Multiply what down rows of `first` are multiplied with by up products."""
-    up, first, h = arrays.up.reshape(arrays.up.size), scratch.first, _rows_of(scratch)
-    parts = scratch.part_firsts.shape[0]
-    if scratch.second.tokens.starts[parts]:  # those that are products of matrices
-        tokens, firsts, starts = first.tokens, scratch.part_firsts, scratch.up_starts
-        places, factors = scratch.up_places, ChoiceRows(scratch.ups, scratch.late_starts)
-        own = CutRows(h.values, h.starts, h.widths, scratch.columns, first.rows)
+    plan = scratch.plan
+    up, first, h = arrays.up.reshape(arrays.up.size), plan.first, _rows_of(scratch)
+    parts = plan.part_firsts.shape[0]
+    if plan.second.tokens.starts[parts]:  # those that are products of matrices
+        tokens, firsts, starts = first.tokens, plan.part_firsts, plan.up_starts
+        places, factors = plan.up_places, ChoiceRows(scratch.ups, plan.late_starts)
+        own = CutRows(h.values, h.starts, h.widths, plan.columns, first.rows)
         prepare_blocks(
             arrays.up, x, tokens, scratch.inputs, starts, thread, thread, num_threads
         )  # fmt: skip
         barrier_wait(cells, service, num_threads)
     else:  # whole blocks, which meet what gates have met
-        tokens, firsts, starts = scratch.choices, scratch.firsts, scratch.input_starts
-        places, factors = scratch.places, ChoiceRows(scratch.ups, scratch.row_starts)
-        own = CutRows(h.values, h.starts, h.widths, scratch.whole, scratch.rows)
+        tokens, firsts, starts = (
+            plan.choices,
+            plan.firsts,
+            plan.input_starts,
+        )
+        places, factors = plan.places, ChoiceRows(scratch.ups, plan.row_starts)
+        own = CutRows(h.values, h.starts, h.widths, plan.whole, plan.rows)
     share_blocks(
         scratch.counters[LATE_UPS], thread, num_threads, up, places, tokens, scratch.inputs, starts,
         factors,
@@ -236,8 +271,13 @@ def _scale_late(thread, num_threads, cells, service, x, arrays, scratch, functio
 @njit(nogil=True, cache=True)
 def _rows_of(scratch):
     """What down rows are multiplied with."""
+    plan = scratch.plan
     return CutRows(
-        scratch.gates, scratch.row_starts, scratch.widths, scratch.columns, scratch.first.rows
+        scratch.gates,
+        plan.row_starts,
+        plan.widths,
+        plan.columns,
+        plan.first.rows,
     )
 
 
@@ -259,10 +299,11 @@ def _add_up(thread, num_threads, cells, service, x, arrays, scratch, is_late, ou
 @njit(nogil=True, cache=True)
 def _of_outputs(thread, num_threads, cells, service, x, arrays, scratch, is_late, out, levels):
     """Where down has a row for each output: threads share them, and go through all stripes."""
-    down, values, parts = arrays.down, scratch.values, scratch.first
-    h, of_second = _rows_of(scratch), scratch.second
+    plan = scratch.plan
+    down, values, parts = arrays.down, scratch.values, plan.first
+    h, of_second = _rows_of(scratch), plan.second
     h_second = CutRows(h.values, h.starts, h.widths, h.columns, of_second.rows)
-    count, num_blocks = scratch.part_firsts.shape[0], scratch.widths.shape[0]
+    count, num_blocks = plan.part_firsts.shape[0], plan.widths.shape[0]
     has_second = of_second.tokens.starts[count] > 0
     has_first = parts.tokens.starts[count] > 0 or not has_second
     prepare_blocks(
@@ -297,8 +338,14 @@ def _of_outputs(thread, num_threads, cells, service, x, arrays, scratch, is_late
 @njit(nogil=True, cache=True)
 def _of_neurons(thread, num_threads, cells, service, x, arrays, scratch, is_late, out, levels):
     """Where down has a row for each neuron: matrices' columns, then neurons one by one."""
-    first, second, values, down = scratch.first, scratch.second, scratch.values, arrays.down
-    num_parts, num_blocks = scratch.part_firsts.shape[0], scratch.widths.shape[0]
+    plan = scratch.plan
+    first, second, values, down = (
+        plan.first,
+        plan.second,
+        scratch.values,
+        arrays.down,
+    )
+    num_parts, num_blocks = plan.part_firsts.shape[0], plan.widths.shape[0]
     has_second = second.tokens.starts[num_parts] > 0
     has_first = first.tokens.starts[num_parts] > 0 or not has_second
     if has_second:
@@ -338,15 +385,16 @@ def _of_neurons(thread, num_threads, cells, service, x, arrays, scratch, is_late
 @njit(nogil=True, cache=True)
 def _list_all(thread, num_threads, x, arrays, scratch, is_late):
     """List the neurons that fire of parts of `second`, run by run, with their up products."""
-    second, fired, h = scratch.second, scratch.fired, _rows_of(scratch)
+    plan = scratch.plan
+    second, fired, h = plan.second, scratch.fired, _rows_of(scratch)
     own = CutRows(h.values, h.starts, h.widths, h.columns, second.rows)
-    num_runs = scratch.run_starts[scratch.run_starts.shape[0] - 1]
+    num_runs = plan.run_starts[plan.run_starts.shape[0] - 1]
     pieces = (num_runs + num_threads - 1) // num_threads
     vectors, counters = vectors_of(arrays.up, x, scratch.inputs), scratch.counters[FIRED]
     run = take_piece(counters, thread, num_threads, pieces)
     while run >= 0:
         if run < num_runs:
-            list_fired(own, scratch.part_firsts, second.tokens, run, fired)
+            list_fired(own, plan.part_firsts, second.tokens, run, fired)
             if is_late:
                 prompt_up_kernel(
                     arrays.up, arrays.up_bias, vectors, second.tokens, run, num_runs, fired
@@ -360,14 +408,15 @@ def _add_fired(thread, num_threads, down, scratch, first_part, num_parts, is_add
 
     is_added: to a stripe's sum of other parts
     """
-    num_tokens, num_blocks = out.out.shape[0], scratch.widths.shape[0]
+    plan = scratch.plan
+    num_tokens, num_blocks = out.out.shape[0], plan.widths.shape[0]
     stripe, end = first_part // num_blocks, (first_part + num_parts) // num_blocks
-    steps = scratch.second.steps[first_part : first_part + num_parts]
+    steps = plan.second.steps[first_part : first_part + num_parts]
     height = scratch.sums.shape[1] // (num_tokens * PART_COLUMNS)
     sums = scratch.sums[thread, : height * num_tokens * PART_COLUMNS]
-    left = scratch.left[: scratch.num_left[0]]
+    left = plan.left[: plan.num_left[0]]
     if is_added:
-        left = scratch.left[stripe : stripe + 1]
+        left = plan.left[stripe : stripe + 1]
     columns = (out.out.shape[1] + PART_COLUMNS - 1) // PART_COLUMNS
     # Columns that are cut by tokens are read twice.
     pieces = max(1, min(4, columns // num_threads))
@@ -376,8 +425,8 @@ def _add_fired(thread, num_threads, down, scratch, first_part, num_parts, is_add
     while piece >= 0:
         first, last = split_range(columns * num_tokens, piece, num_threads * pieces, 1)
         prompt_down_kernel(
-            down, scratch.second.tokens, scratch.fired, steps, left, first_part,
-            scratch.run_starts[stripe], scratch.run_starts[end], first, last,
+            down, plan.second.tokens, scratch.fired, steps, left, first_part,
+            plan.run_starts[stripe], plan.run_starts[end], first, last,
             sums.reshape(height, num_tokens, PART_COLUMNS), out,
         )  # fmt: skip
         piece = take_piece(counters, thread, num_threads, pieces)

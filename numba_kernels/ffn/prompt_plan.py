@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hotcold.numba_kernels.block_rows import BEGIN, END, IS_SECOND, NUM_PLACE_NUMBERS, ROW_ITEMS
-from hotcold.numba_kernels.compiler import by_types, njit
+from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.stripes import meet
 from hotcold.numba_kernels.decode.vectors import aligned_zeros, copy_numbers
 from hotcold.numba_kernels.ffn_arrays import (
@@ -29,14 +29,13 @@ from hotcold.numba_kernels.prefill.block_tokens import (
     MERGES,
     NUM_STEP_NUMBERS,
     BlockTokens,
-    is_of,
 )
 from hotcold.numba_kernels.prefill.ffn import RUN, FiredNeurons
-from hotcold.numba_kernels.prefill.float_items import items_in, row_stride
 from hotcold.numba_kernels.prefill.shared_rows import (
     Tokens,
     new_tokens,
     space_of,
+    token_layout,
 )
 
 GATES, UPS, INNER, OUTER, LATE_UPS, FIRED, SUMS = range(7)  # of SUMS two kinds a stripe
@@ -57,25 +56,22 @@ class Parts(NamedTuple):
     steps: np.ndarray
 
 
-class PromptFfnScratch(NamedTuple):
-    """Work space of a shard for prompts of up to T tokens; of a layer, B blocks and S stripes.
+class PromptPlan(NamedTuple):
+    """A layer's choices and parts: of T tokens at most, B blocks, S stripes; int64 but for weights.
 
-    choices: of blocks; rows, weights: of choices, as in `Parts`, and factors; firsts, widths (B,)
-    int64; places (B, 4): of gate and up rows; whole (B, 2), columns (S * B, 2): first and last
-    column of blocks, of parts; ends (B, S + 1): where stripes begin in blocks, and end
-    gates, ups float32: a row for each choice, those of blocks from row_starts (B + 1,) on
-    num_fired (S, choices) int64
+    choices: of blocks; rows, weights: of choices, as in `Parts`, and factors; firsts, widths (B,);
+    places (B, 4): of gate and up rows; row_starts, input_starts (B + 1,): where blocks' rows of
+    gates, and tokens as gate rows take them, begin
+    whole (B, 2), columns (S * B, 2): first and last column of blocks, of parts; ends (B, S + 1):
+    where stripes begin in blocks, and end; num_fired (S, choices)
     first, second: parts that are added up first and then, of rows of outputs those in the second
-    format, else those whose few neurons that fire go one by one: up to the share `few`
+    format, else those whose few neurons that fire go one by one
     part_firsts (S * B,): first rows of parts; up_places, up_starts, late_starts: of late products
     with up rows, where their inputs and they begin
     tree (S, 4), left (S, 4): steps of stripes, of what is left over of parts one by one;
     stack (S,), num_left (1,): sums that are left over
-    levels, sums (threads, …) float32: of `StripeSums`, of `prompt_down_kernel`
-    inputs, values: what gate and up rows, and down rows are multiplied with; inputs of blocks begin
-    at input_starts (B + 1,)
-    fired, run_starts (S + 1,): neurons one by one, and where a stripe's runs begin
-    counters of pieces taken
+    runs, run_starts (S + 1,): of `FiredNeurons`, and where a stripe's begin
+    of_inputs, of_values: `token_layout` of what gate and down rows are multiplied with
     """
 
     choices: BlockTokens
@@ -84,16 +80,14 @@ class PromptFfnScratch(NamedTuple):
     firsts: np.ndarray
     widths: np.ndarray
     places: np.ndarray
+    row_starts: np.ndarray
+    input_starts: np.ndarray
     whole: np.ndarray
     columns: np.ndarray
     ends: np.ndarray
-    gates: np.ndarray
-    ups: np.ndarray
-    row_starts: np.ndarray
     num_fired: np.ndarray
     first: Parts
     second: Parts
-    few: float
     part_firsts: np.ndarray
     up_places: np.ndarray
     up_starts: np.ndarray
@@ -102,13 +96,30 @@ class PromptFfnScratch(NamedTuple):
     left: np.ndarray
     stack: np.ndarray
     num_left: np.ndarray
+    runs: np.ndarray
+    run_starts: np.ndarray
+    of_inputs: np.ndarray
+    of_values: np.ndarray
+
+
+class PromptFfnScratch(NamedTuple):
+    """Work space of a shard for prompts of up to T tokens.
+
+    gates, ups float32: a row for each choice; levels, sums (threads, …) float32: of `StripeSums`,
+    of `prompt_down_kernel`; inputs, values: what gate and up rows, and down rows are multiplied
+    with; few: up to which share of a part's neurons they go one by one; fired: those; counters of
+    pieces taken
+    """
+
+    plan: PromptPlan
+    gates: np.ndarray
+    ups: np.ndarray
     levels: np.ndarray
     sums: np.ndarray
     inputs: Tokens
     values: Tokens
-    input_starts: np.ndarray
+    few: float
     fired: FiredNeurons
-    run_starts: np.ndarray
     counters: np.ndarray
 
 
@@ -143,23 +154,21 @@ def new_prompt_ffn_scratch(
     of_inputs, of_values = kinds
     num_runs = 0 if is_transposed else num_parts + 2 * num_neurons // RUN
     num_listed = 0 if is_transposed else num_tokens * num_neurons
-    return PromptFfnScratch(
+    plan = PromptPlan(
         choices=BlockTokens(ints(num_tokens * num_blocks), ints(num_blocks + 1), order),
         rows=ints(num_tokens * num_blocks),
         weights=np.zeros(num_tokens * num_blocks, np.float32),
         firsts=ints(num_blocks),
         widths=ints(num_blocks),
         places=ints(num_blocks, NUM_PLACE_NUMBERS),
+        row_starts=ints(num_blocks + 1),
+        input_starts=ints(num_blocks + 1),
         whole=ints(num_blocks, 2),
         columns=ints(num_parts, 2),
         ends=ints(num_blocks, num_stripes + 1),
-        gates=aligned_zeros((num_tokens * num_neurons,)),
-        ups=aligned_zeros((num_tokens * num_neurons,)),
-        row_starts=ints(num_blocks + 1),
         num_fired=ints(num_stripes, num_tokens * num_blocks),
         first=parts(),
         second=parts(),
-        few=few,
         part_firsts=ints(num_parts),
         up_places=ints(num_parts, NUM_PLACE_NUMBERS),
         up_starts=ints(num_parts + 1),
@@ -168,6 +177,15 @@ def new_prompt_ffn_scratch(
         left=ints(num_stripes, NUM_STEP_NUMBERS),
         stack=ints(num_stripes),
         num_left=ints(1),
+        runs=ints(num_runs, 5),
+        run_starts=ints(num_stripes + 1),
+        of_inputs=token_layout(of_inputs),
+        of_values=token_layout(of_values, of_rows=not is_transposed),
+    )
+    return PromptFfnScratch(
+        plan,
+        gates=aligned_zeros((num_tokens * num_neurons,)),
+        ups=aligned_zeros((num_tokens * num_neurons,)),
         levels=aligned_zeros((height * num_tokens * width,)),
         sums=aligned_zeros((num_threads, (height + 1) * num_tokens * PART_COLUMNS)),
         inputs=new_tokens(of_inputs, num_threads, num_tokens, width, max(num_blocks, most_parts)),
@@ -175,14 +193,13 @@ def new_prompt_ffn_scratch(
         values=new_tokens(
             of_values, num_threads, num_tokens + LANES, widest + 2 * LANES, most_parts
         ),
-        input_starts=ints(num_blocks + 1),
+        few=few,
         fired=FiredNeurons(
-            ints(num_runs, 5),
+            plan.runs,
             np.zeros(num_listed, np.int32),
             np.zeros(num_listed, np.float32),
             np.zeros(num_runs * (num_tokens + 1), np.int32),
         ),
-        run_starts=ints(num_stripes + 1),
         counters=new_block_counters(SUMS + 2 * num_stripes, num_threads),
     )
 
@@ -192,7 +209,7 @@ class PromptPredictors(NamedTuple):
 
     of_model: of all layers; inputs: what their rows are multiplied with, of blocks from
     input_starts, and rank_starts, on; places (B, 4): of inner rows; hidden, scores float32: a row
-    for each choice, of blocks from hidden_starts, score_starts on
+    for each choice, of blocks from hidden_starts, score_starts on; layout: `token_layout` of inputs
     """
 
     of_model: ExpertPredictors
@@ -204,6 +221,7 @@ class PromptPredictors(NamedTuple):
     hidden_starts: np.ndarray
     scores: np.ndarray
     score_starts: np.ndarray
+    layout: np.ndarray
 
 
 def new_prompt_predictors(
@@ -228,33 +246,26 @@ def new_prompt_predictors(
         ends(),
         aligned_zeros((num_tokens * num_neurons,)),
         ends(),
+        token_layout(kind),
     )
 
 
 @njit(nogil=True, cache=True)
-def plan_predictors(layer, width, predictors, scratch):
+def plan_predictors(layer, width, predictors, plan):
     """Where choices of blocks are in a layer's `PromptPredictors`, or None; width: of tokens."""
     if predictors is None:
         return
-    starts, inputs = predictors.of_model.inner_starts[layer], predictors.inputs
-    for b in range(scratch.widths.shape[0]):
+    starts = predictors.of_model.inner_starts[layer]
+    for b in range(plan.widths.shape[0]):
         rank = starts[b + 1] - starts[b]
-        count = scratch.choices.starts[b + 1] - scratch.choices.starts[b]
-        size = scratch.widths[b] if rank else 0
+        count = plan.choices.starts[b + 1] - plan.choices.starts[b]
+        size = plan.widths[b] if rank else 0
         _set_place(predictors.places[b], starts[b], rank, predictors.of_model.inner.shape[1])
         begins = predictors.input_starts, predictors.rank_starts
-        begins[0][b + 1] = begins[0][b] + space_of(inputs, count, width)
-        begins[1][b + 1] = begins[1][b] + space_of(inputs, count, rank)
+        begins[0][b + 1] = begins[0][b] + space_of(predictors.layout, count, width)
+        begins[1][b + 1] = begins[1][b] + space_of(predictors.layout, count, rank)
         predictors.hidden_starts[b + 1] = predictors.hidden_starts[b] + count * rank
         predictors.score_starts[b + 1] = predictors.score_starts[b] + count * size
-
-
-@by_types
-def _stripes_of(arrays):  # type: ignore[no-untyped-def]
-    """First rows of stripes (L, B, n + 1), and ends; for compiled code, as below."""
-    if is_of(arrays, TransposedArrays):
-        return lambda arrays: arrays.cuts
-    return lambda arrays: arrays.stripes
 
 
 @njit(nogil=True, cache=True)
@@ -264,122 +275,79 @@ def _set_place(place, first, height, items):
 
 
 @njit(nogil=True, cache=True)
-def plan_choices(x, arrays, layer, firsts, block_weights, scratch):
+def plan_choices(
+    num_tokens, width, row_items, starts, firsts, stripes, at_once, block_weights, plan
+):  # fmt: skip
     """Which tokens meet which blocks, and where their stripes are.
 
-    firsts (B,) int64: the blocks' first rows; block_weights as in `Selection`
+    width: of tokens; row_items: of gate rows; starts, firsts (B,) int64: of the layer's blocks,
+    and their first rows; stripes (B, n + 1) int64, or (B, 0): where those begin, and end, of which
+    `at_once` neighbours are one; block_weights as in `Selection`
     """
-    starts, stripes, found = arrays.starts[layer], _stripes_of(arrays), 0
-    for b in range(scratch.widths.shape[0]):
-        first, width = found, starts[b + 1] - starts[b]
-        for t in range(x.shape[0] if width else 0):
+    found = 0
+    for b in range(plan.widths.shape[0]):
+        first, size = found, starts[b + 1] - starts[b]
+        for t in range(num_tokens if size else 0):
             weight = block_weights[t, b] if block_weights.shape[0] else np.float32(1)
             if weight != 0:
-                scratch.choices.ids[found], scratch.weights[found] = t, weight
-                scratch.rows[found] = found - first
+                plan.choices.ids[found], plan.weights[found] = t, weight
+                plan.rows[found] = found - first
                 found += 1
-        scratch.choices.starts[b + 1] = found
-        scratch.row_starts[b + 1] = scratch.row_starts[b] + (found - first) * width
-        scratch.input_starts[b + 1] = scratch.input_starts[b] + space_of(
-            scratch.inputs, found - first, x.shape[1]
-        )
-        scratch.firsts[b], scratch.widths[b], scratch.whole[b, 1] = firsts[b], width, width
-        _set_place(scratch.places[b], firsts[b], width, arrays.gate.shape[1])
-        for stripe in range(scratch.ends.shape[1]):
-            end = stripe * width  # where a block is one
-            if stripes.shape[2]:
-                own = stripes[layer, b]
-                end = own[stripe * arrays.stripes_at_once] - own[0]
-            scratch.ends[b, stripe] = end
-
-
-@by_types
-def _is_second(arrays, layer, place, num_fired, width, skips, few):  # type: ignore[no-untyped-def]
-    """Whether a part of a choice is of `second`: down's place is number `place`."""
-    if is_of(arrays, TransposedArrays):
-        return lambda arrays, layer, place, num_fired, width, skips, few: (
-            arrays.down.places[layer, place, IS_SECOND] != 0
-        )
-    return lambda arrays, layer, place, num_fired, width, skips, few: (
-        skips and num_fired <= few * width
-    )
-
-
-@by_types
-def _value_space(arrays, values, count, width):  # type: ignore[no-untyped-def]
-    """What so many rows of a part take of `values`."""
-    if is_of(arrays, TransposedArrays):
-        return lambda arrays, values, count, width: space_of(values, count, width)
-    return lambda arrays, values, count, width: (
-        count * row_stride(items_in(width, values.packed), values.packed)
-    )
-
-
-@by_types
-def _set_down_place(arrays, layer, number, first, width, is_second, place):  # type: ignore[no-untyped-def]
-    """The place of a part's down rows, of those in one format."""
-
-    def outputs(arrays, layer, number, first, width, is_second, place):  # type: ignore[no-untyped-def]
-        own = arrays.down.places[layer, number]
-        for i in range(place.shape[0]):
-            place[i] = own[i] if (own[IS_SECOND] != 0) == is_second else 0
-
-    def neurons(arrays, layer, number, first, width, is_second, place):  # type: ignore[no-untyped-def]
-        _set_place(place, first, width, arrays.down.shape[1])
-
-    return outputs if is_of(arrays, TransposedArrays) else neurons
-
-
-@by_types
-def _plan_fired(arrays, scratch):  # type: ignore[no-untyped-def]
-    """How parts of `second` are added up neuron by neuron, where down has a row for each."""
-    if is_of(arrays, TransposedArrays):
-        return lambda arrays, scratch: None
-    return lambda arrays, scratch: _list_runs(scratch)
+        count = found - first
+        plan.choices.starts[b + 1] = found
+        plan.row_starts[b + 1] = plan.row_starts[b] + count * size
+        plan.input_starts[b + 1] = plan.input_starts[b] + space_of(plan.of_inputs, count, width)
+        plan.firsts[b], plan.widths[b], plan.whole[b, 1] = firsts[b], size, size
+        _set_place(plan.places[b], firsts[b], size, row_items)
+        for stripe in range(plan.ends.shape[1]):
+            end = stripe * size  # where a block is one
+            if stripes.shape[1]:
+                end = stripes[b, stripe * at_once] - stripes[b, 0]
+            plan.ends[b, stripe] = end
 
 
 @njit(nogil=True, cache=True)
-def _list_runs(scratch):
+def _list_runs(plan):
     """The runs of parts of `second`, the steps of a thread's own sums, and of what they leave."""
-    num_blocks, num_stripes = scratch.widths.shape[0], scratch.tree.shape[0]
-    parts, fired, found, lists, starts = scratch.second, scratch.fired, 0, 0, 0
+    num_blocks, num_stripes = plan.widths.shape[0], plan.tree.shape[0]
+    parts, found, lists, starts = plan.second, 0, 0, 0
     for part in range(num_blocks * num_stripes):
         count = parts.tokens.starts[part + 1] - parts.tokens.starts[part]
-        size = scratch.columns[part, 1] - scratch.columns[part, 0]
+        size = plan.columns[part, 1] - plan.columns[part, 0]
         num_runs = max(1, int(np.rint(size / RUN))) if count and size else 0
         for i in range(num_runs):
-            run, first = fired.runs[found], scratch.part_firsts[part]
+            run, first = plan.runs[found], plan.part_firsts[part]
             run[0], run[3], run[4] = part, lists, starts
             run[1], run[2] = first + size * i // num_runs, first + size * (i + 1) // num_runs
             lists += count * (run[2] - run[1])
             starts += count + 1
             found += 1
-        scratch.run_starts[part // num_blocks + 1] = found
-    if scratch.first.tokens.starts[num_blocks * num_stripes]:
+        plan.run_starts[part // num_blocks + 1] = found
+    if plan.first.tokens.starts[num_blocks * num_stripes]:
         # A stripe's own sum is added to that of `first`.
         parts.steps[:] = 0
         for stripe in range(num_stripes):
-            copy_numbers(scratch.tree[stripe], scratch.left[stripe])
+            copy_numbers(plan.tree[stripe], plan.left[stripe])
             parts.steps[stripe * num_blocks, CLEARS] = 1
     else:
-        _set_steps(parts, scratch.tree, -1, True, True)  # no part is all of a sum
-        scratch.left[:] = 0
-        for level in range(scratch.num_left[0]):
-            scratch.left[level, LEVEL], scratch.left[level, CLEARS] = level, 1
+        _set_steps(parts, plan.tree, -1, True, True)  # no part is all of a sum
+        plan.left[:] = 0
+        for level in range(plan.num_left[0]):
+            plan.left[level, LEVEL], plan.left[level, CLEARS] = level, 1
 
 
 @njit(nogil=True, cache=True)
-def _plan_tree(first, scratch):
+def _plan_tree(first, plan):
     """The level of each stripe's sum, and how many are merged once it is there."""
-    stack, count = scratch.stack, 0
-    for i in range(scratch.tree.shape[0]):
-        stack[count], step = first + i, scratch.tree[i]
+    stack, count = plan.stack, 0
+    for i in range(plan.tree.shape[0]):
+        stack[count], step = first + i, plan.tree[i]
         step[LEVEL], step[MERGES] = count, 0
         count += 1
         while count > 1 and meet(stack[count - 2], stack[count - 1], first, first + i + 1):
             count -= 1
             step[MERGES] += 1
-    scratch.num_left[0] = count
+    plan.num_left[0] = count
 
 
 @njit(nogil=True, cache=True)
@@ -409,49 +377,56 @@ def _set_steps(parts, tree, num_tokens, is_first, is_last):
 
 
 @njit(nogil=True, cache=True)
-def plan_sums(arrays, layer, num_tokens, width, skips, scratch):
+def plan_sums(num_tokens, width, row_items, down_items, places, first_stripe, few, plan):
     """Which parts of choices are added up first and second, and how; once gates are activated.
 
-    width: of tokens; skips: parts of which few neurons fire may go one by one
+    width: of tokens; row_items, down_items: of gate and down rows; places (B * S, 4) int64: of down
+    rows that are an output each, or (0, 4); first_stripe: the first one's number
+    few: up to which share of its neurons that fire a part goes one by one; below 0: none does
     """
-    num_stripes, num_blocks = scratch.tree.shape[0], scratch.widths.shape[0]
-    first, second, ids = scratch.first, scratch.second, scratch.choices.ids
+    num_stripes, num_blocks = plan.tree.shape[0], plan.widths.shape[0]
+    first, second, choices = plan.first, plan.second, plan.choices
     num_first = num_second = part = 0
     for stripe in range(num_stripes):
         for b in range(num_blocks):
-            begin, end = scratch.ends[b, stripe], scratch.ends[b, stripe + 1]
-            size, row, number = end - begin, scratch.firsts[b] + begin, b * num_stripes + stripe
-            scratch.columns[part, 0], scratch.columns[part, 1] = begin, end
-            scratch.part_firsts[part] = row
-            _set_place(scratch.up_places[part], row, size, arrays.gate.shape[1])
-            _set_down_place(arrays, layer, number, row, size, False, first.places[part])
-            _set_down_place(arrays, layer, number, row, size, True, second.places[part])
-            of_block = scratch.choices.starts[b], scratch.choices.starts[b + 1]
-            for i in range(of_block[0], of_block[1] if size else of_block[0]):
-                fired = scratch.num_fired[stripe, i]
-                if _is_second(arrays, layer, number, fired, size, skips, scratch.few):
-                    second.tokens.ids[num_second], second.rows[num_second] = ids[i], scratch.rows[i]
+            begin, end = plan.ends[b, stripe], plan.ends[b, stripe + 1]
+            size, row, in_second = end - begin, plan.firsts[b] + begin, False
+            plan.columns[part, 0], plan.columns[part, 1] = begin, end
+            plan.part_firsts[part] = row
+            _set_place(plan.up_places[part], row, size, row_items)
+            _set_place(first.places[part], row, size, down_items)
+            if places.shape[0]:
+                place = places[b * num_stripes + stripe]
+                in_second = place[IS_SECOND] != 0
+                _set_place(first.places[part], 0, 0, down_items)
+                _set_place(second.places[part], 0, 0, down_items)
+                copy_numbers(place, second.places[part] if in_second else first.places[part])
+            for i in range(choices.starts[b], choices.starts[b + 1] if size else 0):
+                if in_second or plan.num_fired[stripe, i] <= few * size:
+                    second.tokens.ids[num_second] = choices.ids[i]
+                    second.rows[num_second] = plan.rows[i]
                     num_second += 1
                 else:
-                    first.tokens.ids[num_first], first.rows[num_first] = ids[i], scratch.rows[i]
+                    first.tokens.ids[num_first], first.rows[num_first] = (
+                        choices.ids[i],
+                        plan.rows[i],
+                    )
                     num_first += 1
             count = num_first - first.tokens.starts[part]
-            scratch.late_starts[part + 1] = scratch.late_starts[part] + count * size
-            scratch.up_starts[part + 1] = scratch.up_starts[part] + space_of(
-                scratch.inputs, count, width
-            )
-            first.starts[part + 1] = first.starts[part] + _value_space(
-                arrays, scratch.values, count, size
-            )
+            plan.late_starts[part + 1] = plan.late_starts[part] + count * size
+            plan.up_starts[part + 1] = plan.up_starts[part] + space_of(plan.of_inputs, count, width)
             first.tokens.starts[part + 1] = num_first
             second.tokens.starts[part + 1] = num_second
             part += 1
-    second.starts[0] = first.starts[part]
-    for s in range(part):
-        count = second.tokens.starts[s + 1] - second.tokens.starts[s]
-        size = scratch.columns[s, 1] - scratch.columns[s, 0]
-        second.starts[s + 1] = second.starts[s] + _value_space(arrays, scratch.values, count, size)
-    _plan_tree(arrays.first_stripe // arrays.stripes_at_once, scratch)
-    _set_steps(first, scratch.tree, num_tokens, True, num_second == 0)
-    _set_steps(second, scratch.tree, num_tokens, num_first == 0, True)
-    _plan_fired(arrays, scratch)
+    end = np.int64(0)
+    for parts in (first, second):
+        for s in range(part):
+            parts.starts[s] = end
+            count = parts.tokens.starts[s + 1] - parts.tokens.starts[s]
+            end += space_of(plan.of_values, count, plan.columns[s, 1] - plan.columns[s, 0])
+        parts.starts[part] = end
+    _plan_tree(first_stripe, plan)
+    _set_steps(first, plan.tree, num_tokens, True, num_second == 0)
+    _set_steps(second, plan.tree, num_tokens, num_first == 0, True)
+    if not places.shape[0]:
+        _list_runs(plan)

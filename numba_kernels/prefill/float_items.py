@@ -56,17 +56,6 @@ def unit_of(items):  # type: ignore[no-untyped-def]
 
 
 @by_types
-def row_stride(items, dtype_of):  # type: ignore[no-untyped-def]
-    """Items from row to row of `combine`'s tokens, of which there are so many.
-
-    A tile of AMX reads 16 rows at once, which would fill one set with a power of two between them.
-    """
-    if dtype_of.dtype == types.uint32:
-        return lambda items, dtype_of: items | AMX_ITEMS
-    return lambda items, dtype_of: items
-
-
-@by_types
 def fill_items(matrix, row, first, last, out):  # type: ignore[no-untyped-def]
     """out = items first..last-1 of matrix[row], zeros beyond its end."""
 

@@ -109,7 +109,7 @@ def pack_rows_kernel(h, tokens, packed, starts, thread, num_threads):
     """A thread's share of `packed` = items of each block's rows of h; checks nothing.
 
     h `CutRows`; tokens `BlockTokens`; packed (items,), of block b packed[starts[b] : starts[b + 1]]
-    as (choices, `row_stride`), zeros where a row ends
+    as rows of choices, zeros where a row ends
     """
     for b in range(starts.shape[0] - 1):
         own, ids = block_rows(h, tokens, b)

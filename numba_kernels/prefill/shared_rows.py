@@ -12,6 +12,7 @@ import numpy as np
 from hotcold.numba_kernels.compiler import by_types, njit
 from hotcold.numba_kernels.decode.rows import block_products, rows_a_panel, split_range
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors, aligned_zeros, empty_vectors
+from hotcold.numba_kernels.ir.amx_ir import AMX_ITEMS
 from hotcold.numba_kernels.ir.int16_ir import GROUP_PAIRS
 from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.ir.vector_ir import quantize_vector
@@ -36,7 +37,6 @@ from hotcold.numba_kernels.prefill.float_tiles import (
     stop_tiles,
 )
 
-num_groups_of = float_matmul.num_groups_of
 _pack_items, _multiply_items = float_matmul.pack_groups, float_matmul.multiply_rows
 _pack_pairs, _multiply_pairs = int16_matmul.pack_groups, int16_matmul.multiply_rows
 
@@ -104,24 +104,31 @@ def new_tokens(
     )
 
 
-@by_types
-def space_of(tokens, count, width):  # type: ignore[no-untyped-def]
-    """Where what follows `count` tokens of `width` numbers begins in `tokens`; for compiled code.
+# Numbers of a layout: so many tokens are whole, a token has so many items for so many numbers.
+UNIT, ITEMS, NUMBERS, SET_BITS = range(4)
 
-    In items, of QUANTIZED in vectors.
+
+def token_layout(kind: type, of_rows: bool = False) -> np.ndarray:
+    """How many items tokens take: UNIT, ITEMS, NUMBERS, and bits that a token's count has set.
+
+    A vector of QUANTIZED counts as one item. of_rows: as `float_matmul.combine_kernel` takes them;
+    a tile of AMX reads 16 rows at once, which would fill one set with a power of two between them.
     """
-
-    def pairs(tokens, count, width):  # type: ignore[no-untyped-def]
-        parts = (width + 2 * GROUP_PAIRS - 1) // (2 * GROUP_PAIRS)
-        return num_groups_of(count) * LANES * parts * GROUP_PAIRS
-
-    if is_of(tokens, QuantizedVectors):
-        return lambda tokens, count, width: count
-    if is_of(tokens, Int16Tokens):
-        return pairs
-    return lambda tokens, count, width: (
-        num_groups_of(count) * LANES * items_in(width, tokens.packed)
+    if kind is QUANTIZED:
+        return np.array([1, 1, 1 << 62, 0])
+    items = GROUP_PAIRS if kind is INT16 else AMX_ITEMS if kind is AMX else 1
+    numbers = items if kind is FLOAT32 else 2 * items
+    return np.array(
+        [1 if of_rows else LANES, items, numbers, AMX_ITEMS * (of_rows and kind is AMX)]
     )
+
+
+@njit(nogil=True, cache=True)
+def space_of(layout, count, width):
+    """Items that `count` tokens of `width` numbers take."""
+    whole = (count + layout[UNIT] - 1) // layout[UNIT] * layout[UNIT]
+    items = (max(width, 1) + layout[NUMBERS] - 1) // layout[NUMBERS] * layout[ITEMS]
+    return whole * (items | layout[SET_BITS])
 
 
 @njit(nogil=True, cache=True)
