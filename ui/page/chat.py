@@ -183,10 +183,10 @@ class Chat:
             if visit.notice:
                 view[self._state] |= state | {"text": visit.notice}
             yield view
-            if updates:  # at the end Gradio would apply them again, over what is typed meanwhile
-                yield dict.fromkeys(updates, gr.skip())
             async for view in self._follow(history, visit.asked):
                 yield view
+            # At the end Gradio would apply the last view again, over what has come meanwhile.
+            yield dict.fromkeys(view, gr.skip())
 
         return handle
 
