@@ -211,7 +211,7 @@ def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
         service = load(_without_draft(spec), config, lambda num_bytes: None, max_rows=1)
         _add_draft(service, spec, config)
         return service
-    stored = served_config(spec.system, Checkpoint(spec.path), config)
+    stored = served_config(spec.system, config)
     share, predictors = offloaded_share(spec, stored), spec.storage.predictors
     most, total = max(ids.size for ids in spec.neuron_ids), sum(ids.size for ids in spec.neuron_ids)
     share = replace(share, num_gates=most, num_up_downs=most, rates=np.ones(total, np.float32))
@@ -245,7 +245,7 @@ def _service(spec: ServiceSpec, config: ModelConfig) -> Service:
 
 def _plan(system: SystemConfig) -> tuple[ModelConfig, list[ServiceSpec], ArenaLayout]:
     config = read_config(system.model_path)
-    served = served_config(system, Checkpoint(Path(system.model_path)), config)
+    served = served_config(system, config)
     return config, service_specs(system, served), arena_layout(system, served)
 
 

@@ -180,13 +180,14 @@ def _cpu_specs(
     ]
 
 
-def served_config(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
+def served_config(system: SystemConfig, config: ModelConfig) -> ModelConfig:
     """`config` with the formats in which the system's services hold matrices.
 
     Errors:  CheckpointError, UsageError
     """
-    by_layer, transposed = system.device != "cuda", system.down_transposed
-    return stored_config(checkpoint, config, system.weight_dtype, by_layer, transposed)
+    checkpoint, by_layer = Checkpoint(Path(system.model_path)), system.device != "cuda"
+    dtype, transposed = system.weight_dtype, system.down_transposed
+    return stored_config(checkpoint, config, dtype, by_layer, transposed)
 
 
 def draft_config(system: SystemConfig, config: ModelConfig) -> ModelConfig | None:
@@ -195,9 +196,7 @@ def draft_config(system: SystemConfig, config: ModelConfig) -> ModelConfig | Non
     Errors:  CheckpointError, UsageError
     """
     draft = system.draft_system
-    if draft is None:
-        return None
-    return served_config(draft, Checkpoint(Path(system.model_path)), config)
+    return None if draft is None else served_config(draft, config)
 
 
 def can_keep_transposed(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> bool:

@@ -9,11 +9,10 @@ from typing import Any
 from hotcold.actors.protocol.messages import PREDICTED_MODES
 from hotcold.actors.setup.choose import default_mode
 from hotcold.actors.setup.modes import has_thresholds, keeps_down_outputs, own_thresholds, promise
-from hotcold.actors.setup.preflight import read_model
+from hotcold.actors.setup.preflight import read_model, smaller_dtypes
 from hotcold.model.byte_sizes import binary_text, size_text
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.config.weight_formats import QUANTIZED_NAMES
-from hotcold.model.errors import ArtifactError, HotcoldError
+from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.files.checkpoint import Checkpoint
@@ -59,7 +58,9 @@ def facts_of(path: Path) -> dict[str, Any]:
         "window": max(config.windows, default=0),
         "stored_bytes": stored_bytes(checkpoint),
         "weight_bytes": weight_bytes(served),
-        "quantized_bytes": _quantized_bytes(path),
+        "quantized_bytes": {
+            dtype: weight_bytes(smaller) for dtype, smaller in smaller_dtypes(path)
+        },
         "firing_share": _firing_share(path, config) if config.is_sparse else None,
         "published_share": known[0] if known else None,
         "share_source": known[1] if known else None,
@@ -205,18 +206,6 @@ def _thresholds(path: Path, config: ModelConfig) -> str | None:
         asked = " --target-kl 0.03" if config.experts is not None else ""
         return f"needs thresholds, which `hotcold profile{asked}` calibrates"
     return promise(found, config)
-
-
-def _quantized_bytes(path: Path) -> dict[str, int]:
-    """Bytes in memory by --dtype, of those that the model can be loaded with."""
-    found: dict[str, int] = {}
-    casts = ("f16",) if read_model(path).dtype == "float32" else ()
-    for name in (*casts, *QUANTIZED_NAMES):
-        try:
-            found[name] = weight_bytes(read_model(path, name))
-        except HotcoldError:  # rows that are no whole groups, or quantized already
-            continue
-    return found
 
 
 def _predictors(path: Path, config: ModelConfig) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-from hotcold.actors.setup.account import expected_gpu, in_memory_account
+from hotcold.actors.setup.account import account, expected_gpu
 from hotcold.actors.setup.gpu_share import num_cold_neurons
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
 from hotcold.actors.setup.storage import fit_storage
@@ -64,7 +64,7 @@ def offload_plans(
     system, config = stored(given)
     if system.storage is None:
         return []
-    all_bytes = in_memory_account(system, config).total_bytes
+    all_bytes = account(replace(system, storage=None), config, is_sure=True).total_bytes
     file = Path(system.storage.path)
     disk = measured_disk(file, config) if file.exists() else Disk()
     step = (all_bytes - 1 - given) / (num_sizes - 1)
@@ -86,11 +86,9 @@ def stored_config(
     system: SystemConfig, config: ModelConfig, profile: ActivationProfile | None
 ) -> Stored:
     """Systems of a model that is not here: `system` with its neurons on storage."""
-    share = expected_gpu(system, config)
-    need = in_memory_account(share, config)
 
     def stored(size: int) -> tuple[SystemConfig, ModelConfig]:
-        return replace(system, storage=fit_storage(profile, need, share, config, size)), config
+        return replace(system, storage=fit_storage(profile, system, config, size)), config
 
     return stored
 

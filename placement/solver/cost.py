@@ -16,7 +16,13 @@ from hotcold.model.config import neurons
 from hotcold.model.config.families import tensor_names
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import mean_row_bytes, row_bytes
-from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
+from hotcold.model.weights.sizes import (
+    attention_bytes,
+    ffn_bytes,
+    head_bytes,
+    kv_cache_bytes,
+    neuron_bytes,
+)
 from hotcold.placement.profile import Rates
 from hotcold.placement.solver.problem import ATTENTION, GROUP_SIZE, HEAD, PREDICTOR, Problem
 
@@ -326,7 +332,7 @@ def make_problem(
     return Problem(
         num_gpus=num_gpus,
         budget_bytes=np.array([device.budget_bytes for device in devices], np.int64),
-        neuron_bytes=ffn_bytes(config, 1) - ffn_bytes(config, 0),
+        neuron_bytes=neuron_bytes(config),
         group_sizes=groups.sizes,
         group_seconds=groups.sums(seconds),
         group_frequency=groups.sums(hotness(config, rates)) / np.maximum(groups.sizes, 1),

@@ -26,7 +26,6 @@ from hotcold.model.config.build import read_config
 from hotcold.model.errors import MemoryBudgetError, ServiceError, UsageError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
-from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
 from hotcold.placement.solver.plan_devices import make_plan_devices
@@ -131,8 +130,8 @@ def test_a_plan_counts_on_no_more_memory_than_there_is(gpu_memory_bytes: int, sc
     )
     system = SystemConfig("", device="cuda", gpu_memory_bytes=gpu_memory_bytes)
     budget = gpu_memory_bytes or free - cuda_fit.RESERVE_BYTES
-    sizes = cuda_fit._Sizes.of(system, config, NumpyDevice(free, context_bytes))
-    there = budget - context_bytes - cuda_fit.LATE_BYTES - sizes.work
+    work = cuda_fit.work_bytes(system, config, NumpyDevice(free, context_bytes))
+    there = budget - context_bytes - cuda_fit.LATE_BYTES - work
     (gpu, _) = make_plan_devices(
         make_machine((free,)), num_cpu_actors=1, gpu_memory_bytes=gpu_memory_bytes or None
     )
@@ -219,7 +218,7 @@ def test_hot_neurons_are_those_of_the_driver(
     _, fitted, loading = fit(
         replace(system, gpu_memory_bytes=whole - ffn_bytes(config, config.num_neurons) // 16)
     )
-    served = served_config(system, Checkpoint(path), config)
+    served = served_config(system, config)
     assert 0 < fitted.system.num_hot_neurons < config.num_neurons
     assert loading.is_of(service_specs(fitted.system, served)[0])
     assert not loading.is_of(service_specs(fitted.system, config)[0])

@@ -19,7 +19,7 @@ from hotcold.actors.processes.host_setup import HostSetup
 from hotcold.actors.protocol.messages import GenerateRequest, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.setup import account as accounts
-from hotcold.actors.setup import storage, storage_shares
+from hotcold.actors.setup import storage_shares
 from hotcold.actors.setup.account import account as need_of
 from hotcold.actors.setup.choose import choose_system
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
@@ -100,9 +100,8 @@ def _neuron_bytes(config: ModelConfig) -> int:
 
 
 def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (storage, storage_shares):
-        monkeypatch.setattr(module, "offloaded_ffn_bytes", kept_bytes)
-    monkeypatch.setattr(storage, "more_process_bytes", lambda system, config: 0)
+    monkeypatch.setattr(accounts, "offloaded_ffn_bytes", kept_bytes)
+    monkeypatch.setattr(accounts, "more_process_bytes", lambda system, config: 0)
     config = read_model(wide)
     total = need_of(choose_system(wide, config, SystemOptions()), config).total_bytes
     assert prepare_system(wide, SystemOptions(cpu_memory_bytes=total))[0].storage is None
@@ -142,10 +141,8 @@ def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_memory_is_that_of_each_host(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts hold half of the neurons each, and as many processes as one with half of both."""
-    for module in (accounts, storage, storage_shares):
-        monkeypatch.setattr(module, "offloaded_ffn_bytes", kept_bytes)
-    for module in (accounts, storage):
-        monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 0)
+    monkeypatch.setattr(accounts, "offloaded_ffn_bytes", kept_bytes)
+    monkeypatch.setattr(accounts, "more_process_bytes", lambda system, config: 0)
     config, two = read_model(wide), SystemOptions(hosts=("a", "b"), num_cpu_actors=4)
     need = need_of(choose_system(wide, config, two), config)
     alone = need_of(choose_system(wide, config, SystemOptions(num_cpu_actors=2)), config)

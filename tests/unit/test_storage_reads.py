@@ -11,9 +11,9 @@ import pytest
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-from hotcold.actors.setup.account import Account
+from hotcold.actors.setup.account import account
 from hotcold.actors.setup.storage import storage_within
-from hotcold.actors.setup.storage_shares import bytes_in_memory, token_reads
+from hotcold.actors.setup.storage_shares import token_reads
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
@@ -153,15 +153,16 @@ def test_the_least_is_what_stays_and_one_layer(config: ModelConfig, tmp_path: Pa
     system = SystemConfig(str(tmp_path))
     least = least_in_memory([layer.ffn for layer in config.layers])
     assert least == 4096 + EXPERTS * SIZE
-    need = Account(0, 0, config.num_neurons * 3 * 2 * HIDDEN, 0, 0, 0)
     with pytest.raises(MemoryBudgetError, match="use --cpu-memory"):
-        storage_within(None, need, system, config, GIB // 8)
-    found = [storage_within(None, need, system, config, size) for size in (GIB, 3 * GIB // 2)]
+        storage_within(None, system, config, GIB // 8)
+    whole = account(system, config).total_bytes
+    sizes = whole - GIB // 4, whole
+    found = [storage_within(None, system, config, size) for size in sizes]
     kept = [each.num_up_downs for each in found]
     assert least < kept[0] < kept[1] <= config.num_neurons
-    for each, size in zip(found, (GIB, 3 * GIB // 2), strict=True):
+    for each, size in zip(found, sizes, strict=True):
         assert 0 <= each.num_up_downs - each.num_gates <= 2  # whole neurons
-        assert bytes_in_memory(config, each) < size
+        assert account(replace(system, storage=each), config).total_bytes <= size
 
 
 def test_what_a_token_reads_falls_to_nothing(config: ModelConfig, tmp_path: Path) -> None:
