@@ -36,17 +36,14 @@ from hotcold.model.sparsity import MAX_DENSITY, MIN_DENSITY, known_firing_share
 from hotcold.model.synthetic.shape import DTYPES, config_json, resolve_shape
 from hotcold.placement.machine.description import Machine
 from hotcold.placement.machine.this_machine import this_machine, unmeasured_machine
-from hotcold.placement.plan import PlacementPlan, PlanRequest
-from hotcold.placement.planner import make_plan, require_room
+from hotcold.placement.plan import PlacementPlan
+from hotcold.placement.planner import Planner
 from hotcold.placement.profile import ActivationProfile, read_profile, stated_profile
 from hotcold.placement.solver.cost import PredictorCost, assumed_predictors
 from hotcold.placement.solver.plan_devices import RESERVE_BYTES
 
 _PLOTTED = 17  # sizes of memory in a plot
 _ROOMY = 1 << 50  # bytes of a node in which every model fits
-Asked = tuple[
-    ModelConfig, Machine, ActivationProfile | None, PlanRequest, PredictorCost | None, int
-]  # arguments of `make_plan`
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,7 @@ class Planning:
 
         Errors:  MemoryBudgetError; those of `system`
         """
-        require_room(*self._asked(self._sizes))
+        self._planner(self._sizes).require_room()
 
     def measured(self, on_stage: Callable[[str], None]) -> Machine:
         """The machine with its speeds. Errors: MemoryBudgetError where it cannot be measured."""
@@ -167,7 +164,7 @@ class Planning:
 
     def plan(self, machine: Machine, time_limit_s: float = 1.0) -> PlacementPlan:
         """The plan on `machine`. Errors: MemoryBudgetError."""
-        return make_plan(*self._asked(machine), time_limit_s=time_limit_s)
+        return self._planner(machine).plan(time_limit_s)
 
     def fitting_dtype(self) -> str:
         """Of a model that is not here the most precise --dtype that fits; "" for none."""
@@ -264,17 +261,18 @@ class Planning:
         is_predicted = system.mode in PREDICTED_MODES
         return assumed_predictors(model.config, system.mode) if is_predicted else None
 
-    def _asked(self, machine: Machine) -> Asked:
+    def _planner(self, machine: Machine) -> Planner:
         system, config = self._in_memory
         need = account(self._planned, config)
         budgets = self.options.gpu_memory_bytes, self.options.cpu_memory_bytes
-        return (
+        return Planner(
             config,
             self._placed_on(machine),
             self.profile,
             plan_request(system, *budgets, machine.identity, self.profile),
-            self._predictors(system),
+            need.kv_cache_bytes,
             need.process_bytes + need.arena_bytes + need.draft_bytes,
+            self._predictors(system),
         )
 
 

@@ -16,7 +16,7 @@ from hotcold.actors.attention.cuda.service import CudaAttentionService
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import Fitted, SystemConfig
 from hotcold.actors.setup import gpu_share
-from hotcold.actors.setup.account import account
+from hotcold.actors.setup.account import GpuParts, account
 from hotcold.actors.setup.gpu_share import choose_device
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
 from hotcold.actors.setup.shards import served_config, service_specs
@@ -95,6 +95,25 @@ def test_the_budget_is_kept_and_used(system: SystemConfig) -> None:
     hot = {entry[0] for entry in found}
     assert len(hot) > 5 and -1 in hot
     assert {entry[2] for entry in found} == {0, -1} and len({entry[1] for entry in found}) > 1
+
+
+@pytest.mark.parametrize("share", [1, 3])
+def test_parts_are_counted_as_they_are_allocated(
+    share: int, system: SystemConfig, tmp_path: Path
+) -> None:
+    """Beside the workspace, which is an upper bound; of float and of padded quantized rows."""
+    quantized = replace(system, model_path=str(make_mxfp4(tmp_path / "mxfp4")))
+    for one in (system, quantized):
+        config = served_config(one, read_config(one.model_path))
+        parts, work = GpuParts.of(one, config), cuda_fit.work_bytes(one, config, NumpyDevice())
+        budget = bytes_of_all(one) - config.num_neurons * parts.neuron * (share - 1) // share
+        device, fitted, loading = fit(replace(one, gpu_memory_bytes=budget))
+        held = fitted.system
+        num_bytes = (config.num_layers - held.num_host_layers) * parts.layer
+        num_bytes += parts.head * (not held.head_on_host) + held.num_hot_neurons * parts.neuron
+        assert loading and held.num_hot_neurons > 0
+        beside, aligned = device.used_bytes() - CONTEXT_BYTES - num_bytes, num_bytes // 100
+        assert -aligned <= beside <= work + aligned
 
 
 class NoGpuService(ServiceActor):

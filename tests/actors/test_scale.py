@@ -29,7 +29,6 @@ from hotcold.model.errors import CheckpointError, MemoryBudgetError, ServiceErro
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.sampling import SamplingParams
 from hotcold.placement.plan import plan_path, write_plan
-from hotcold.placement.planner import make_plan
 from tests.actors.batching import Background
 from tests.actors.kept_system import (
     KeptSystem,
@@ -41,6 +40,7 @@ from tests.actors.kept_system import (
 from tests.actors.stand_in_host import Forgetful, WithoutGpu, start_stand_in
 from tests.actors.test_placement_choice import WITH_GPU
 from tests.conftest import TinyCheckpoint
+from tests.placement_cases import make_plan
 from tests.predictor_layers import write_sign_predictors
 from tests.quantized_models import make_model
 
