@@ -16,7 +16,6 @@ from hotcold.actors.processes.system_services import SystemServices
 from hotcold.actors.protocol.failures import ServiceLost, cause_of
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.ray_memory import free_bytes
-from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.account import new_services_bytes
 from hotcold.actors.setup.connection import Connection
 from hotcold.actors.setup.shards import arena_layout, changed_specs
@@ -64,23 +63,8 @@ class CpuServiceChange:
 
     def __init__(self, services: SystemServices, new: Connection) -> None:
         """`new` shares services with attention of `services`, which still use the old arena."""
-        self._services = services
-        self._new = new
-
-    @property
-    def system(self) -> SystemConfig:
-        """With the new services."""
-        return self._new.system
-
-    @property
-    def topology(self) -> Topology:
-        """With the new services."""
-        return self._new.topology
-
-    @property
-    def exchange(self) -> Exchange:
-        """The exchange with the new services."""
-        return self._new.exchange
+        self._services, self._new = services, new
+        self.system, self.topology, self.exchange = new.system, new.topology, new.exchange
 
     def prepare(self) -> None:
         """Prepare the new services for long prompts if the old ones are. Errors: HotcoldError."""

@@ -36,7 +36,7 @@ from hotcold.model.weights.sizes import (
 )
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, SEGMENT_POSITIONS
 from hotcold.numba_kernels.formats import DTYPES, row_items
-from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES, RESERVE_BYTES
+from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES
 
 _PROCESS_BYTES = 180 << 20  # of Python and Ray in one actor, its part of their libraries too
 # Measured after long prompts beyond what is counted: of each service; of Ray and the command.
@@ -77,7 +77,7 @@ def account(
     """
     is_stored = system.storage is not None
     share = expected_gpu(system, config, is_sure or is_stored)
-    has_gpu, num_services, num_hosts = share.device == "cuda", system.num_cpu_actors, _hosts(system)
+    has_gpu, num_services = share.device == "cuda", system.num_cpu_actors
     on_host = share.num_host_layers / config.num_layers if has_gpu else 1
     if share.storage is None:
         num_cold = num_cold_neurons(share, config)
@@ -86,13 +86,13 @@ def account(
         of_neurons = offloaded_ffn_bytes(share, config, share.storage)
         extra_bytes += more_process_bytes(share, config)
     # Driver, attention, CPU services, which hosts share equally.
-    num_processes = 2 + num_services // num_hosts
+    num_processes = 2 + num_services // system.num_hosts
     # With the exchange by calls every process has its own arena.
     num_arenas = 1 if system.exchange == "arena" else num_processes
     return Account(
         attention_bytes=round(attention_bytes(config) * on_host),
         head_bytes=head_bytes(config) * (share.head_on_host or not has_gpu),
-        ffn_bytes=-(-of_neurons // num_hosts),
+        ffn_bytes=-(-of_neurons // system.num_hosts),
         kv_cache_bytes=round(system_kv_bytes(system, config) * on_host),
         process_bytes=num_processes * _process_bytes(system)
         + attention_parts_bytes(system, config)
@@ -200,8 +200,7 @@ def expected_gpu(system: SystemConfig, config: ModelConfig, is_sure: bool = True
     """`system` with the share that its GPU holds, or surely will hold; else at most."""
     if system.device != "cuda" or system.num_hot_neurons >= 0:
         return system
-    reserve, aside = (RESERVE_BYTES, GPU_RESERVE_BYTES) if is_sure else (0, 0)
-    num_bytes = usable_gpu_bytes(system.gpu_memory_bytes, reserve) - aside
+    num_bytes = usable_gpu_bytes(system.gpu_memory_bytes, is_sure) - GPU_RESERVE_BYTES * is_sure
     every = replace(system, num_hot_neurons=config.num_neurons)
     return GpuParts.of(system, config).within(num_bytes, every, config)
 
@@ -212,7 +211,7 @@ def more_process_bytes(system: SystemConfig, config: ModelConfig) -> int:
     It is beyond what is counted otherwise. A service with a GPU holds part of the GPU's share while
     it loads: one layer's attention, one layer's neurons, or the head.
     """
-    num_services = 1 + system.num_cpu_actors // _hosts(system)
+    num_services = 1 + system.num_cpu_actors // system.num_hosts
     num_bytes = num_services * _SERVICE_BYTES + _OTHERS_BYTES
     if system.device == "cuda":
         num_neurons = min(config.largest_ffn, max(0, system.num_hot_neurons))
@@ -220,10 +219,6 @@ def more_process_bytes(system: SystemConfig, config: ModelConfig) -> int:
         parts = layer, ffn_bytes(config, num_neurons), head_bytes(config)
         num_bytes += CUDA_BYTES + max(parts)
     return num_bytes
-
-
-def _hosts(system: SystemConfig) -> int:
-    return max(1, len(system.hosts))
 
 
 def _process_bytes(system: SystemConfig) -> int:

@@ -11,14 +11,20 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
 from hotcold.placement.machine.description import Machine
 from hotcold.placement.machine.this_machine import measured_before
+from hotcold.placement.solver.plan_devices import gpu_budget
 
 NO_EXPERT_PREDICTORS = "experts with predictors of their own run on the CPU only"
 
 
-def usable_gpu_bytes(budget: int, reserve_bytes: int) -> int:
-    """Bytes of the GPU within `budget` (0: all but the reserve); the budget where none is seen."""
+def usable_gpu_bytes(limit_bytes: int, is_sure: bool) -> int:
+    """Bytes of the GPU that a system uses at most, or surely; 0: no limit.
+
+    Where no GPU is seen here, the limit.
+    """
     found = first_gpu()
-    return budget if isinstance(found, str) else min(budget or found[1] - reserve_bytes, found[1])
+    if isinstance(found, str):
+        return limit_bytes
+    return gpu_budget(limit_bytes or (None if is_sure else found[1]), found[1])
 
 
 def num_cold_neurons(system: SystemConfig, config: ModelConfig) -> int:

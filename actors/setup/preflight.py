@@ -52,7 +52,7 @@ def prepare_system(
     check_memory(path, system, config, options, extra_bytes)
     if system.down_transposed:  # services hold runs of neurons: no plan applies
         return system, config
-    return replace(system, plan_path=_plan(path, system, config, options)), config
+    return replace(system, plan_path=find_plan(path, system, config, options)), config
 
 
 def in_memory(
@@ -66,11 +66,6 @@ def in_memory(
     keeps = not has_plan and can_keep_transposed(system, Checkpoint(path), config)
     system = replace(system, down_transposed=keeps)
     return system, served_config(system, config)
-
-
-def _plan(path: Path, system: SystemConfig, config: ModelConfig, options: SystemOptions) -> str:
-    budgets = options.gpu_memory_bytes, options.cpu_memory_bytes
-    return find_plan(path, system, config, *budgets, options.plan)
 
 
 def _fits(
@@ -88,7 +83,7 @@ def _fits(
     if limit is None:
         return True
     has_gpu, has_plan = system.device == "cuda", options.plan is not None
-    is_sure = has_gpu and not (has_plan or _plan(path, system, config, options))
+    is_sure = has_gpu and not (has_plan or find_plan(path, system, config, options))
     need = account(system, config, is_sure, extra_bytes)
     return need.total_bytes <= min(limit, free_bytes())
 

@@ -240,21 +240,19 @@ def service_threads(system: SystemConfig) -> tuple[int, ...]:
 
     Services are assigned to hosts round-robin; all hosts are assumed to be like this one.
     """
-    num_hosts = max(1, len(system.hosts))
-    num_services = system.num_cpu_actors // num_hosts
+    num_services = system.num_cpu_actors // system.num_hosts
     root = Path(system.numa_root)
     nodes = nodes_with_memory(read_numa_nodes(root), usable_cores(root, system.num_threads))
     if not_pinned_because(system.pin, nodes, cpu_quota(root)):
         nodes = ()
     threads = thread_counts(nodes, num_services, max(system.num_threads, num_services))
-    return tuple(count for count in threads for _ in range(num_hosts))
+    return tuple(count for count in threads for _ in range(system.num_hosts))
 
 
 def host_share(system: SystemConfig, threads: Sequence[int], service: int | None) -> HostShare:
     """The share of its host that CPU service `service` has; None: the attention service."""
-    num_hosts = max(1, len(system.hosts))
-    index = None if service is None else service // num_hosts
-    return HostShare(tuple(threads[::num_hosts]), index, system.pin, system.numa_root)
+    index = None if service is None else service // system.num_hosts
+    return HostShare(tuple(threads[:: system.num_hosts]), index, system.pin, system.numa_root)
 
 
 def num_kv_pages(system: SystemConfig) -> int:

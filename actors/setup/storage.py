@@ -15,7 +15,6 @@ from hotcold.actors.setup.storage_shares import (
     divided,
     more_slot_neurons,
     reads_whole,
-    resident_parts,
 )
 from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
@@ -25,7 +24,7 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.placement.profile import ActivationProfile, rates_of
-from hotcold.placement.storage import least_in_memory
+from hotcold.placement.storage import Resident, least_in_memory
 
 _GIB = 1 << 30
 
@@ -71,8 +70,8 @@ def storage_within(
             f"{binary_text(least_bytes)} ({least_bytes} bytes) with its neurons on storage, and "
             f"{binary_text(free_bytes)} are allowed; use --cpu-memory {_rounded_up(least_bytes)}"
         )
-    num_hosts = max(1, len(system.hosts))
-    return divided(profile, least, config, storage, num_hosts * (free_bytes - least_bytes))
+    spare = system.num_hosts * (free_bytes - least_bytes)
+    return divided(profile, least, config, storage, spare)
 
 
 def storage_beside_gpu(system: SystemConfig, config: ModelConfig) -> NeuronStorage | None:
@@ -102,7 +101,7 @@ def _least(system: SystemConfig, config: ModelConfig) -> NeuronStorage:
     file = bundle_path(system.model_path, geometry)  # absolute: the same on other hosts
     most = max(geometry.layer_bundles)
     if config.experts is not None:
-        most = least_in_memory([layer.ffn for layer in config.layers])
+        most = least_in_memory(config)
         most += more_slot_neurons(system, config, 1)
     return NeuronStorage(str(file), most, most)
 
@@ -129,7 +128,7 @@ def offloaded_share(spec: ServiceSpec, config: ModelConfig) -> OffloadedShare:
         every = wanted.fired if config.experts is None else wanted.chosen
         parts = [layer[ids] for layer, ids in zip(every, shards, strict=True)]
         rates = np.concatenate(parts).astype(np.float32)
-    is_whole = reads_whole(geometry, rates, resident_parts(geometry, num_gates, num_up_downs))
+    is_whole = reads_whole(rates, Resident(geometry, num_gates, num_up_downs))
     return OffloadedShare(num_gates, num_up_downs, rates, is_whole)
 
 

@@ -40,7 +40,7 @@ from hotcold.placement.plan import PlacementPlan
 from hotcold.placement.planner import Planner
 from hotcold.placement.profile import ActivationProfile, read_profile, stated_profile
 from hotcold.placement.solver.cost import PredictorCost, assumed_predictors
-from hotcold.placement.solver.plan_devices import RESERVE_BYTES
+from hotcold.placement.solver.plan_devices import gpu_budget
 
 _PLOTTED = 17  # sizes of memory in a plot
 _ROOMY = 1 << 50  # bytes of a node in which every model fits
@@ -204,8 +204,7 @@ class Planning:
             return stored_model(self.model.path, self.options)
         system, gpus = self._planned, self._placed_on(self._sizes).gpus
         if self._uses_gpu:
-            wanted = self.options.gpu_memory_bytes or gpus[0].free_bytes - RESERVE_BYTES
-            budget = max(1, min(wanted, gpus[0].free_bytes))
+            budget = max(1, gpu_budget(self.options.gpu_memory_bytes, gpus[0].free_bytes))
             system = replace(system, device="cuda", gpu_memory_bytes=budget)
         return stored_config(system, self.model.config, self.profile)
 
@@ -264,12 +263,11 @@ class Planning:
     def _planner(self, machine: Machine) -> Planner:
         system, config = self._in_memory
         need = account(self._planned, config)
-        budgets = self.options.gpu_memory_bytes, self.options.cpu_memory_bytes
         return Planner(
             config,
             self._placed_on(machine),
             self.profile,
-            plan_request(system, *budgets, machine.identity, self.profile),
+            plan_request(system, self.options, machine.identity, self.profile),
             need.kv_cache_bytes,
             need.process_bytes + need.arena_bytes + need.draft_bytes,
             self._predictors(system),

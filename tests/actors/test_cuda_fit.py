@@ -28,6 +28,7 @@ from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
+from hotcold.placement.solver import plan_devices
 from hotcold.placement.solver.plan_devices import make_plan_devices
 from tests import tiny_models
 from tests.actors.numpy_device import NumpyDevice
@@ -41,7 +42,8 @@ CONTEXT_BYTES = 10_000
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SystemConfig:
     """A small model; what is left aside of a real GPU would be larger than all of it."""
-    for name in ("RESERVE_BYTES", "LATE_BYTES", "_MATMUL_BYTES"):
+    monkeypatch.setattr(plan_devices, "RESERVE_BYTES", 0)
+    for name in ("LATE_BYTES", "_MATMUL_BYTES"):
         monkeypatch.setattr(cuda_fit, name, 0)
     wide = {"wide": tiny_models.Variant(tiny_models._opt, ffn_dim=1500)}
     with mock.patch.dict(tiny_models.VARIANTS, wide):
@@ -148,7 +150,7 @@ def test_a_plan_counts_on_no_more_memory_than_there_is(gpu_memory_bytes: int, sc
         vocab_size=32000 * scale,
     )
     system = SystemConfig("", device="cuda", gpu_memory_bytes=gpu_memory_bytes)
-    budget = gpu_memory_bytes or free - cuda_fit.RESERVE_BYTES
+    budget = plan_devices.gpu_budget(gpu_memory_bytes or None, free)
     work = cuda_fit.work_bytes(system, config, NumpyDevice(free, context_bytes))
     there = budget - context_bytes - cuda_fit.LATE_BYTES - work
     (gpu, _) = make_plan_devices(
@@ -221,7 +223,8 @@ def test_hot_neurons_are_those_of_the_driver(
     """Which depend on how many bytes rows have in the formats that are loaded: here down rows have
     more than the others.
     """
-    for name in ("RESERVE_BYTES", "LATE_BYTES", "_MATMUL_BYTES"):
+    monkeypatch.setattr(plan_devices, "RESERVE_BYTES", 0)
+    for name in ("LATE_BYTES", "_MATMUL_BYTES"):
         monkeypatch.setattr(cuda_fit, name, 0)
     path = make_mxfp4(tmp_path)
     system = SystemConfig(

@@ -44,9 +44,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def planned(model: Path, options: SystemOptions, machine: Machine = MACHINE) -> PlacementPlan:
     """The plan that `hotcold plan` would make with these options."""
     system, config = prepare_system(model, options)
-    request = plan_request(
-        system, options.gpu_memory_bytes, options.cpu_memory_bytes, machine.identity, None
-    )
+    request = plan_request(system, options, machine.identity, None)
     return make_plan(config, machine, None, request)
 
 

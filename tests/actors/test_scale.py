@@ -22,6 +22,7 @@ import ray
 from hotcold.actors.driver.draft_policy import FixedPolicy
 from hotcold.actors.driver.drafts import Speculation
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
+from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.placement_choice import plan_request
 from hotcold.actors.system import System
 from hotcold.model.config.build import read_config
@@ -258,7 +259,7 @@ def test_a_service_that_lacks_a_neuron(copied: TinyCheckpoint, tmp_path: Path) -
 def test_a_gpus_plan_that_the_cpu_carries_out(copied: TinyCheckpoint, tmp_path: Path) -> None:
     """It counts no neuron twice, with any number of CPU services, whatever plan comes later."""
     system, config = config_of(copied.path, device="cuda"), read_config(copied.path)
-    plan = make_plan(config, WITH_GPU, None, plan_request(system, None, None, "", None))
+    plan = make_plan(config, WITH_GPU, None, plan_request(system, SystemOptions(), "", None))
     file = plan_path(copied.path, plan.request)
     for seed in (1, 2):
         places = np.random.default_rng(seed).choice(2, plan.neuron_device.shape).astype(np.int16)

@@ -70,7 +70,7 @@ def test_down_rows_that_are_an_output_also_after_a_service_was_lost(tmp_path: Pa
     path = quantized("Q4_0", tmp_path)
     system, config = prepare_system(path, SystemOptions(context_length=64, num_cpu_actors=1))
     assert system.down_transposed
-    kept = least_in_memory([layer.ffn for layer in config.layers])
+    kept = least_in_memory(config)
     kept_storage = NeuronStorage(str(pack_model(path, config)), kept, kept)
     sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     request = GenerateRequest(sampling, prompt_ids=[3, 1, 4, 1, 5, 9])

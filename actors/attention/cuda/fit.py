@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from hotcold.actors.attention.cuda.device import GRAPH_BYTES, MAX_GRAPHS, Device
 from hotcold.actors.attention.cuda.load import CudaLoading
+from hotcold.actors.attention.cuda.prompt import BLOCK_BYTES
 from hotcold.actors.protocol.failures import is_out_of_memory
 from hotcold.actors.protocol.messages import Fitted, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.neuron_bundles import ROUND_BYTES
@@ -23,11 +24,11 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
-from hotcold.placement.solver.plan_devices import RESERVE_BYTES
+from hotcold.placement.solver.plan_devices import gpu_budget
 
 # Allocated after the trial: graphs, kernels of other step sizes, a second event.
 LATE_BYTES = MAX_GRAPHS * GRAPH_BYTES + (96 << 20)
-_MATMUL_BYTES = 96 << 20  # of cuBLAS, and a block of dequantized weights
+_MATMUL_BYTES = (32 << 20) + BLOCK_BYTES  # of cuBLAS, and a block of dequantized weights
 _GIB = 1 << 30
 
 
@@ -60,8 +61,8 @@ def fit_system(
     Errors:  MemoryBudgetError where nothing fits, CheckpointError, ArtifactError
     """
     free = device.used_bytes() + device.free_bytes()
-    budget = system.gpu_memory_bytes or free - RESERVE_BYTES
-    available = min(budget, free) - device.used_bytes() - LATE_BYTES
+    budget = gpu_budget(system.gpu_memory_bytes or None, free)
+    available = budget - device.used_bytes() - LATE_BYTES
     served = served_config(system, config)
     parts, work = GpuParts.of(system, served), work_bytes(system, served, device)
     wanted = _wanted(system, config)
