@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -44,7 +43,6 @@ from hotcold.model.files.artifact import ModelIdentity, sampled_digest
 from hotcold.model.files.atomic_write import write_atomic
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.numba_kernels.kernel_cache import sources_digest
-from hotcold.numba_kernels.loops.mailbox import SharedBuffers
 from hotcold.numba_kernels.one_compiler import never_collect
 from hotcold.numba_kernels.own_cache import host_cpu, own_folder
 from hotcold.placement.machine.core_affinity import CoreAffinity
@@ -159,14 +157,6 @@ class _ThreadWatch:
         return self._services[service].explain(service)
 
 
-class _Services(NamedTuple):
-    """Threads of this process on one arena; `topology` is of the whole system."""
-
-    services: list[Service]
-    topology: Topology
-    buffers: SharedBuffers
-
-
 def _attention_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     """Reads one row of each matrix; the others are zero pages, which take no memory."""
     from hotcold.actors.attention.arrays import attention_arrays
@@ -257,8 +247,10 @@ def _unattached(system: SystemConfig, which: Callable[[Topology], int]) -> Servi
     return service
 
 
-def _start(system: SystemConfig) -> _Services:
-    """Start all services of `system` on one arena."""
+def precompile(system: SystemConfig) -> None:
+    """Run what the processes of `system` will run. Errors: HotcoldError."""
+    from hotcold.actors.driver.driver import Driver
+
     config, specs, layout = _plan(system)
     arena, services = layout.new_arena(), []
     for spec in specs:
@@ -268,20 +260,13 @@ def _start(system: SystemConfig) -> _Services:
         service.attach(layout, arena)
         service.try_out()
         services.append(service)
-    return _Services(services, Topology(tuple(specs)), layout.buffers(arena))
-
-
-def precompile(system: SystemConfig) -> None:
-    """Run what the processes of `system` will run. Errors: HotcoldError."""
-    from hotcold.actors.driver.driver import Driver
-
-    services, topology, buffers = _start(system)
+    exchange = ArenaExchange(layout.buffers(arena), _ThreadWatch(services))
 
     def prepare() -> None:
         for service in services:
             service.prepare_prompts()
 
-    driver = Driver(system, ArenaExchange(buffers, _ThreadWatch(services)), topology, prepare)
+    driver = Driver(system, exchange, Topology(tuple(specs)), prepare)
     engine, length = driver.engine, driver.generator.context_length
 
     def run() -> None:

@@ -93,9 +93,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         requires_gpu=options.device == "cuda" or bool(options.gpu_memory_bytes),
         gpu_memory_bytes=options.gpu_memory_bytes or 0,
     )
-    has_experts = config.experts is not None
-    tokens = neuron_upload_tokens(system.device, system.exchange, system.hosts, has_experts)
-    system = replace(system, neuron_upload_tokens=tokens)
+    system = replace(system, neuron_upload_tokens=neuron_upload_tokens(system, config))
     system = with_draft(path, system, config, options)
     _require_possible(system, options)
     return system

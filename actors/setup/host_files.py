@@ -44,12 +44,7 @@ def require_same_model(spec: ServiceSpec) -> None:
             f"the {spec.name} service, on {host}: {spec.path} is another model than on the "
             f"driver's host; {copy}"
         )
-    if num_bytes > (free := free_bytes()):
-        less = "" if spec.storage is None else "less --cpu-memory, which is of each host, or "
-        raise MemoryBudgetError(
-            f"the {spec.name} service, on {host}, needs {size_text(num_bytes)} of memory, "
-            f"{size_text(free)} are free; give {less}more --hosts, or leave this one out"
-        )
+    require_free_memory(spec, num_bytes)
 
 
 @contextmanager
@@ -75,8 +70,16 @@ def require_free_memory(spec: ServiceSpec, num_bytes: int) -> None:
 
     Preflight has checked the system as a whole; a replacement service may find less free.
     """
-    if not spec.on_gpu and num_bytes > (free := free_bytes()):
-        raise MemoryBudgetError(
-            f"the {spec.name} service needs {size_text(num_bytes)} of memory, "
-            f"{size_text(free)} are free; free memory, or use a smaller model or --dtype"
+    if spec.on_gpu or num_bytes <= (free := free_bytes()):
+        return
+    where, advice = "", "free memory, or use a smaller model or --dtype"
+    if spec.has_own_files:
+        less = "" if spec.storage is None else "less --cpu-memory, which is of each host, or "
+        where, advice = (
+            f", on {socket.gethostname()},",
+            f"give {less}more --hosts, or leave this one out",
         )
+    raise MemoryBudgetError(
+        f"the {spec.name} service{where} needs {size_text(num_bytes)} of memory, "
+        f"{size_text(free)} are free; {advice}"
+    )

@@ -89,7 +89,7 @@ def find_plan(path: Path, system: SystemConfig, config: ModelConfig, options: Sy
         return ""
     identity = ModelIdentity.of(path)
     profile = own_profile(path, config)
-    request = plan_request(system, options, read_layout().identity, profile)
+    request = plan_request(system, options, read_layout().unmeasured.identity, profile)
     found = plan_path(path, request) if file is None else file
     if file is None and not found.exists():
         return ""

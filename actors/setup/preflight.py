@@ -9,7 +9,7 @@ from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.protocol.ray_memory import free_bytes, monitor_bytes
-from hotcold.actors.setup.account import account, require_memory
+from hotcold.actors.setup.account import Account, account, require_memory
 from hotcold.actors.setup.choose import choose_system
 from hotcold.actors.setup.placement_choice import find_plan, own_profile
 from hotcold.actors.setup.shards import can_keep_transposed, served_config
@@ -35,12 +35,12 @@ def prepare_system(
     config = read_model(path, options.weight_dtype)
     system = choose_system(path, config, options)
     has_plan = options.plan is not None
-    served = in_memory(path, system, config, has_plan)
+    served = in_memory(system, config, has_plan)
     fits = _fits(path, *served, options, extra_bytes)
     if not fits and system.neuron_upload_tokens:
         # Upload buffers need memory; offloaded neurons are multiplied where they are read anyway.
         system = replace(system, neuron_upload_tokens=0)
-        served = in_memory(path, system, config, has_plan)
+        served = in_memory(system, config, has_plan)
         fits = _fits(path, *served, options, extra_bytes)
     if not fits:
         # Whole experts are read, so their down rows can be as in memory.
@@ -56,14 +56,14 @@ def prepare_system(
 
 
 def in_memory(
-    path: Path, system: SystemConfig, config: ModelConfig, has_plan: bool = False
+    system: SystemConfig, config: ModelConfig, has_plan: bool = False
 ) -> tuple[SystemConfig, ModelConfig]:
     """`system` with all neurons in memory, and the config with the formats of its matrices.
 
     `has_plan`: --plan places neurons, so down projections have a row for each neuron.
     Errors:  CheckpointError, UsageError
     """
-    keeps = not has_plan and can_keep_transposed(system, Checkpoint(path), config)
+    keeps = not has_plan and can_keep_transposed(system, config)
     system = replace(system, down_transposed=keeps)
     return system, served_config(system, config)
 
@@ -110,27 +110,19 @@ def packed_config(path: Path, weight_dtype: str | None = None) -> ModelConfig:
     if config.experts is None:
         return config
     system = choose_system(path, config, SystemOptions(weight_dtype=weight_dtype))
-    return in_memory(path, system, config)[1]
+    return in_memory(system, config)[1]
 
 
 def check_memory(
-    path: Path,
-    system: SystemConfig,
-    config: ModelConfig,
-    options: SystemOptions,
-    extra_bytes: int = 0,
+    path: Path, system: SystemConfig, config: ModelConfig, options: SystemOptions, extra_bytes: int
 ) -> None:
     """Compare the need of the system and `extra_bytes` with the memory that is free or allowed.
 
     Errors:  MemoryBudgetError, naming the --dtype that fits if there is one
     """
-
-    needs = (
-        (dtype, account(smaller, config, extra_bytes=extra_bytes))
-        for dtype, smaller, config in _quantized(path, options)
-    )
     need = account(system, config, extra_bytes=extra_bytes)
-    require_memory(need, options.cpu_memory_bytes, needs, monitor_bytes())
+    quantized = _quantized_needs(path, options, extra_bytes)
+    require_memory(need, options.cpu_memory_bytes, quantized, monitor_bytes())
 
 
 def _storage(
@@ -163,11 +155,11 @@ def smaller_dtypes(path: Path) -> Iterator[tuple[str, ModelConfig]]:
         yield dtype, config
 
 
-def _quantized(
-    path: Path, options: SystemOptions
-) -> Iterator[tuple[str, SystemConfig, ModelConfig]]:
-    """The system with each of `smaller_dtypes`."""
+def _quantized_needs(
+    path: Path, options: SystemOptions, extra_bytes: int
+) -> Iterator[tuple[str, Account]]:
+    """The memory need with each of `smaller_dtypes`."""
     for dtype, config in smaller_dtypes(path):
         with suppress(UsageError):  # a draft of as many bits
             system = choose_system(path, config, replace(options, weight_dtype=dtype))
-            yield dtype, system, config
+            yield dtype, account(system, config, extra_bytes=extra_bytes)

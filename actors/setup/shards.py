@@ -199,7 +199,7 @@ def draft_config(system: SystemConfig, config: ModelConfig) -> ModelConfig | Non
     return None if draft is None else served_config(draft, config)
 
 
-def can_keep_transposed(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> bool:
+def can_keep_transposed(system: SystemConfig, config: ModelConfig) -> bool:
     """Whether down projections can stay transposed, as GGUF files have them: a row an output.
 
     Errors:  CheckpointError
@@ -208,7 +208,7 @@ def can_keep_transposed(system: SystemConfig, checkpoint: Checkpoint, config: Mo
         keeps_down_outputs(system.mode, config)
         and system.device == "cpu"
         and not system.weight_dtype
-        and has_down_outputs(checkpoint, config)
+        and has_down_outputs(Checkpoint(Path(system.model_path)), config)
     )
 
 

@@ -9,12 +9,11 @@ from typing import Any
 from hotcold.actors.protocol.messages import PREDICTED_MODES
 from hotcold.actors.setup.choose import default_mode
 from hotcold.actors.setup.modes import has_thresholds, keeps_down_outputs, own_thresholds, promise
+from hotcold.actors.setup.placement_choice import own_profile
 from hotcold.actors.setup.preflight import read_model, smaller_dtypes
 from hotcold.model.byte_sizes import binary_text, size_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError
-from hotcold.model.files.artifact import ModelIdentity
-from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.sparsity import known_firing_share
 from hotcold.model.text.tokenizer import Tokenizer
@@ -27,7 +26,7 @@ from hotcold.model.weights.sizes import (
     stored_bytes,
     weight_bytes,
 )
-from hotcold.placement.profile import PROFILE_FILE, firing_share, read_profile
+from hotcold.placement.profile import firing_share
 from hotcold.predictors.powerinfer import has_predictors
 from hotcold.predictors.predictor_file import predictors_path
 
@@ -219,7 +218,7 @@ def _predictors(path: Path, config: ModelConfig) -> list[str]:
 def _firing_share(path: Path, config: ModelConfig) -> float | None:
     """The share of neurons that fire at a token, where a profile lies beside the model."""
     try:
-        profile = read_profile(artifact_path(path, PROFILE_FILE), ModelIdentity.of(path), config)
+        profile = own_profile(path, config)
     except ArtifactError:
         return None
-    return firing_share(config, profile)
+    return None if profile is None else firing_share(config, profile)

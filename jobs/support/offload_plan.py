@@ -9,8 +9,6 @@ from pathlib import Path
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.account import account, expected_gpu
 from hotcold.actors.setup.gpu_share import num_cold_neurons
-from hotcold.actors.setup.preflight import SystemOptions, prepare_system
-from hotcold.actors.setup.storage import fit_storage
 from hotcold.actors.setup.storage_shares import routed_layers, token_reads
 from hotcold.model.bundles.direct_io import PAGE_BYTES
 from hotcold.model.bundles.geometry import BundleGeometry
@@ -94,22 +92,6 @@ def offload_plans(
             )
         )
     return plans
-
-
-def stored_model(path: Path, options: SystemOptions) -> Stored:
-    """Systems of the model at `path`."""
-    return lambda size: prepare_system(path, replace(options, cpu_memory_bytes=size))
-
-
-def stored_config(
-    system: SystemConfig, config: ModelConfig, profile: ActivationProfile | None
-) -> Stored:
-    """Systems of a model that is not here: `system` with its neurons on storage."""
-
-    def stored(size: int) -> tuple[SystemConfig, ModelConfig]:
-        return replace(system, storage=fit_storage(profile, system, config, size)), config
-
-    return stored
 
 
 def measured_disk(file: Path, config: ModelConfig) -> Disk:

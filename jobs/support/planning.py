@@ -17,13 +17,11 @@ from hotcold.actors.setup.account import account
 from hotcold.actors.setup.choose import choose_system
 from hotcold.actors.setup.modes import require_predictable
 from hotcold.actors.setup.placement_choice import own_profile, plan_request, predictor_cost
-from hotcold.actors.setup.preflight import in_memory, read_model
+from hotcold.actors.setup.preflight import in_memory, prepare_system, read_model
+from hotcold.actors.setup.storage import fit_storage
 from hotcold.jobs.support.offload_plan import (
     OffloadPlan,
-    Stored,
     offload_plans,
-    stored_config,
-    stored_model,
 )
 from hotcold.model.config.build import build_config, read_config
 from hotcold.model.config.model_config import ModelConfig
@@ -35,7 +33,8 @@ from hotcold.model.files.locate import locate_model
 from hotcold.model.sparsity import MAX_DENSITY, MIN_DENSITY, known_firing_share
 from hotcold.model.synthetic.shape import DTYPES, config_json, resolve_shape
 from hotcold.placement.machine.description import Machine
-from hotcold.placement.machine.this_machine import this_machine, unmeasured_machine
+from hotcold.placement.machine.survey import read_layout
+from hotcold.placement.machine.this_machine import this_machine
 from hotcold.placement.plan import PlacementPlan
 from hotcold.placement.planner import Planner
 from hotcold.placement.profile import ActivationProfile, read_profile, stated_profile
@@ -181,7 +180,7 @@ class Planning:
     def require_least(self) -> None:
         """Raise MemoryBudgetError, naming the least, where --cpu-memory is too little for that."""
         assert self.options.cpu_memory_bytes is not None
-        self._stored_systems()(self.options.cpu_memory_bytes)
+        self._stored_within(self.options.cpu_memory_bytes)
 
     def stored(self, machine: Machine, is_plotted: bool = False) -> list[OffloadPlan]:
         """Plans with neurons on storage, by size of memory from --cpu-memory on; [] if none is.
@@ -196,22 +195,25 @@ class Planning:
         head_s = sum(part["ms"] for part in report["parts"] if part["name"] == "head") / 1e3
         number = {"num_sizes": _PLOTTED} if is_plotted else {}
         return offload_plans(
-            self._stored_systems(), given, self.profile, report["token_s"], head_s=head_s, **number
+            self._stored_within, given, self.profile, report["token_s"], head_s=head_s, **number
         )
 
-    def _stored_systems(self) -> Stored:
-        if self.model.path is not None:
-            return stored_model(self.model.path, self.options)
+    def _stored_within(self, num_bytes: int) -> tuple[SystemConfig, ModelConfig]:
+        """The system with so much memory, and neurons on storage where that takes it."""
+        config, path = self.model.config, self.model.path
+        if path is not None:
+            return prepare_system(path, replace(self.options, cpu_memory_bytes=num_bytes))
         system, gpus = self._planned, self._placed_on(self._sizes).gpus
         if self._uses_gpu:
             budget = max(1, gpu_budget(self.options.gpu_memory_bytes, gpus[0].free_bytes))
             system = replace(system, device="cuda", gpu_memory_bytes=budget)
-        return stored_config(system, self.model.config, self.profile)
+        storage = fit_storage(self.profile, system, config, num_bytes)
+        return replace(system, storage=storage), config
 
     @cached_property
     def _sizes(self) -> Machine:
         """The machine with its memory; its speeds need not be its own."""
-        return self.described or unmeasured_machine()
+        return self.described or read_layout().unmeasured
 
     @property
     def _uses_gpu(self) -> bool:
@@ -250,7 +252,7 @@ class Planning:
         system = replace(self._planned, device="cuda" if self._uses_gpu else "cpu")
         if self.model.path is None:
             return system, self.model.config
-        return in_memory(self.model.path, system, self.model.config, self.has_plan)
+        return in_memory(system, self.model.config, self.has_plan)
 
     def _predictors(self, system: SystemConfig) -> PredictorCost | None:
         """What the mode's predictors cost. Errors: ArtifactError"""

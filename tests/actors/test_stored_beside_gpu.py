@@ -21,8 +21,9 @@ from hotcold.actors.setup.account import account, expected_gpu
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.setup.shards import service_specs
 from hotcold.actors.setup.storage import storage_beside_gpu
-from hotcold.jobs.support.offload_plan import offload_plans, offload_text, stored_model
+from hotcold.jobs.support.offload_plan import offload_plans, offload_text
 from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError, UsageError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
@@ -152,7 +153,11 @@ def test_what_the_gpu_does_not_hold_stays_in_memory_as_far_as_that_goes(
         assert limit - SLOT_BYTES < account(found, config).total_bytes <= limit
     with pytest.raises(MemoryBudgetError, match=rf"at least .* \({least} bytes\) with its"):
         prepared(least - 1)
-    plans = offload_plans(stored_model(path, options), least, None, 0.5)
+
+    def of_size(num_bytes: int) -> tuple[SystemConfig, ModelConfig]:
+        return prepare_system(path, replace(options, cpu_memory_bytes=num_bytes))
+
+    plans = offload_plans(of_size, least, None, 0.5)
     assert [plan.num_on_gpu for plan in plans] == [100] * 5
     assert plans[-1].num_up_downs < num_cold and plans[0].read_bytes > plans[-1].read_bytes > 0
     assert offload_text(plans).count("% on the GPU") == 5

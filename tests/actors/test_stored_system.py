@@ -27,7 +27,7 @@ from hotcold.actors.setup.shards import service_specs
 from hotcold.actors.setup.storage import offloaded_share, pack_model
 from hotcold.actors.system import System
 from hotcold.jobs.profile.plot import plot_offload
-from hotcold.jobs.support.offload_plan import offload_plans, offload_text, stored_model
+from hotcold.jobs.support.offload_plan import offload_plans, offload_text
 from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.model_config import ModelConfig
@@ -118,7 +118,10 @@ def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) 
     assert system.storage.num_gates == system.storage.num_up_downs == config.ffn_size
     with pytest.raises(MemoryBudgetError, match=rf"at least .* \({rest + least} bytes\) with its"):
         prepare_system(wide, SystemOptions(cpu_memory_bytes=rest + least - 1))
-    of_size = stored_model(wide, SystemOptions())
+
+    def of_size(num_bytes: int) -> tuple[SystemConfig, ModelConfig]:
+        return prepare_system(wide, SystemOptions(cpu_memory_bytes=num_bytes))
+
     plans = offload_plans(of_size, rest + least, None, 0.5)
     slots = [plan.num_gates + 2 * plan.num_up_downs for plan in plans]
     read = [plan.read_bytes for plan in plans]

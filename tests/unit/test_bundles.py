@@ -507,7 +507,7 @@ def test_slots_take_what_is_promised(name: str, services: int, pieces: int, tmp_
     path = MODELS[name](tmp_path)
     options = SystemOptions(context_length=64, num_threads=2, num_cpu_actors=services)
     config = read_model(path)
-    system, config = in_memory(path, choose_system(path, config, options), config)
+    system, config = in_memory(choose_system(path, config, options), config)
     assert system.down_transposed and system.num_cpu_actors == services
     pack_model(path, config)
     system = least_of(replace(system, expert_pieces=pieces), config)
