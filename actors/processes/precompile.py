@@ -193,40 +193,27 @@ def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     from hotcold.actors.cpu.dense_service import load_dense_service
     from hotcold.actors.cpu.offloaded_service import load_offloaded_service
 
+    def on_bytes(num_bytes: int) -> None: ...
+
     assert spec.neuron_ids is not None
+    target = replace(spec, system=replace(spec.system, draft=NO_MODEL))
     if spec.storage is None:
         load: Callable[..., CpuService] = (
             load_dense_service if spec.system.down_transposed else load_cpu_service
         )
-        service = load(_without_draft(spec), config, lambda num_bytes: None, max_rows=1)
-        _add_draft(service, spec, config)
-        return service
-    stored = served_config(spec.system, config)
-    share, predictors = offloaded_share(spec, stored), spec.storage.predictors
-    most, total = max(ids.size for ids in spec.neuron_ids), sum(ids.size for ids in spec.neuron_ids)
-    share = replace(share, num_gates=most, num_up_downs=most, rates=np.ones(total, np.float32))
-    service = load_offloaded_service(
-        _without_draft(spec),
-        config,
-        share,
-        Path(predictors) if predictors else None,
-        lambda num_bytes: None,
-    )
-    _add_draft(service, spec, config)
-    return service
-
-
-def _without_draft(spec: ServiceSpec) -> ServiceSpec:
-    return replace(spec, system=replace(spec.system, draft=NO_MODEL))
-
-
-def _add_draft(service: Service, spec: ServiceSpec, config: ModelConfig) -> None:
-    from hotcold.actors.cpu.cpu_service import load_cpu_service
-
-    if spec.draft is not None and spec.neuron_ids is not None:
+        service: Service = load(target, config, on_bytes, max_rows=1)
+    else:
+        share = offloaded_share(spec, served_config(spec.system, config))
+        sizes, predictors = [ids.size for ids in spec.neuron_ids], spec.storage.predictors
+        rates = np.ones(sum(sizes), np.float32)
+        share = replace(share, num_gates=max(sizes), num_up_downs=max(sizes), rates=rates)
+        ahead = Path(predictors) if predictors else None
+        service = load_offloaded_service(target, config, share, ahead, on_bytes)
+    if spec.draft is not None:
         few = [ids[:1] for ids in spec.neuron_ids]  # compiled code does not depend on how many
         draft = replace(spec.draft, neuron_ids=few)
-        service.draft = load_cpu_service(draft, config, lambda num_bytes: None, keeps_pages=False)
+        service.draft = load_cpu_service(draft, config, on_bytes, keeps_pages=False)
+    return service
 
 
 def _service(spec: ServiceSpec, config: ModelConfig) -> Service:
