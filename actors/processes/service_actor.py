@@ -174,10 +174,6 @@ class ServiceActor:
         self._require_service()
         return self.spec.neuron_ids
 
-    def loaded_bytes(self) -> int:
-        """Bytes of weights read so far."""
-        return self._loaded_bytes
-
     def loaded(self) -> ServiceProgress:
         """Load progress."""
         setup = self._setup
