@@ -141,7 +141,7 @@ def _storage(
     if options.plan is not None:
         raise UsageError("--plan places neurons in memory; leave it out, or give more --cpu-memory")
     has_bundles(path, config)
-    return replace(found, memory_bytes=free - extra_bytes)
+    return found
 
 
 def smaller_dtypes(path: Path) -> Iterator[tuple[str, ModelConfig]]:

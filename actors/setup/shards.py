@@ -170,9 +170,7 @@ def _cpu_specs(
             host=system.hosts[i % len(system.hosts)] if system.hosts else "",
             model_digest=like.model_digest,
             share=host_share(system, threads, i),
-            storage=_storage_share(system, shard, shards)
-            if any(ids.size for ids in shard)
-            else None,
+            storage=_storage_share(system, shard, shards),
             among=_among(system, shards, i),
             stripes=stripes[i],
         )
@@ -215,15 +213,18 @@ def can_keep_transposed(system: SystemConfig, config: ModelConfig) -> bool:
 def _storage_share(
     system: SystemConfig, shard: Layers, shards: Sequence[Layers]
 ) -> NeuronStorage | None:
-    """One CPU service's storage: its share of the kept rows is its share of the neurons."""
+    """One CPU service's storage: its share of the kept rows is its share of the neurons.
+
+    None where it has no neurons.
+    """
     storage = system.storage
-    if storage is None:
-        return None
     own, total = (sum(ids.size for ids in layers) for layers in (shard, chain(*shards)))
+    if storage is None or not own:
+        return None
     return replace(
         storage,
-        num_gates=storage.num_gates * own // max(1, total),
-        num_up_downs=storage.num_up_downs * own // max(1, total),
+        num_gates=storage.num_gates * own // total,
+        num_up_downs=storage.num_up_downs * own // total,
     )
 
 

@@ -71,7 +71,8 @@ def storage_within(
             f"{binary_text(free_bytes)} are allowed; use --cpu-memory {_rounded_up(least_bytes)}"
         )
     spare = system.num_hosts * (free_bytes - least_bytes)
-    return divided(profile, least, config, storage, spare)
+    found = divided(profile, least, config, storage, spare)
+    return replace(found, memory_bytes=free_bytes - extra_bytes)
 
 
 def storage_beside_gpu(system: SystemConfig, config: ModelConfig) -> NeuronStorage | None:
@@ -84,9 +85,8 @@ def storage_beside_gpu(system: SystemConfig, config: ModelConfig) -> NeuronStora
         return storage
     # Where the GPU was tried in vain, its service keeps that memory.
     tried_bytes = CUDA_BYTES if system.device == "cpu" else 0
-    profile, free = own_profile(Path(system.model_path), config), storage.memory_bytes
-    found = storage_within(profile, system, config, free, tried_bytes)
-    return replace(found, memory_bytes=free)
+    profile = own_profile(Path(system.model_path), config)
+    return storage_within(profile, system, config, storage.memory_bytes, tried_bytes)
 
 
 def _in_memory_bytes(system: SystemConfig, config: ModelConfig, extra_bytes: int) -> int:
