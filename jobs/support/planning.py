@@ -14,7 +14,7 @@ from pathlib import Path
 from hotcold.actors.protocol.messages import NO_MODEL, PREDICTED_MODES, SystemConfig
 from hotcold.actors.protocol.options import AUTO_DRAFT, QUANTIZED, SystemOptions
 from hotcold.actors.setup.account import account
-from hotcold.actors.setup.choose import choose_system
+from hotcold.actors.setup.choose import choose_system, within
 from hotcold.actors.setup.modes import require_predictable
 from hotcold.actors.setup.placement_choice import own_profile, plan_request, predictor_cost
 from hotcold.actors.setup.preflight import in_memory, prepare_system, read_model
@@ -238,11 +238,8 @@ class Planning:
         num_threads = cores if options.num_threads is None else options.num_threads
         if not 1 <= num_threads <= cores:
             raise UsageError(f"--threads is {num_threads}; the machine has 1 to {cores}")
-        num_actors = options.num_cpu_actors
-        if num_actors is None:
-            num_actors = min(len(self.described.nodes), num_threads)
-        if not 1 <= num_actors <= num_threads:
-            raise UsageError(f"--cpu-actors is {num_actors}; give a number from 1 to {num_threads}")
+        fewest = min(len(self.described.nodes), num_threads)
+        num_actors = within("--cpu-actors", options.num_cpu_actors, 1, num_threads, fewest)
         here = _chosen(self.model, replace(options, num_threads=None, num_cpu_actors=None))
         return replace(here, num_threads=num_threads, num_cpu_actors=num_actors)
 
