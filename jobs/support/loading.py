@@ -39,7 +39,8 @@ def running_system(
     """
     from hotcold.actors.system import System  # imports Ray
 
-    tell_draft(system)
+    if note := draft_note(system):
+        tell(note, err=True)
     tell_if_full()  # before minutes go by
     require_bundles(system)
     with loading_bar() as bar:
@@ -65,14 +66,6 @@ def make_bundles(path: Path, config: ModelConfig, weight_dtype: str) -> Path:
     tell(f"writing the model's neurons to {place}, {size}", err=True)
     with progress_bar(place.name) as on_bytes:
         return pack_model(path, config, weight_dtype, on_bytes)
-
-
-def tell_draft(system: SystemConfig) -> None:
-    """Print the memory that a draft takes, if it takes some. Errors: CheckpointError."""
-    if system.draft_system is None:
-        return
-    config = served_config(system, read_config(system.model_path))
-    tell(draft_note(system, config), err=True)
 
 
 def require_bundles(system: SystemConfig) -> None:
