@@ -268,11 +268,6 @@ def precompile(system: SystemConfig) -> None:
     driver.generator.compile_extras()
 
 
-def _in_own_process(function: Callable[[], object]) -> bool:
-    """Call `function` in a forked child; whether it returned."""
-    return os.waitpid(_begin_child(function), 0)[1] == 0
-
-
 def _begin_child(function: Callable[[], object]) -> int:
     """Call `function` in a forked child, which ends then; returns its process id."""
     parent = os.getpid()
@@ -302,12 +297,8 @@ def _main() -> None:
         if marker is not None:
             _compile_parts(system, marker)
         return
-    parts = (
-        (lambda: _compile_attention(system)),
-        (lambda: _compile_cpu_service(system)),
-        (lambda: precompile(system)),
-    )
-    sys.exit(sum(not _in_own_process(part) for part in parts))
+    parts = _compile_attention, _compile_cpu_service, precompile  # one after the other
+    sys.exit(sum(os.waitpid(_begin_child(partial(part, system)), 0)[1] != 0 for part in parts))
 
 
 if __name__ == "__main__":
