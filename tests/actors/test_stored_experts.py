@@ -72,7 +72,7 @@ class StoredExperts(StoredSystem):
     more: int = 0
 
     def _share(self, index: int, shard: Sequence[np.ndarray]) -> OffloadedShare:
-        kept = least_in_memory([layer.ffn for layer in self.config.layers]) + self.more
+        kept = least_in_memory(self.config) + self.more
         return OffloadedShare(kept, kept // self.num_services)
 
 

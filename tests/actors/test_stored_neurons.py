@@ -93,7 +93,7 @@ class StoredSystem(InProcessSystem):
     shares_bits: bool = False  # of predictors, which `sign_predictor` lays into the arena
 
     def _cpus(self) -> list[Service]:
-        config = served_config(self.system(), Checkpoint(self.path), self.config)
+        config = served_config(self.system(), self.config)
         file = bundle_path(self.path, BundleGeometry.of(config))
         sizes = self.topology.num_neurons.T[self.topology.cpu_services]
         if self.shares_bits:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.account import loaded_bytes
 from hotcold.actors.setup.preflight import read_model
-from hotcold.actors.setup.shards import system_kv_bytes
+from hotcold.actors.setup.shards import served_config, system_kv_bytes
+from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import CheckpointError, HotcoldError
 from hotcold.model.files.artifact import ModelIdentity
@@ -193,7 +194,7 @@ def _read_facts(model_path: str) -> _Facts:
 
 def _memory_bytes(system: SystemConfig) -> int:
     """Weights as they are loaded, and the KV cache."""
-    config = read_model(Path(system.model_path), system.weight_dtype)
+    config = served_config(system, read_config(system.model_path))
     return loaded_bytes(system, config) + system_kv_bytes(system, config)
 
 
