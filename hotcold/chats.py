@@ -137,33 +137,30 @@ class ChatReader:
         from hotcold.ui.api.tools.reader import AnswerReader
 
         self._reader: AnswerReader = AnswerReader(chat.syntax)
-        self.said = self.thought = ""
-        self._calls: list[ToolCall] = []
 
     def push(self, event: TokenEvent) -> tuple[str, str]:
         """Take the next event; returns what more is said, and thought."""
-        from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, ReasoningPart, TextPart
+        from hotcold.ui.api.tools.reader import ReasoningPart, TextPart
 
-        said = thought = ""
-        for part in self._reader.push(event):
-            match part:
-                case TextPart(more, _):
-                    said += more
-                case ReasoningPart(more):
-                    thought += more
-                case CallPart(_, call_id, name):
-                    self._calls.append(ToolCall(call_id, name, ""))
-                case ArgumentsPart(number, more):
-                    call = self._calls[number]
-                    self._calls[number] = ToolCall(call.id, call.name, call.arguments + more)
-        self.said += said
-        self.thought += thought
-        return said, thought
+        parts = list(self._reader.push(event))
+        said = (part.text for part in parts if isinstance(part, TextPart))
+        thought = (part.text for part in parts if isinstance(part, ReasoningPart))
+        return "".join(said), "".join(thought)
+
+    @property
+    def said(self) -> str:
+        """All that is said so far."""
+        return self._reader.said
+
+    @property
+    def thought(self) -> str:
+        """All that is thought so far."""
+        return self._reader.thought
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """The calls so far."""
-        return tuple(self._calls)
+        return tuple(ToolCall(one.id, one.name, one.arguments) for one in self._reader.calls)
 
 
 def tools_of(options: ChatOptions) -> Tools:

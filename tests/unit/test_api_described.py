@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request
+from pydantic import BaseModel
 from starlette.testclient import TestClient
 
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
 from hotcold.ui.openapi import add_description, body_of
 
-SCHEMAS = [ChatRequest, CompletionRequest]
+SCHEMAS: list[type[BaseModel]] = [ChatRequest, CompletionRequest]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def client() -> TestClient:
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def complete(request: Request) -> None: ...
 
-    add_description(app)
+    add_description(app, SCHEMAS)
     return TestClient(app)
 
 

@@ -164,6 +164,13 @@ class Request(StrictModel):
         others.clear()
         return self
 
+    @property
+    def prompt_field(self) -> str:
+        """The field that holds the prompt: errors of it name that."""
+        fields = ("messages", "input", "tokens")
+        given = (name for name in fields if getattr(self, name, None) is not None)
+        return next(given, "prompt")
+
     @classmethod
     def _does_nothing(cls, name: str, value: Any) -> bool:
         if _is_nothing(value):

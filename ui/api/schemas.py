@@ -1,5 +1,6 @@
 """Schemas of completion requests, by OpenAI's and vLLM's names."""
 
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
@@ -27,6 +28,7 @@ from hotcold.ui.api.tools.schemas import (
     callable_functions,
 )
 
+_COMPLETION_TOKENS = 16  # without max_tokens, as OpenAI's
 _MAX_CHOICES = 128
 _MAX_TOP = 20
 _MAX_PROMPTS = 2048
@@ -257,10 +259,29 @@ class ChatRequest(SamplingRequest, Rendered):
             found["thinking_token_budget"] = reasoning if thinking is None else thinking
         return found
 
-    @property
+    @cached_property
     def callable(self) -> Callable | None:
         """The functions that the answer may call."""
         return callable_functions(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @cached_property
+    def prompts(self) -> list[dict[str, Any]]:
+        """The conversation, as fields of a `GenerateRequest`."""
+        tools = [tool.for_template for tool in self.tools or ()] if self.callable else None
+        messages = [message.for_template for message in self.messages]
+        variables = self.template_variables
+        return [{"messages": messages, "tools": tools, "template_variables": variables}]
+
+    @property
+    def most_new_tokens(self) -> int | None:
+        """None: as many as there is room for."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def request_fields(self) -> dict[str, Any]:
+        """What more of it a `GenerateRequest` says."""
+        num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return {"is_chat": True, "num_logprobs": num_logprobs, **self.caching()}
 
     @model_validator(mode="after")
     def _has_tools(self) -> "ChatRequest":
@@ -283,16 +304,33 @@ class CompletionRequest(SamplingRequest):
     logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP)] | None = None
     echo: bool | None = None
 
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """Each prompt, a text or token ids."""
+    callable: ClassVar[None] = None  # there are no tools
+
+    @cached_property
+    def prompts(self) -> list[dict[str, Any]]:
+        """Each prompt, a text or token ids, as fields of a `GenerateRequest`."""
         return prompts_of(self.prompt)
 
+    @property
+    def most_new_tokens(self) -> int | None:
+        """None: as many as there is room for; for 0 one is dropped, free beside the prompt."""
+        wanted = _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return None if wanted < 0 else max(wanted, 1)
 
-def prompts_of(prompt: Any) -> list[str | list[int]]:
-    """Each of a `Prompt`, a text or token ids."""
+    @property
+    def request_fields(self) -> dict[str, Any]:
+        """What more of it a `GenerateRequest` says."""
+        of_prompt = self.logprobs if self.echo else None
+        return {
+            "num_logprobs": self.logprobs, "num_prompt_logprobs": of_prompt, **self.caching(),
+        }  # fmt: skip
+
+
+def prompts_of(prompt: Any) -> list[dict[str, Any]]:
+    """Each of a `Prompt`, a text or token ids, as fields of a `GenerateRequest`."""
     is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
-    return [prompt] if is_one else prompt
+    inputs = [prompt] if is_one else prompt
+    return [{"prompt" if isinstance(one, str) else "prompt_ids": one} for one in inputs]
 
 
 class TokenizeRequest(Rendered):

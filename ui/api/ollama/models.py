@@ -21,6 +21,7 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.sampling import PARAMETERS
 from hotcold.model.weights.sizes import num_parameters, stored_bytes
 from hotcold.ui.api.backend import Backend
+from hotcold.ui.api.ollama.schemas import OllamaShow
 
 TAG = ":latest"  # what a name without a tag has in Ollama
 _NEVER = "2262-04-11T23:47:16Z"  # the last whole second of a date in nanoseconds
@@ -83,8 +84,8 @@ async def running(backends: Iterable[Backend]) -> dict[str, Any]:
     return {"models": found}
 
 
-async def shown(backend: Backend) -> dict[str, Any]:
-    """One model in detail. Errors: HotcoldError."""
+async def show(backend: Backend, body: OllamaShow) -> dict[str, Any]:
+    """What a model is."""
     facts, defaults = await _facts(backend), backend.defaults
     config = facts.config
     own = [name for name, one in PARAMETERS.items() if one.is_models]

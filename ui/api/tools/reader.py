@@ -44,6 +44,7 @@ class CallPart(NamedTuple):
     id: str
     name: str
     is_custom: bool = False
+    arguments: str = ""  # of one in `AnswerReader.calls`, as far as they have come
 
 
 class ArgumentsPart(NamedTuple):
@@ -124,7 +125,10 @@ class InputReader:
 
 
 class AnswerReader:
-    """Parses one answer incrementally; the system tells its thoughts apart."""
+    """Parses one answer incrementally, and holds what it has said; the system tells thoughts apart.
+
+    `calls` and `logprobs` are all of it that has come.
+    """
 
     def __init__(
         self,
@@ -139,11 +143,20 @@ class AnswerReader:
         self._scored = scored
         self._num_read = 0  # characters of all text
         self._begin: int | None = None  # of these, where the answer itself begins
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self.calls: list[CallPart] = []
+        self.logprobs: list[dict[str, Any]] = []
 
     @property
-    def num_calls(self) -> int:
-        """How many calls have begun."""
-        return 0 if self._calls is None else self._calls.num_calls
+    def said(self) -> str:
+        """All text beside calls."""
+        return "".join(self._texts)
+
+    @property
+    def thought(self) -> str:
+        """All reasoning."""
+        return "".join(self._thoughts)
 
     def push(self, event: TokenEvent) -> Iterator[Part]:
         """The parts that are certain after this further event."""
@@ -151,16 +164,27 @@ class AnswerReader:
             self._scored.add(event)
         for part in self._parts(event):
             match part:
-                case TextPart() if self._scored is not None:
-                    yield part._replace(logprobs=self._scored.of(part))
-                case CallPart(number, _, name) if name in self._customs:
-                    self._inputs[number] = InputReader()
-                    yield part._replace(is_custom=True)
-                case ArgumentsPart(number, text) if number in self._inputs:
-                    if more := self._inputs[number].push(text):
-                        yield ArgumentsPart(number, more)
-                case _:
-                    yield part
+                case ReasoningPart(text):
+                    self._thoughts.append(text)
+                case TextPart(text):
+                    if self._scored is not None:
+                        part = part._replace(logprobs=self._scored.of(part))
+                    self._texts.append(text)
+                    self.logprobs += part.logprobs
+                case CallPart(number, _, name):
+                    if name in self._customs:
+                        self._inputs[number] = InputReader()
+                        part = part._replace(is_custom=True)
+                    self.calls.append(part)
+                case ArgumentsPart(number, text):
+                    if number in self._inputs:
+                        text = self._inputs[number].push(text)
+                        part = ArgumentsPart(number, text)
+                        if not text:
+                            continue
+                    call = self.calls[number]
+                    self.calls[number] = call._replace(arguments=call.arguments + text)
+            yield part
 
     def _parts(self, event: TokenEvent) -> list[Part]:
         parts: list[Part] = [ReasoningPart(event.thought)] if event.thought else []
