@@ -211,27 +211,23 @@ class Rendered(Request):
         thinks = reasoning.enabled if self.enable_thinking is None else self.enable_thinking
         if thinks is None and self.thinking is not None:
             thinks = self.thinking.type == "enabled"
-        found = thinking_variables(effort, thinks) | (self.chat_template_kwargs or {})
+        if thinks is None and effort is not None:
+            thinks = effort != "none"
+        found: dict[str, Any] = {} if effort in (None, "none") else {"reasoning_effort": effort}
+        if thinks is not None:
+            found |= {"enable_thinking": thinks, "thinking": thinks}
+        found |= self.chat_template_kwargs or {}
         if self.continue_final_message:
-            found["continue_final_message"] = True
-        writes_head = self.add_generation_prompt
-        if writes_head is None and self.continue_final_message:
-            writes_head = False
-        return found | ({} if writes_head is None else {"add_generation_prompt": writes_head})
+            found |= {"continue_final_message": True, "add_generation_prompt": False}
+        elif self.add_generation_prompt is not None:
+            found["add_generation_prompt"] = self.add_generation_prompt
+        return found
 
     @model_validator(mode="after")
     def _is_renderable(self) -> "Rendered":
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         return self
-
-
-def thinking_variables(effort: str | None, thinks: bool | None) -> dict[str, Any]:
-    """The variables by which chat templates turn thinking on, with its effort."""
-    if thinks is None and effort is not None:
-        thinks = effort != "none"
-    found: dict[str, Any] = {} if effort in (None, "none") else {"reasoning_effort": effort}
-    return found if thinks is None else {**found, "enable_thinking": thinks, "thinking": thinks}
 
 
 class ChatRequest(SamplingRequest, Rendered):
