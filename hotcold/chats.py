@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar, TokenEvent
 from hotcold.model.errors import PromptError, UsageError, shown
 from hotcold.model.text.roles import ALWAYS_SAY, TEMPLATE_ROLES
+from hotcold.model.text.tools import described
 from hotcold.outputs import ToolCall
 from hotcold.sampling_params import grammars, unknown_argument
 
@@ -95,19 +96,6 @@ def _function(tool: Mapping[str, Any]) -> Function:
         ) from None
 
 
-def _described(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool for a chat template, which may want every key."""
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    return {
-        "type": "function",
-        "function": {
-            "name": function["name"],
-            "description": function.get("description") or "",
-            "parameters": parameters,
-        },
-    }
-
-
 class Chat(NamedTuple):
     """How the answers to one conversation are held, and read."""
 
@@ -190,7 +178,9 @@ def tools_of(options: ChatOptions) -> Tools:
     if named == "none" or not functions:
         return Tools()
     wanted = grammars().Callable(functions, is_named or named == "required", not is_named)
-    return Tools([_described(tool["function"]) for tool in tools], wanted)
+    given = [tool["function"] for tool in tools]
+    told = [described(f["name"], f.get("description"), f.get("parameters")) for f in given]
+    return Tools(told, wanted)
 
 
 def variables_of(options: ChatOptions) -> dict[str, Any]:

@@ -280,13 +280,9 @@ class ChatRequest(SamplingRequest, Rendered):
         return {"is_chat": True, "num_logprobs": num_logprobs, **self.caching()}
 
     @model_validator(mode="after")
-    def _has_tools(self) -> "ChatRequest":
+    def _fits(self) -> "ChatRequest":
         if self.callable is not None and not all(wanted.is_json for wanted in self.constraints()):
             raise ValueError("tools and grammar were both given; leave one out")
-        return self
-
-    @model_validator(mode="after")
-    def _has_logprobs(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is for requests with logprobs true")
         return self
