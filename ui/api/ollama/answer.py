@@ -10,7 +10,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic import ValidationError
 from starlette.responses import Response
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
@@ -18,7 +17,7 @@ from hotcold.ui.api import sse
 from hotcold.ui.api.answer import Answer, answer_of, reader_of
 from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.drawn import ollamas_sampling
-from hotcold.ui.api.errors import LOADING_TOOK, ApiError, refusal, timed_out
+from hotcold.ui.api.errors import LOADING_TOOK, ApiError, timed_out
 from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaGenerate
 from hotcold.ui.api.tools.reader import CallPart, ReasoningPart, TextPart
 
@@ -54,14 +53,11 @@ class OllamaAnswer(Answer):
     stream = _Lines
 
     def __init__(self, backend: Backend, body: Body) -> None:
-        """Errors:  ApiError 400"""
+        """Errors:  ApiError 400, ValidationError"""
         tokenizer = backend.prompts.tokenizer
         if body.think and (tokenizer is None or tokenizer.thinking is None):
             raise body.unable("thinking", "think")
-        try:
-            asked = body.asked(tokenizer)
-        except ValidationError as error:
-            raise refusal(error) from None
+        asked = body.asked(tokenizer)
         super().__init__(backend, asked, body.stays)
         self._body = body
         self._started_ns = time.monotonic_ns()

@@ -10,7 +10,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import ValidationError
 from pydantic_core import to_json
 
 from hotcold.actors.protocol.messages import Generation, TokenEvent
@@ -18,13 +17,19 @@ from hotcold.model.errors import PromptTooLongError
 from hotcold.ui.api import sse
 from hotcold.ui.api.answer import Answer, answer_of, reader_of, usage
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.api.errors import TOO_LONG, ApiError, as_api_error, refusal
+from hotcold.ui.api.errors import TOO_LONG, ApiError, as_api_error
 from hotcold.ui.api.responses.items import ITEMS, MAX_ITEMS, Item, Reference
 from hotcold.ui.api.responses.output import Event, Output
 from hotcold.ui.api.responses.schemas import ReasoningOptions, ResponsesRequest
 from hotcold.ui.api.responses.stored import StoredResponse, StoredResponses
 from hotcold.ui.api.responses.tools import told
 from hotcold.ui.api.routes import Route
+
+# Fields of a request that its response tells again.
+_SAID = (
+    "instructions", "max_output_tokens", "temperature", "top_p", "tool_choice",
+    "previous_response_id",
+)  # fmt: skip
 
 
 class Responses:
@@ -92,13 +97,11 @@ class ResponseAnswer(Answer):
     ) -> None:
         """It continues `previous`, and may refer to items of `referred`.
 
-        Errors:  ApiError 400 and 404, PromptError without a tokenizer for its tools
+        Errors:  ApiError 400 and 404, ValidationError, PromptError without a tokenizer for its
+                 tools
         """
-        try:
-            items = _conversation(previous, body.items, referred)
-            chat = body.as_chat(items)
-        except ValidationError as error:
-            raise refusal(error) from None
+        items = _conversation(previous, body.items, referred)
+        chat = body.as_chat(items)
         super().__init__(backend, chat)
         self.prompt = body.prompt_field
         self._stored = stored
@@ -111,7 +114,7 @@ class ResponseAnswer(Answer):
         self._num_written = 0
         self._result: Generation | None = None
         shape = body.text.format if body.text is not None else None
-        drawn = body.drawn()
+        said = body.model_dump(include=set(_SAID))
         self.content: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -119,15 +122,11 @@ class ResponseAnswer(Answer):
             "status": "in_progress",
             "model": backend.settings.model_name,
             "output": self._output.items,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "temperature": drawn["temperature"],
-            "top_p": drawn["top_p"],
+            **said,
             "tools": list(told(body.tools or ())),
-            "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
+            "tool_choice": said["tool_choice"] or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "metadata": body.metadata or {},
-            "previous_response_id": body.previous_response_id,
             "store": self._is_stored,
             "truncation": "disabled",
             "text": {
