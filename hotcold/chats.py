@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-from hotcold.actors.protocol.messages import GenerateRequest, Grammar, TokenEvent
+from hotcold.actors.protocol.messages import GenerateRequest, Grammar
 from hotcold.model.errors import PromptError, UsageError, shown
 from hotcold.model.text.roles import ALWAYS_SAY, TEMPLATE_ROLES
 from hotcold.model.text.tools import described
-from hotcold.outputs import ToolCall
 from hotcold.sampling_params import grammars, unknown_argument
 
 if TYPE_CHECKING:
@@ -113,42 +112,11 @@ class Chat(NamedTuple):
             grammar = grammars().calls_grammar(wanted, syntax, shape.text if shape else None)
         return cls(grammar, syntax)
 
-    def reader(self) -> ChatReader:
+    def reader(self) -> AnswerReader:
         """Reads one answer."""
-        return ChatReader(self)
-
-
-class ChatReader:
-    """Puts one answer together from its text, as it comes."""
-
-    def __init__(self, chat: Chat) -> None:
         from hotcold.ui.api.tools.reader import AnswerReader
 
-        self._reader: AnswerReader = AnswerReader(chat.syntax)
-
-    def push(self, event: TokenEvent) -> tuple[str, str]:
-        """Take the next event; returns what more is said, and thought."""
-        from hotcold.ui.api.tools.reader import ReasoningPart, TextPart
-
-        parts = list(self._reader.push(event))
-        said = (part.text for part in parts if isinstance(part, TextPart))
-        thought = (part.text for part in parts if isinstance(part, ReasoningPart))
-        return "".join(said), "".join(thought)
-
-    @property
-    def said(self) -> str:
-        """All that is said so far."""
-        return self._reader.said
-
-    @property
-    def thought(self) -> str:
-        """All that is thought so far."""
-        return self._reader.thought
-
-    @property
-    def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The calls so far."""
-        return tuple(ToolCall(one.id, one.name, one.arguments) for one in self._reader.calls)
+        return AnswerReader(self.syntax)
 
 
 def tools_of(options: ChatOptions) -> Tools:

@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -85,7 +86,7 @@ def _add_error_handlers(app: FastAPI, models: ServedModels) -> None:
         body = answer.body_for(request.url.path)
         return JSONResponse(body, answer.status, answer.headers)
 
-    for kind in (ApiError, HTTPException, HotcoldError, *_GONE, Exception):
+    for kind in (ApiError, HTTPException, HotcoldError, ValidationError, *_GONE, Exception):
         app.add_exception_handler(kind, as_answer)
 
 

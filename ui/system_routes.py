@@ -19,14 +19,14 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 import hotcold
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.actors.protocol.wire import as_line, event_values, unknown_field
 from hotcold.ui.api import sse
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.api.errors import ApiError, as_api_error, refusal
+from hotcold.ui.api.errors import ApiError, as_api_error
 from hotcold.ui.api.fields import StrictModel
 from hotcold.ui.api.schemas import parse
 from hotcold.ui.api.served_models import ServedModels
@@ -93,10 +93,7 @@ class SystemRoutes:
         backend = self._models.choose(request, body.model)
         if unknown := unknown_field(body.request):
             raise ApiError(400, f"{unknown!a} is no field of a request here", param="request")
-        try:
-            asked = self._request.validate_python(body.request)
-        except ValidationError as error:
-            raise refusal(error) from None
+        asked = self._request.validate_python(body.request)
         given = (asked.prompt, asked.messages, asked.prompt_ids)
         if sum(one is not None for one in given) != 1:
             raise ApiError(400, "give one of prompt, messages and prompt_ids")

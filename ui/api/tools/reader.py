@@ -129,6 +129,13 @@ class AnswerReader:
         else:
             yield from self._split(self._splitter, event, at)
 
+    def texts(self, event: TokenEvent) -> tuple[str, str]:
+        """As `push`; returns what more is said, and thought."""
+        parts = list(self.push(event))
+        said = (part.text for part in parts if isinstance(part, TextPart))
+        thought = (part.text for part in parts if isinstance(part, ReasoningPart))
+        return "".join(said), "".join(thought)
+
     def _split(self, splitter: CallSplitter, event: TokenEvent, at: int) -> Iterator[Part]:
         """The text and the calls of an event whose own text begins `at`."""
         if self._at is None and event.said:
