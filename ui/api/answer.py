@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from itertools import chain
 from typing import Any, ClassVar
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -175,16 +174,6 @@ def usage(
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-async def answered(request: Request, work: Coroutine[Any, Any, Any], prompt: str = "prompt") -> Any:
-    """The result of `work`; its errors as ApiError. `prompt`: the field that holds it."""
-    try:
-        return await sse.unless_gone(request.receive, work)
-    except sse.ClientGoneError:
-        raise
-    except Exception as error:
-        raise as_api_error(error, prompt) from error
 
 
 class JsonAnswer(Response):

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from hotcold.ui.api.answer import JsonAnswer, answered
+from hotcold.ui.api import sse
+from hotcold.ui.api.answer import JsonAnswer
 from hotcold.ui.api.backend import Backend
+from hotcold.ui.api.errors import as_api_error
 from hotcold.ui.api.fields import Request as Body
 from hotcold.ui.api.schemas import parse
 from hotcold.ui.openapi import body_of
@@ -45,8 +47,13 @@ def add_routes(app: FastAPI, routes: Iterable[Route], choose: Choose) -> None:
 def _answering(route: Route, choose: Choose) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         body = parse(route.schema, await request.body())
-        backend = choose(request, body)
-        found = await answered(request, route.answer(backend, body), body.prompt_field)
+        work = route.answer(choose(request, body), body)
+        try:
+            found = await sse.unless_gone(request.receive, work)
+        except sse.ClientGoneError:
+            raise
+        except Exception as error:
+            raise as_api_error(error, body.prompt_field) from error
         return found if isinstance(found, Response) else JsonAnswer(found)
 
     return answer

@@ -6,7 +6,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
-from hotcold.ui.api.answer import answered
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.ollama.answer import chat, generate
@@ -43,14 +42,14 @@ def add_ollama(app: FastAPI, models: ServedModels) -> None:
         return {"version": _VERSION}
 
     @app.get("/api/tags")
-    async def tags(request: Request) -> dict[str, Any]:
+    async def tags() -> dict[str, Any]:
         """The models that are served, loaded or not."""
-        return dict(await answered(request, listed(models.backends)))
+        return await listed(models.backends)
 
     @app.get("/api/ps")
-    async def ps(request: Request) -> dict[str, Any]:
+    async def ps() -> dict[str, Any]:
         """The models that are loaded."""
-        return dict(await answered(request, running(models.backends)))
+        return await running(models.backends)
 
 
 def _choose(models: ServedModels, request: Request, body: OllamaModel) -> Backend:
