@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
 _REF = "#/components/schemas/{model}"
 _STYLE = """
@@ -31,10 +32,8 @@ def add_description(app: FastAPI, bodies: Iterable[type[BaseModel]]) -> None:
     """Add the two routes to `app`, after all others, whose bodies are of these schemas."""
     described = get_openapi(title="hotcold", version="1", routes=app.routes)
     parts = described.setdefault("components", {}).setdefault("schemas", {})
-    for schema in bodies:
-        made = schema.model_json_schema(ref_template=_REF)
-        parts.update(made.pop("$defs", {}))
-        parts[schema.__name__] = made
+    _, made = models_json_schema([(one, "validation") for one in bodies], ref_template=_REF)
+    parts.update(made["$defs"])
     page = _page(described)
 
     @app.get("/openapi.json", include_in_schema=False)
@@ -83,7 +82,7 @@ def _type_of(field: dict[str, Any]) -> str:
         kinds = [each for each in field["anyOf"] if each.get("type") != "null"]
         return " or ".join(_type_of(each) for each in kinds)
     if "$ref" in field:
-        return str(field["$ref"]).rsplit("/", 1)[1]
+        return str(field["$ref"]).replace("__", "/").rsplit("/", 1)[1]  # without its module
     if "enum" in field:
         return " or ".join(map(str, field["enum"]))
     least, most = field.get("minimum"), field.get("maximum", field.get("exclusiveMaximum"))

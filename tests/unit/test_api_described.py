@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from starlette.testclient import TestClient
 
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
 from hotcold.ui.openapi import add_description, body_of
+from tests.unit.ollama_routes import Recording, send
 
 SCHEMAS: list[type[BaseModel]] = [ChatRequest, CompletionRequest]
 
@@ -39,6 +42,15 @@ def test_every_field_is_there(client: TestClient, schema: Any) -> None:
     page = client.get("/docs").text
     for name in schema.model_fields:
         assert f"<code>{name}</code>" in page
+
+
+def test_types_of_one_name_are_told_apart() -> None:
+    """A custom tool has its name beside its type in responses, and within `custom` in chats."""
+    parts = send(Recording(), "GET", "/openapi.json")[0].json()["components"]["schemas"]
+    for schema, key in (("ResponsesRequest", "name"), ("ChatRequest", "custom")):
+        refs = re.findall(r"[\w/]+CustomTool", json.dumps(parts[schema]["properties"]["tools"]))
+        (name,) = {ref.rsplit("/", 1)[1] for ref in refs}
+        assert key in parts[name]["properties"]
 
 
 def test_the_page_runs_nothing(client: TestClient) -> None:

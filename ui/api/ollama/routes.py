@@ -8,9 +8,9 @@ from fastapi import FastAPI, Request
 
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.errors import ApiError
+from hotcold.ui.api.ollama import models as facts
 from hotcold.ui.api.ollama.answer import chat, generate
 from hotcold.ui.api.ollama.embed import embed_text, embed_texts
-from hotcold.ui.api.ollama.models import TAG, listed, running, show
 from hotcold.ui.api.ollama.schemas import (
     OllamaChat,
     OllamaEmbed,
@@ -28,7 +28,7 @@ ROUTES = (
     Route("/api/chat", OllamaChat, chat),
     Route("/api/embed", OllamaEmbed, embed_texts),
     Route("/api/embeddings", OllamaEmbeddings, embed_text),
-    Route("/api/show", OllamaShow, show),
+    Route("/api/show", OllamaShow, facts.show),
 )
 
 
@@ -44,12 +44,12 @@ def add_ollama(app: FastAPI, models: ServedModels) -> None:
     @app.get("/api/tags")
     async def tags() -> dict[str, Any]:
         """The models that are served, loaded or not."""
-        return await listed(models.backends)
+        return await facts.listed(models.backends)
 
     @app.get("/api/ps")
-    async def ps() -> dict[str, Any]:
+    async def running() -> dict[str, Any]:
         """The models that are loaded."""
-        return await running(models.backends)
+        return await facts.running(models.backends)
 
 
 def _choose(models: ServedModels, request: Request, body: OllamaModel) -> Backend:
@@ -58,7 +58,7 @@ def _choose(models: ServedModels, request: Request, body: OllamaModel) -> Backen
     Errors:  ApiError 400 and 404
     """
     names, name = {backend.name for backend in models.backends}, body.wanted
-    plain = name if name in names else name.removesuffix(TAG)
+    plain = name if name in names else name.removesuffix(facts.TAG)
     if plain not in names:
         raise ApiError(404, f"model {name[:100]!a} not found", code="model_not_found")
     return models.choose(request, plain)
