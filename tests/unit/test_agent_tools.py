@@ -231,6 +231,7 @@ def test_a_tool_is_chosen_by_either_name(choice: dict[str, Any], name: str) -> N
 GRAMMARS = [
     PATCH_GRAMMAR,
     'start: "x"+',
+    'start: ["a" "b"]~1..3 "c" ["d"]+',
     'start: A~2..3 ["b"i] // ends\nA: /[a\\/]/i | "0".."9"\n',
     '?start: pair ("," pair)* | "[]"\n!pair: NAME "=" (INT | ESCAPED_STRING)\nNAME: /[a-c]+/\n'
     "%import common.INT\n%import common.ESCAPED_STRING",
