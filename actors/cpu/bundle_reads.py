@@ -66,15 +66,21 @@ def bytes_of(matrices: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np
 class BundleReads:
     """The open file, where a shard's bundles are in it, and the queue of its reading threads."""
 
-    def __init__(self, file: BundleFile, units: Units) -> None:
-        """Up to a layer of the shard's `units` may be requested at once. Errors: ServiceError."""
+    def __init__(self, file: BundleFile, units: Units, gates: Slots, up_downs: Slots) -> None:
+        """Up to a layer of the shard's `units` may be requested at once.
+
+        What is requested and loaded of them is noted in `gates` and `up_downs`.
+        Errors:  ServiceError
+        """
         self._path, self._geometry, self._units = file.path, file.geometry, units
         try:
             self._descriptor, self._unit, keeps_pages = open_direct(file.path)
         except OSError as problem:
             raise ServiceError(f"{file.path}: cannot be read ({problem.strerror})") from None
         self.located = self._locate(file, keeps_pages)
-        self.queue = new_queue(NUM_THREADS, int(np.bincount(units.layers).max(initial=1)))
+        most = int(np.bincount(units.layers).max(initial=1))
+        requested, loaded = (gates.requested, up_downs.requested), (gates.loaded, up_downs.loaded)
+        self.queue = new_queue(NUM_THREADS, most, requested, loaded)
         self._readers: list[threading.Thread] = []
         self._has_ring = False
 
@@ -87,12 +93,8 @@ class BundleReads:
         checksums = file.checksums[geometry.layer_firsts[layers] + places]
         return NeuronFile(facts, begins, sizes, layers, places, self._units.parts, checksums)
 
-    def start(self, gates: Slots, up_downs: Slots, rows: RowBytes) -> None:
-        """Start threads that read into `rows` and note in `gates` and `up_downs` what is loaded.
-
-        Errors:  ServiceError where they cannot be started
-        """
-        self._into = gates.loaded, up_downs.loaded
+    def start(self, rows: RowBytes) -> None:
+        """Start threads that read into `rows`. Errors: ServiceError where that fails."""
         self._rows = rows
         if self.located.facts[KEEPS_PAGES]:  # direct
             self._begin([threading.Thread(target=self._by_ring, name="read", daemon=True)])
@@ -125,7 +127,7 @@ class BundleReads:
         self._has_ring = True
         staging = self._staging(RING_DEPTH)
         register_buffers(ring, staging)
-        work = self.queue, self.located, *self._into
+        work = self.queue, self.located
         spans, busy = np.zeros((RING_DEPTH, 3), np.int32), np.zeros(RING_DEPTH, np.uint8)
         status = serve_ring(*work, staging, self._rows, ring, spans, busy)
         if status:
@@ -135,7 +137,7 @@ class BundleReads:
 
     def _by_thread(self, number: int, staging: np.ndarray) -> None:
         span = np.zeros(3, np.int32)
-        serve_reads(number, self.queue, self.located, *self._into, staging, self._rows, span)
+        serve_reads(number, self.queue, self.located, staging, self._rows, span)
 
     def _staging(self, num_reads: int) -> np.ndarray:
         """Buffers of so many reads, in huge pages: disks read faster into contiguous memory."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +25,6 @@ from hotcold.numba_kernels.ffn_arrays import (
     TransposedArrays,
     most_rows,
 )
-from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.loops.mailbox import SharedBuffers
 from hotcold.numba_kernels.loops.predict_team import SignPredictors
 from hotcold.numba_kernels.loops.work_stealing import new_block_counters
@@ -41,8 +39,7 @@ from hotcold.numba_kernels.storage.offloaded_units import (
     request_experts,
 )
 from hotcold.numba_kernels.storage.output_rows import OutputRows, no_outputs, place_unit
-from hotcold.numba_kernels.storage.pending_gates import NUM_COUNTERS
-from hotcold.numba_kernels.storage.read_ahead import experts_ahead, neurons_ahead, submit_ahead
+from hotcold.numba_kernels.storage.read_ahead import MIN_AHEAD, new_read_ahead, submit_ahead
 from hotcold.numba_kernels.storage.read_queue import drop_reads
 from hotcold.numba_kernels.storage.routed_ahead import (
     new_lock,
@@ -69,64 +66,50 @@ _NO_LAYER = -1, -1
 _NO_BLOCKS = np.empty(0, np.int64)
 
 
-class _Caches(NamedTuple):
-    """Where units are kept: gates, and up and down rows, in one cache or in two.
-
-    outputs: down rows that are an output each; counters: of `OffloadedNeurons`
-    """
-
-    gates: Slots
-    up_downs: Slots
-    ahead: ReadAhead
-    outputs: OutputRows
-    counters: np.ndarray
-
-
 class UnitStore(BundleReads):
     """Slots, the open file and the threads that read it."""
-
-    stored: OffloadedNeurons
 
     def __init__(
         self,
         file: BundleFile,
         units: Units,
         weights: FfnWeights,
-        caches: _Caches,
-        share: OffloadedShare,
+        caches: tuple[Slots, Slots],
+        ahead: ReadAhead,
         num_threads: int,
-        on_bytes: OnBytes,
+        *,
+        outputs: OutputRows,
+        reads_whole: bool,
         has_down_norms: bool,
     ) -> None:
         """`weights` has the shard's ids, starts and biases, and no rows.
 
-        With `has_down_norms` requests may have thresholds of products.
+        Gates are in one of both `caches`, up and down rows in the other, or whole units in one that
+        is given twice. With `has_down_norms` requests may have thresholds of products.
         Errors:  ServiceError
         """
-        super().__init__(file, units)
+        super().__init__(file, units, *caches)
         self._weights, self._num_threads = weights, num_threads
         norms = units.norms(file) if has_down_norms else NO_NORMS
-        self.arrays = self._new_arrays(caches, norms)
-        self.stored = self._new_stored(caches, share.reads_whole)
+        self.arrays = self._new_arrays(caches, outputs, norms)
+        self.stored = self._new_stored(caches, outputs, ahead, reads_whole)
         gate, up, down = self.arrays[1:4]
         matrices = gate, up, gate[:0] if isinstance(down, BlockRows) else down
-        row_of = caches.gates.row_of, caches.up_downs.row_of
-        outputs, patterns = caches.outputs, (units.offsets, units.patterns)
-        self._rows = RowBytes(*bytes_of(matrices), units.units, *row_of, *patterns, outputs)
-        self.start(caches.gates, caches.up_downs, self._rows)
-        self._try()
-        try:
-            self._fill(on_bytes)
-        except ServiceError:
-            self.close()
-            raise
+        gate_rows, up_down_rows = (slots.row_of for slots in caches)
+        self._rows = RowBytes(
+            *bytes_of(matrices), units.units, gate_rows, up_down_rows, units.offsets,
+            units.patterns, outputs,
+        )  # fmt: skip
+        self.start(self._rows)
 
-    def _new_arrays(self, caches: _Caches, norms: np.ndarray) -> FfnArrays | TransposedArrays:
+    def _new_arrays(
+        self, caches: tuple[Slots, Slots], memory: OutputRows, norms: np.ndarray
+    ) -> FfnArrays | TransposedArrays:
         """Rows of units that stay, then of all slots; memory is taken when they are filled."""
         geometry, weights = self._geometry, self._weights
         gate, down = numpy_dtype(geometry.gate_dtype), numpy_dtype(geometry.down_dtype)
         num_gates, num_others = (
-            slots.first_row + slots.unit_of.size * slots.rows_a_slot for slots in caches[:2]
+            slots.first_row + slots.unit_of.size * slots.rows_a_slot for slots in caches
         )
         num_ups = num_others if geometry.up_row_bytes else 0
         matrices = (
@@ -138,47 +121,55 @@ class UnitStore(BundleReads):
         if not geometry.has_outputs:
             of_down = new_rows(num_others, geometry.down_row_bytes, down)
             return FfnArrays(weights.starts, *matrices, of_down, *vectors, stripes, first, at_once)
-        memory, num_layers = caches.outputs, len(weights.starts)
         one, other = (memory.rows.view(numpy_dtype(name)) for name in geometry.down_dtypes)
-        places = memory.places.reshape(num_layers, -1, NUM_PLACE_NUMBERS)
+        places = memory.places.reshape(len(weights.starts), -1, NUM_PLACE_NUMBERS)
         outputs = BlockRows(one, other, places)
         return TransposedArrays(
             weights.starts, *matrices, outputs, *vectors, NO_STRIPES, stripes, first, at_once
         )
 
-    def _new_stored(self, caches: _Caches, reads_whole: bool) -> OffloadedNeurons:
-        units, num_places = self._units, max(self._geometry.layer_bundles)
-        is_mixture, most = self._geometry.is_mixture, most_rows(self._weights.starts)
-        kind = OffloadedExperts if is_mixture else OffloadedNeurons
-        num_units = self._weights.starts.shape[1] - 1 if is_mixture else most
+    def _new_stored(
+        self, caches: tuple[Slots, Slots], outputs: OutputRows, ahead: ReadAhead, reads_whole: bool
+    ) -> OffloadedNeurons:
+        geometry, starts, threads = self._geometry, self._weights.starts, self._num_threads
+        num_places, most = max(geometry.layer_bundles), most_rows(starts)
+        num_blocks = starts.shape[1] - 1
+        kind = OffloadedExperts if geometry.is_mixture else OffloadedNeurons
+        num_units = num_blocks if geometry.is_mixture else most
         return kind(
             arrays=self.arrays,
-            outputs=caches.outputs,
+            outputs=outputs,
             file=self.located,
-            gates=caches.gates,
-            up_downs=caches.up_downs,
+            gates=caches[0],
+            up_downs=caches[1],
             queue=self.queue,
-            ahead=caches.ahead,
+            ahead=ahead,
             marks=np.zeros(num_places, np.int32),
             mark_parts=np.zeros(num_places, np.uint8),
             slots=np.zeros(num_units, np.int32),
             order=np.zeros(num_units, np.int32),
             places=np.zeros(most, np.int32),
             reads_whole=np.array([reads_whole]),
-            counters=caches.counters,
-            misses=np.zeros(units.sizes.size if is_mixture else 0, np.uint32),
+            counters=np.stack([new_block_counters(2, threads) for _ in range(num_blocks)]),
+            misses=np.zeros(self._units.sizes.size, np.uint32),
             lock=new_lock(),
             counts=np.zeros(4, np.int64),
-            waited_ns=np.zeros(self._num_threads, np.int64),
-            failed=np.zeros(self._num_threads, np.int64),
+            waited_ns=np.zeros(threads, np.int64),
+            failed=np.zeros(threads, np.int64),
         )
 
-    def _try(self) -> None:
-        """Compile what prompts need, so that none waits for it."""
-        raise NotImplementedError
-
     def _fill(self, on_bytes: OnBytes) -> None:
-        """Read what stays, then into slots what is wanted most, if that is known."""
+        """Read what stays, then into slots what is wanted most, if that is known.
+
+        Errors:  ServiceError; then the store is closed
+        """
+        try:
+            self._read_first(on_bytes)
+        except ServiceError:
+            self.close()
+            raise
+
+    def _read_first(self, on_bytes: OnBytes) -> None:
         units, geometry = self._units, self._geometry
         parts, row_bytes = np.zeros(units.layers.size, np.uint8), np.zeros(units.layers.size)
         caches = [self.stored.gates, self.stored.up_downs]
@@ -208,28 +199,6 @@ class UnitStore(BundleReads):
             place_unit(outputs, unit, outputs.begins[slots.slot_of[unit]])
         chosen[wanted] = True
         return chosen
-
-    def attach(self, buffers: SharedBuffers, service: int) -> None:
-        """Use what others write into the arena to read ahead by; `stored` is replaced."""
-        raise NotImplementedError
-
-    def request_layer(self, layer: int) -> None:
-        """Start to read the layer for `layer_arrays`, in the background.
-
-        A step that comes before cancels what has not been begun.
-        """
-        raise NotImplementedError
-
-    def layer_arrays(
-        self, layer: int, block_weights: np.ndarray, together: Together
-    ) -> tuple[FfnArrays | TransposedArrays, int]:
-        """Arrays in which the layer's rows are until the next request, and as which of its layers.
-
-        block_weights (T, B): of a prompt's tokens. `together` has all threads copy what has to be.
-        Where neurons' gates stay, `await_up_down` must return before up and down rows are read.
-        Errors:  ServiceError
-        """
-        raise NotImplementedError
 
     def block_firsts(self, layer: int) -> np.ndarray | None:
         """The first row of each block of a layer in `layer_arrays`; None where they follow on."""
@@ -266,32 +235,33 @@ class NeuronStore(UnitStore):
         spare = num_up_downs - self._most
         if num_gates < num_neurons:
             spare = min(spare, num_gates - self._most)
+        limit, num_layers = min(_MAX_AHEAD, spare // 2), len(weights.starts)
+        if limit < MIN_AHEAD:
+            predictors = None
         rates = share.rates if share.rates.size else np.zeros(num_neurons, np.float32)
         listed = listed_rates(rates, LISTED * float(rates.mean()))
-        caches = _Caches(
-            neuron_slots(listed, num_gates, GATE),
-            neuron_slots(rates, num_up_downs, UP_DOWN),
-            neurons_ahead(predictors, num_threads, min(_MAX_AHEAD, spare // 2)),
-            no_outputs(),
-            np.zeros(NUM_COUNTERS * INTS_A_CELL, np.int32),
-        )
         self._gates_stay, self._requested_layer = num_gates == num_neurons, _NO_LAYER
-        units = Units.of_neurons(file, weights)
-        super().__init__(file, units, weights, caches, share, num_threads, on_bytes, has_down_norms)
+        super().__init__(
+            file,
+            Units.of_neurons(file, weights),
+            weights,
+            (neuron_slots(listed, num_gates, GATE), neuron_slots(rates, num_up_downs, UP_DOWN)),
+            new_read_ahead(predictors, num_layers, self._most, num_threads, limit),
+            num_threads,
+            outputs=no_outputs(),
+            reads_whole=share.reads_whole,
+            has_down_norms=has_down_norms,
+        )
+        # Compiled now, so that no prompt waits for it.
+        request_layer(self.stored, 0, 0, *self._bases, MAX_GAP)
+        copy_layer(*self._copied, 0, *self._bases, 0, 0)
+        await_layer(self.stored)
+        drop_reads(self.queue)
+        self._fill(on_bytes)
 
     def _layer_rows(self, layer: int) -> tuple[int, int]:
         first, last = self._weights.starts[layer, [0, -1]].tolist()
         return first, last
-
-    def _try(self) -> None:
-        """Compile what prompts need, so that none waits for it."""
-        request_layer(self.stored, 0, 0, *self._bases, MAX_GAP)
-        copy_layer(*self._copied, 0, *self._bases, 0, 0)
-        await_layer(self.stored)
-        self._drop_reads()
-
-    def _drop_reads(self) -> None:
-        drop_reads(self.queue, self.stored.gates.requested, self.stored.up_downs.requested)
 
     def attach(self, buffers: SharedBuffers, service: int) -> None:
         """Use the predictor bits in the arena, unless the store has its own."""
@@ -301,14 +271,17 @@ class NeuronStore(UnitStore):
             self.stored = self.stored._replace(ahead=ahead._replace(predictors=predictors))
 
     def request_layer(self, layer: int) -> None:
-        """As `UnitStore`: all that is not in memory."""
+        """Start to read the layer for `layer_arrays`, in the background.
+
+        A step that comes before cancels what has not been begun.
+        """
         self._request_layer(layer)
         self._requested_layer = layer, int(self.stored.up_downs.state[EPOCH])
 
     def _request_layer(self, layer: int) -> None:
         # All of the layer is read: gaps are small, or hold other rows of the same layer.
         gap = max(MAX_GAP, self._geometry.up_down_bytes)
-        self._drop_reads()
+        drop_reads(self.queue)
         request_layer(self.stored, *self._layer_rows(layer), *self._bases, gap)
 
     @property
@@ -324,7 +297,12 @@ class NeuronStore(UnitStore):
     def layer_arrays(
         self, layer: int, block_weights: np.ndarray, together: Together
     ) -> tuple[FfnArrays, int]:
-        """As `UnitStore`: the layer alone, contiguous in the last slots."""
+        """All of a layer's neurons, as one layer, until the next request; and 0, its number there.
+
+        They are contiguous in the last slots; `together` has all threads copy what is in others.
+        Where gates stay, `await_up_down` must return before up and down rows are read.
+        Errors:  ServiceError
+        """
         first, last = self._layer_rows(layer)
         size, (gate_base, base) = last - first, self._bases
         if self._requested_layer != (layer, int(self.stored.up_downs.state[EPOCH])):
@@ -395,15 +373,21 @@ class ExpertStore(UnitStore):
         outputs = no_outputs()
         if file.geometry.has_outputs:
             outputs = units.new_outputs(file.geometry, layers, num_slots)
-        counters = np.stack([new_block_counters(2, num_threads) for _ in range(num_blocks)])
-        caches = _Caches(slots, slots, experts_ahead(num_layers, num_blocks), outputs, counters)
-        super().__init__(file, units, weights, caches, share, num_threads, on_bytes, has_down_norms)
-
-    def _try(self) -> None:
-        """Compile what prompts need, so that none waits for it."""
-        self.request(0, _NO_BLOCKS)
+        super().__init__(
+            file,
+            units,
+            weights,
+            (slots, slots),
+            new_read_ahead(None, num_layers, num_blocks),
+            num_threads,
+            outputs=outputs,
+            reads_whole=True,
+            has_down_norms=has_down_norms,
+        )
+        self.request(0, _NO_BLOCKS)  # compiled now, so that no prompt waits for it
         self.request_ahead(0, _NO_BLOCKS)
         self.await_blocks(0, _NO_BLOCKS)
+        self._fill(on_bytes)
 
     def attach(self, buffers: SharedBuffers, service: int) -> None:
         """Count misses there, and read by what is guessed, or by what routers chose early.
@@ -426,7 +410,7 @@ class ExpertStore(UnitStore):
             request_experts(self.stored, layer, blocks)
 
     def request_layer(self, layer: int) -> None:
-        """As `UnitStore`: all experts that are not in memory."""
+        """Start to read all experts of a layer, in the background."""
         self.request_ahead(layer, self._blocks_of(layer))
 
     def request_ahead(self, layer: int, blocks: np.ndarray) -> None:
@@ -458,7 +442,10 @@ class ExpertStore(UnitStore):
     def layer_arrays(
         self, layer: int, block_weights: np.ndarray, together: Together
     ) -> tuple[FfnArrays | TransposedArrays, int]:
-        """As `UnitStore`: all rows in memory, once those of experts that were chosen are there."""
+        """All rows in memory, once those of the experts that a prompt's tokens chose are there.
+
+        block_weights (T, B); (0, B) where all are. Errors: ServiceError
+        """
         blocks = self._blocks_of(layer)
         if block_weights.shape[0]:
             blocks = blocks[(block_weights[:, blocks] != 0).any(axis=0)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -96,7 +95,7 @@ class Units:
         """
         starts, ids = weights.starts, weights.neuron_ids
         num_blocks, found = starts.shape[1] - 1, _Patterns(geometry)
-        parts: list[_Part] = []
+        own_bundles: list[tuple[np.ndarray, ...]] = []
         stays = np.zeros((len(layers), num_blocks), bool)
         own_runs = np.zeros((len(layers), num_blocks, 1, 2), np.int64)
         for layer, ffn in enumerate(layers):
@@ -105,29 +104,27 @@ class Units:
             counts = geometry.block_bundles(layer, ffn.block_sizes)
             for block in range(num_blocks):
                 own = ids[starts[layer, block] : starts[layer, block + 1]] - first
-                parts.append(found.part(layer, block, bundle, own))
+                own_bundles.append(found.bundles(layer, block, bundle, own))
                 if own.size:
                     own_runs[layer, block] = own[0], own[-1] + 1
                 if block < len(counts):
                     first, bundle = first + ffn.block_sizes[block], bundle + counts[block]
         if runs is not None:
             own_runs = runs
-        counts = [part.places.size for part in parts]
-        units = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
+        sizes = [each[0].size for each in own_bundles]
+        units = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        every = [np.concatenate(arrays) for arrays in zip(*own_bundles, strict=True)]
+        of_bundles = dict(zip(_OF_BUNDLES, every, strict=True))
         return cls(
             noun="expert",
             sizes=np.diff(starts, axis=1).ravel(),
             stays=stays.ravel(),
-            firsts=np.concatenate([[0], np.cumsum(counts)]),
+            firsts=np.concatenate([[0], np.cumsum(sizes)]),
             runs=own_runs.reshape(-1, *own_runs.shape[2:]),
             numbers=units % num_blocks,
-            layers=np.concatenate([part.layers for part in parts]),
-            places=np.concatenate([part.places for part in parts]),
-            parts=np.concatenate([part.parts for part in parts]),
             units=units,
-            patterns=np.concatenate([part.patterns for part in parts]),
+            **of_bundles,
             offsets=np.array(found.offsets, np.int32).reshape(-1, geometry.bundle_neurons),
-            turns=np.concatenate([part.turns for part in parts]),
         )
 
     @property
@@ -185,12 +182,7 @@ class Units:
         return found
 
 
-class _Part(NamedTuple):
-    layers: np.ndarray
-    places: np.ndarray
-    patterns: np.ndarray
-    turns: np.ndarray
-    parts: np.ndarray
+_OF_BUNDLES = "layers", "places", "parts", "patterns", "turns"
 
 
 class _Patterns:
@@ -202,8 +194,10 @@ class _Patterns:
         self._known: dict[tuple[bytes, int], tuple[np.ndarray, np.ndarray]] = {}
         self._numbers: dict[tuple[int, ...], int] = {}
 
-    def part(self, layer: int, block: int, bundle: int, neurons: np.ndarray) -> _Part:
-        """A unit of these neurons of a block, whose first bundle in the layer is `bundle`.
+    def bundles(
+        self, layer: int, block: int, first: int, neurons: np.ndarray
+    ) -> tuple[np.ndarray, ...]:
+        """_OF_BUNDLES of a unit: these neurons of a block with bundles from the layer's `first` on.
 
         Of down rows that are an output each all bundles are read.
         """
@@ -218,7 +212,7 @@ class _Patterns:
         has_neurons = np.isin(turns, neurons // self._size)
         has_down = turns < num_outputs if geometry.has_outputs else True
         parts = (GATE * has_neurons | UP_DOWN * has_down).astype(np.uint8)
-        return _Part(layers, (turns + bundle).astype(np.int32), patterns, turns, parts)
+        return layers, (turns + first).astype(np.int32), parts, patterns, turns
 
     def _find(self, neurons: np.ndarray, num_outputs: int) -> tuple[np.ndarray, np.ndarray]:
         bundles = np.union1d(neurons // self._size, np.arange(num_outputs)).astype(np.int32)

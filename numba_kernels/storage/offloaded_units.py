@@ -78,7 +78,8 @@ class OffloadedNeurons(NamedTuple):
     slots, order (M,) int32: slots of what a request looked up, and its indices as of `look_up`
     places (M,) int32: rows in memory of what fired, those of a thread together as in `FfnScratch`
     reads_whole (1,) bool: a unit is read at once where its gate is wanted
-    counters int32: blocks of work taken, of experts of each one's that is awaited and of each kind
+    counters (B, 2, threads * 16) int32: blocks of work taken, of each expert that is awaited; of
+    neurons B is 1, and the kinds are loaded gates and those that are awaited
     misses (E,) uint32: of each expert so far; may be in shared memory
     lock: of `routed_ahead`, for slots and queue
     counts (4,) int64: the words above; waited_ns, failed (threads,) int64: each thread's wait for
@@ -118,7 +119,7 @@ def begin_request(shard, num_units):
     if shard.gates.part != GATE | UP_DOWN:
         begin_epoch(shard.up_downs, num_units)
     if shard.queue.failure[0]:
-        drop_reads(shard.queue, shard.gates.requested, shard.up_downs.requested)
+        drop_reads(shard.queue)
 
 
 @njit(nogil=True, cache=True)
@@ -128,7 +129,7 @@ def cancel_ahead(shard):
     Of what was submitted `ahead` keeps the units whose reads go on.
     """
     gates, up_downs, ahead = shard.gates, shard.up_downs, shard.ahead
-    cancel_reads(shard.queue, gates.requested, up_downs.requested)
+    cancel_reads(shard.queue)
     kept = 0
     for i in range(ahead.state[1]):
         unit, part = ahead.units[i], ahead.parts[i]
@@ -156,7 +157,7 @@ def claim(shard, slots, unit):
     """
     slot = give_rows(shard, slots, unit)
     while slot < 0:
-        drain(shard.queue, shard.gates.requested, shard.up_downs.requested)
+        drain(shard.queue)
         slot = give_rows(shard, slots, unit)
     for bundle in bundles_of(slots, unit):
         if request(slots, bundle):

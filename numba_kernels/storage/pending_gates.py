@@ -14,8 +14,6 @@ from hotcold.numba_kernels.loops.work_stealing import block_rows, next_block
 from hotcold.numba_kernels.storage.offloaded_units import NUM_PENDING, NUM_UNITS
 from hotcold.numba_kernels.storage.slots import await_unit
 
-_LOADED_TAKEN, _PENDING_TAKEN = range(2)  # cells of `OffloadedNeurons.counters`
-NUM_COUNTERS = 2
 _PENDING_BLOCK = 8  # pending gates that a thread takes at once
 
 
@@ -39,19 +37,19 @@ def _values_of(shard, begin, end, last, x, function, values):
 def loaded_values(shard, x, function, values):
     """One token's values of loaded gates; each thread takes the next block until none is left."""
     first, last = shard.counts[NUM_PENDING], shard.counts[NUM_UNITS]
-    size = block_rows(shard.arrays.gate)
-    begin = first + size * next_block(shard.counters, _LOADED_TAKEN)
+    size, taken = block_rows(shard.arrays.gate), shard.counters[0, 0]
+    begin = first + size * next_block(taken, 0)
     while begin < last:
         _values_of(shard, begin, min(begin + size, last), last, x, function, values)
-        begin = first + size * next_block(shard.counters, _LOADED_TAKEN)
+        begin = first + size * next_block(taken, 0)
 
 
 @njit(nogil=True, cache=True)
 def pending_values(shard, thread, x, function, values):
     """One token's values of pending gates, once each is read; False where a read failed."""
     order, slots, row_of = shard.order, shard.slots, shard.gates.unit_of
-    last = shard.counts[NUM_PENDING]
-    begin = _PENDING_BLOCK * next_block(shard.counters, _PENDING_TAKEN)
+    last, taken = shard.counts[NUM_PENDING], shard.counters[0, 1]
+    begin = _PENDING_BLOCK * next_block(taken, 0)
     while begin < last:
         end = min(begin + _PENDING_BLOCK, last)
         for k in range(begin, end):
@@ -59,5 +57,5 @@ def pending_values(shard, thread, x, function, values):
             if not await_unit(shard.gates, shard.queue, unit, shard.waited_ns, thread):
                 return False
         _values_of(shard, begin, end, end, x, function, values)
-        begin = _PENDING_BLOCK * next_block(shard.counters, _PENDING_TAKEN)
+        begin = _PENDING_BLOCK * next_block(taken, 0)
     return True

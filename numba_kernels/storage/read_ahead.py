@@ -44,41 +44,28 @@ _ALONE = -1  # as max_gap: no two neurons share a read
 NUM_CHOSEN, NUM_GUESSED, NUM_AHEAD, NUM_USEFUL = range(4)
 
 
-def neurons_ahead(predictors: SignPredictors | None, num_threads: int, limit: int) -> ReadAhead:
-    """Read ahead at most `limit` neurons of a layer; none without predictors."""
-    if predictors is None or limit < MIN_AHEAD:
-        predictors = _no_predictors()
-    num_layers, width = predictors.centers.shape
-    most = np.full(num_layers, min(limit, _FIRST_AHEAD), np.int64)
-    size = int(np.diff(predictors.offsets).max(initial=0))
-    found = _new_ahead(predictors, most, size, max(0, limit))
-    planes = np.zeros((num_threads, INPUT_PLANES, -(-width // 64)), np.uint64)
-    return found._replace(planes=planes, least=MIN_AHEAD, max_gap=_ALONE)
-
-
-def experts_ahead(num_layers: int, num_blocks: int) -> ReadAhead:
-    """Read ahead experts that are guessed, once there are guesses: all of them at first."""
-    most = np.full(num_layers, num_blocks, np.int64)
-    return _new_ahead(_no_predictors(), most, num_blocks, num_blocks)
-
-
-def _no_predictors() -> SignPredictors:
-    nothing = np.zeros(1, np.int64)
-    floats, zeros = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
-    ints, bits = nothing[:0], np.zeros(0, np.uint64)
-    return SignPredictors(nothing, ints, ints, bits, floats, zeros, zeros)
-
-
-def _new_ahead(predictors: SignPredictors, most: np.ndarray, size: int, limit: int) -> ReadAhead:
+def new_read_ahead(
+    predictors: SignPredictors | None, num_layers: int, num_units: int, num_threads: int = 0,
+    limit: int = 0,
+) -> ReadAhead:  # fmt: skip
+    """Read ahead at most `limit` neurons of a layer, by predictors; or experts, once guessed."""
+    first, least, max_gap = min(limit, _FIRST_AHEAD), MIN_AHEAD, _ALONE
+    if predictors is None:
+        nothing = np.zeros(1, np.int64)
+        floats, zeros = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
+        ints, bits = nothing[:0], np.zeros(0, np.uint64)
+        predictors = SignPredictors(nothing, ints, ints, bits, floats, zeros, zeros)
+        first, limit, least, max_gap = num_units, num_units, 1, MAX_GAP
+    width = predictors.centers.shape[1]
     return ReadAhead(
         predictors=predictors,
-        guessed=np.zeros((0, size), np.float32),
-        scores=np.zeros(size, np.float32),
-        planes=np.zeros((0, 0, 0), np.uint64),
-        most=most,
-        least=1,
+        guessed=np.zeros((0, num_units), np.float32),
+        scores=np.zeros(num_units, np.float32),
+        planes=np.zeros((num_threads, INPUT_PLANES, -(-width // 64)), np.uint64),
+        most=np.full(num_layers, first, np.int64),
+        least=least,
         limit=limit,
-        max_gap=MAX_GAP,
+        max_gap=max_gap,
         units=np.zeros(limit, np.int64),
         parts=np.zeros(limit, np.uint8),
         state=np.array([-1, 0]),
@@ -299,9 +286,9 @@ def request_routed(shard, layer, block_weights):
     """
     if num_pending(shard.queue, NOW) or free_batch(shard.queue) == NUM_BATCHES:
         return
-    requested, scores = shard.gates.requested, np.empty(block_weights.shape[1], np.float32)
+    scores = np.empty(block_weights.shape[1], np.float32)
     first = layer * scores.shape[0]
     _score_blocks(shard, first, block_weights, block_weights.shape[0], scores)
-    cancel_reads(shard.queue, requested, requested)
+    cancel_reads(shard.queue)
     units = _likeliest(shard, first, scores, np.int64(scores.shape[0]))
     submit_ahead(shard, units, np.empty(units.shape[0], np.uint8))
