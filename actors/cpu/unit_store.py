@@ -151,7 +151,7 @@ class UnitStore(BundleReads):
             places=np.zeros(most, np.int32),
             reads_whole=np.array([reads_whole]),
             counters=np.stack([new_block_counters(2, threads) for _ in range(num_blocks)]),
-            misses=np.zeros(self._units.sizes.size, np.uint32),
+            misses=np.zeros(self._units.sizes.size if geometry.is_mixture else 0, np.uint32),
             lock=new_lock(),
             counts=np.zeros(4, np.int64),
             waited_ns=np.zeros(threads, np.int64),

@@ -66,8 +66,8 @@ class Units:
         none = np.zeros(0, np.int32)
         return cls(
             noun="neuron",
-            sizes=np.ones(ids.size, np.int64),
-            stays=np.zeros(ids.size, bool),
+            sizes=np.broadcast_to(np.int64(1), ids.shape),  # which takes no memory
+            stays=np.broadcast_to(False, ids.shape),
             firsts=none,
             runs=none,
             numbers=ids,
