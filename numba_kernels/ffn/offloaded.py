@@ -170,8 +170,8 @@ def find_fired(source, share, scratch):
     """Request up and down rows of all that fired; then what the next layer will probably need."""
     thread, num_threads, following = share.thread, share.num_threads, _layer_ahead(source, share)
     barrier_wait(share.cells, share.service, num_threads)
-    first, _ = layer_span(source.arrays, share.layer)
     if thread == 0:
+        first, _ = layer_span(source.arrays, share.layer)
         _submit_up_downs(source, first, scratch, num_threads)
         adapt(source, share.layer)
     if following >= 0:
@@ -180,7 +180,8 @@ def find_fired(source, share, scratch):
         )
     barrier_wait(share.cells, share.service, num_threads)
     if thread == 0 and following >= 0:
-        read_likeliest(source, following, layer_span(source.arrays, following)[0])
+        first, last = layer_span(source.arrays, following)
+        read_likeliest(source, following, first, last)
 
 
 @njit(nogil=True, cache=True)

@@ -223,10 +223,10 @@ def submit_ahead(shard, units, parts):
 
 
 @njit(nogil=True, cache=True, _nrt=True)
-def read_likeliest(shard, layer, first):
-    """Submit reads of units of a layer, from `first` on, that have the highest scores."""
+def read_likeliest(shard, layer, first, last):
+    """Submit reads of those of a layer's units first..last-1 that have the highest scores."""
     ahead = shard.ahead
-    units = _likeliest(shard, first, ahead.scores, ahead.most[layer])
+    units = _likeliest(shard, first, ahead.scores[: last - first], ahead.most[layer])
     num_read = submit_ahead(shard, units, ahead.parts)
     ahead.units[:num_read] = units[:num_read]
     ahead.state[0], ahead.state[1] = layer, num_read
@@ -275,7 +275,7 @@ def read_guessed(shard, layer, num_tokens):
     if num_tokens > ahead.guessed.shape[0] or layer == shard.arrays.starts.shape[0]:
         return
     _score_blocks(shard, first, ahead.guessed, num_tokens, ahead.scores)
-    read_likeliest(shard, layer, first)
+    read_likeliest(shard, layer, first, first + num_blocks(shard))
 
 
 @njit(nogil=True, cache=True, _nrt=True)
