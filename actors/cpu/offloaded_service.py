@@ -1,14 +1,12 @@
 """The CPU service of a model larger than memory: neurons are read from storage when needed."""
 
-from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from hotcold.actors.cpu.cpu_service import CpuService, new_service
-from hotcold.actors.cpu.expert_store import ExpertStore
-from hotcold.actors.cpu.neuron_store import NeuronStore
+from hotcold.actors.cpu.unit_store import ExpertStore, NeuronStore
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.offloaded_neurons import OffloadedShare
@@ -29,10 +27,8 @@ from hotcold.predictors.predictor_file import read_predictors
 from hotcold.predictors.read_ahead import shard_predictors
 
 
-class _StoredService(CpuService):
+class OffloadedService(CpuService):
     """`CpuService` over a store, which reads rows when they are needed."""
-
-    store: NeuronStore | ExpertStore
 
     def __init__(
         self,
@@ -48,16 +44,38 @@ class _StoredService(CpuService):
         super().__init__(name, index, num_threads, store.arrays, function, buckets, predictors)
         self.store, self.source = store, store.stored
 
-    @abstractmethod
-    def request_ahead(self, layer: int) -> None:
-        """Start to read what prompts need of a layer."""
+    def prepare(self, layout: ArenaLayout) -> None:
+        """As `CpuService`; what is read ahead by may be in the arena."""
+        super().prepare(layout)
+        self.store.attach(self.buffers, self.index)
+        self.source = self.store.stored
 
     def answer_in_python(self) -> None:
         """As `CpuService`; the next layer is read while attention computes the prompt."""
         super().answer_in_python()
         layer, following = self.buffers.requests[self.index, [LAYER, NEXT_LAYER]].tolist()
         if following not in (0, layer + 1):
-            self.request_ahead(following - 1)
+            self.store.request_layer(following - 1)
+
+    def layer_arrays(self, layer: int) -> tuple[FfnArrays | TransposedArrays, int]:
+        """Arrays with what a prompt needs of the layer. Errors: ServiceError.
+
+        Up and down rows may still be in flight until `await_up_down` returns.
+        """
+
+        def together(phase: Callable[[int], None]) -> None:
+            with (matmul := self.matmul()).at_once():
+                matmul.then(phase)
+
+        return self.store.layer_arrays(layer, self.prompt_weights(), together)
+
+    def block_firsts(self, layer: int) -> np.ndarray | None:
+        """As `CpuService`."""
+        return self.store.block_firsts(layer)
+
+    def await_up_down(self) -> None:
+        """Return when up and down rows of `layer_arrays` are loaded. Errors: ServiceError."""
+        self.store.await_up_down()
 
     def explain(self, service: int) -> str:
         """Why the last read failed, if it did; else as `Service.explain`."""
@@ -69,83 +87,13 @@ class _StoredService(CpuService):
         self.store.close()
 
 
-class OffloadedCpuService(_StoredService):
-    """`CpuService` over a `NeuronStore`."""
-
-    store: NeuronStore
-
-    def prepare(self, layout: ArenaLayout) -> None:
-        """As `CpuService`; predictors' bits may be in the arena."""
-        super().prepare(layout)
-        self.store.use_bits(self.buffers.predictor_bits)
-        self.source = self.store.stored
-
-    def request_ahead(self, layer: int) -> None:
-        """Start to read all of a layer that is not in memory."""
-        self.store.request_layer(layer)
-
-    def layer_arrays(self, layer: int) -> tuple[FfnArrays, int]:
-        """The layer alone, its gates read as far as they are not in memory. Errors: ServiceError.
-
-        Up and down rows may still be in flight until `await_up_down` returns.
-        """
-
-        def together(phase: Callable[[int], None]) -> None:
-            with (matmul := self.matmul()).at_once():
-                matmul.then(phase)
-
-        return self.store.layer_arrays(layer, together), 0
-
-    def await_up_down(self) -> None:
-        """Return when up and down rows of `layer_arrays` are loaded. Errors: ServiceError."""
-        self.store.await_up_down()
-
-
-class OffloadedExpertService(_StoredService):
-    """`CpuService` over an `ExpertStore`."""
-
-    store: ExpertStore
-
-    def prepare(self, layout: ArenaLayout) -> None:
-        """As `CpuService`; what the next layer's router says, and misses, are in the arena."""
-        super().prepare(layout)
-        self.store.count_misses(self.buffers.block_misses[self.index])
-        if self.buffers.guessed_weights.size:
-            self.store.read_ahead(self.buffers)
-        self.source = self.store.stored
-
-    def request_ahead(self, layer: int) -> None:
-        """Start to read the experts of a layer."""
-        self.store.request_ahead(layer, self._blocks_of(layer))
-
-    def _blocks_of(self, layer: int) -> np.ndarray:
-        starts = self.arrays.starts[layer]
-        return np.flatnonzero(np.diff(starts)).astype(np.int64)
-
-    def layer_arrays(self, layer: int) -> tuple[FfnArrays | TransposedArrays, int]:
-        """All rows in memory, once those of the experts that a prompt's tokens chose are there.
-
-        Errors:  ServiceError
-        """
-        blocks, weights = self._blocks_of(layer), self.prompt_weights()
-        if weights.shape[0]:
-            blocks = blocks[(weights[:, blocks] != 0).any(axis=0)]
-        self.store.request(layer, blocks)
-        self.store.await_blocks(layer, blocks)
-        return self.arrays, layer
-
-    def block_firsts(self, layer: int) -> np.ndarray:
-        """Where the layer's blocks begin in the rows in memory."""
-        return self.store.block_firsts(layer)
-
-
 def load_offloaded_service(
     spec: ServiceSpec,
     config: ModelConfig,
     share: OffloadedShare,
     predictors: Path | None,
     on_bytes: OnBytes,
-) -> OffloadedCpuService | OffloadedExpertService:
+) -> OffloadedService:
     """A shard whose rows are in the bundle file; as `actors.cpu.cpu_service.load_cpu_service`.
 
     With the file `predictors` the next layer's neurons are read ahead; with `spec.among` (see
@@ -167,16 +115,15 @@ def load_offloaded_service(
         weights.starts, weights.neuron_ids, config, spec.stripes, of_outputs=transposed
     )
     threads, has_norms = spec.num_threads, spec.system.has_down_norms
+    store: NeuronStore | ExpertStore
     if config.experts is not None:
         layers = [layer.ffn for layer in config.layers]
         runs = runs_of_stripes(config, spec.stripes) if transposed else None
-        experts = ExpertStore(file, layers, weights, share, threads, on_bytes, has_norms, runs)
-        return new_service(
-            OffloadedExpertService, spec, config, experts, weights.predictors, on_bytes
-        )
-    ahead = None
-    if predictors is not None:
-        found = read_predictors(predictors, identity, config, keeps_pages=False)
-        ahead = shard_predictors(found, neuron_ids, spec.among)
-    store = NeuronStore(file, weights, share, threads, on_bytes, ahead, has_norms)
-    return new_service(OffloadedCpuService, spec, config, store, None, on_bytes)
+        store = ExpertStore(file, layers, weights, share, threads, on_bytes, has_norms, runs)
+    else:
+        ahead = None
+        if predictors is not None:
+            found = read_predictors(predictors, identity, config, keeps_pages=False)
+            ahead = shard_predictors(found, neuron_ids, spec.among)
+        store = NeuronStore(file, weights, share, threads, on_bytes, ahead, has_norms)
+    return new_service(OffloadedService, spec, config, store, weights.predictors, on_bytes)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.cpu.expert_store import ExpertStore
+from hotcold.actors.cpu.unit_store import ExpertStore
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.protocol.stripes import runs_of_stripes, shard_stripes
