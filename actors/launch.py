@@ -38,6 +38,7 @@ from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.protocol.ray_memory import (
     MONITOR_EVERY_MS,
+    object_store_bytes,
     require_shared_memory,
     reserve_object_store,
 )
@@ -47,7 +48,6 @@ from hotcold.model.current_folder import elsewhere, environment_of_python
 from hotcold.model.errors import ServiceError
 
 _log = logging.getLogger(__name__)
-_MIN_OBJECT_STORE_BYTES = 80 << 20
 _CONCURRENT_STREAMS = 64  # requests that wait or run
 _MIN_FREE_BYTES = 4 << 20  # for Ray's logs, which begin with 0.2 MB
 _LOOPBACK = "127.0.0.1"
@@ -92,10 +92,9 @@ def start_local_ray(
 ) -> None:
     """Start a private Ray on this machine, without a dashboard; it ends with this process.
 
-    Its object store has space for two arenas (one serves, one is made when services change), the
-    first with `bits_bytes` of predictors. All of it is allocated in /dev/shm now, before anything
-    else can fill it. Weights are in the actors. Kernels of the system `compiled` are compiled while
-    Ray starts.
+    Its object store, of `object_store_bytes`, is allocated in /dev/shm now, before anything else
+    can fill it. Weights are in the actors. Kernels of the system `compiled` are compiled while Ray
+    starts.
     Errors:  MemoryBudgetError where /dev/shm is too small; ServiceError where other users could use
              this Ray, the folder for its files is full, or the loopback is down; any of `ray.init`
     """
@@ -103,7 +102,7 @@ def start_local_ray(
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is 15
     # The memory was checked; Ray's monitor would kill services that still fit.
     os.environ.setdefault(MONITOR_EVERY_MS, "0")
-    store_bytes = max(_MIN_OBJECT_STORE_BYTES, 2 * arena_bytes) + bits_bytes
+    store_bytes = object_store_bytes(arena_bytes, bits_bytes)
     require_shared_memory(store_bytes)
     _require_disk_space()
     _require_loopback()

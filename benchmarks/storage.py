@@ -57,7 +57,7 @@ _COLUMNS = ("in memory", "program", "tokens/s", "of in memory", "of llama.cpp",
 def on_storage(system: SystemConfig, resident: float) -> SystemConfig:
     """The system with that share of its neurons in memory, and all of them in a bundle file."""
     path = Path(system.model_path)
-    system, config = in_memory(path, system, read_model(path))
+    system, config = in_memory(system, read_model(path))
     if not has_bundles(path, config):
         pack_model(path, config)
     kept = int(resident * config.num_neurons)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent, TokenLogprob
 from hotcold.actors.protocol.options import in_keywords
 from hotcold.model.errors import HotcoldError, ServiceError
-from hotcold.outputs import CompletionOutput, RequestOutput, StreamPiece, work_of
+from hotcold.outputs import CompletionOutput, RequestOutput, StreamPiece, ToolCall, work_of
 
 if TYPE_CHECKING:
     from hotcold.chats import Chat
@@ -45,7 +45,7 @@ class Answer:
         """Take the next event; returns what it brings."""
         said, thought = event.text, ""
         if self._reader is not None:
-            said, thought = self._reader.push(event)
+            said, thought = self._reader.texts(event)
         self._logprobs += event.logprobs
         self.prompt_logprobs += event.prompt_logprobs
         self.result = event.result
@@ -61,7 +61,8 @@ class Answer:
         result = self.result
         assert result is not None
         request, reader = self._task.requests[self._index], self._reader
-        calls = () if reader is None else reader.tool_calls
+        found = () if reader is None else reader.calls
+        calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in found)
         return CompletionOutput(
             self._index,
             result.text if reader is None else reader.said,

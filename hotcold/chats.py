@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-from hotcold.actors.protocol.messages import GenerateRequest, Grammar, TokenEvent
+from hotcold.actors.protocol.messages import GenerateRequest, Grammar
 from hotcold.model.errors import PromptError, UsageError, shown
 from hotcold.model.text.roles import ALWAYS_SAY, TEMPLATE_ROLES
-from hotcold.outputs import ToolCall
+from hotcold.model.text.tools import described
 from hotcold.sampling_params import grammars, unknown_argument
 
 if TYPE_CHECKING:
@@ -95,19 +95,6 @@ def _function(tool: Mapping[str, Any]) -> Function:
         ) from None
 
 
-def _described(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool for a chat template, which may want every key."""
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    return {
-        "type": "function",
-        "function": {
-            "name": function["name"],
-            "description": function.get("description") or "",
-            "parameters": parameters,
-        },
-    }
-
-
 class Chat(NamedTuple):
     """How the answers to one conversation are held, and read."""
 
@@ -125,45 +112,11 @@ class Chat(NamedTuple):
             grammar = grammars().calls_grammar(wanted, syntax, shape.text if shape else None)
         return cls(grammar, syntax)
 
-    def reader(self) -> ChatReader:
+    def reader(self) -> AnswerReader:
         """Reads one answer."""
-        return ChatReader(self)
-
-
-class ChatReader:
-    """Puts one answer together from its text, as it comes."""
-
-    def __init__(self, chat: Chat) -> None:
         from hotcold.ui.api.tools.reader import AnswerReader
 
-        self._reader: AnswerReader = AnswerReader(chat.syntax)
-        self.said = self.thought = ""
-        self._calls: list[ToolCall] = []
-
-    def push(self, event: TokenEvent) -> tuple[str, str]:
-        """Take the next event; returns what more is said, and thought."""
-        from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, ReasoningPart, TextPart
-
-        said = thought = ""
-        for part in self._reader.push(event):
-            match part:
-                case TextPart(more, _):
-                    said += more
-                case ReasoningPart(more):
-                    thought += more
-                case CallPart(_, call_id, name):
-                    self._calls.append(ToolCall(call_id, name, ""))
-                case ArgumentsPart(number, more):
-                    call = self._calls[number]
-                    self._calls[number] = ToolCall(call.id, call.name, call.arguments + more)
-        self.said += said
-        self.thought += thought
-        return said, thought
-
-    @property
-    def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The calls so far."""
-        return tuple(self._calls)
+        return AnswerReader(self.syntax)
 
 
 def tools_of(options: ChatOptions) -> Tools:
@@ -193,7 +146,9 @@ def tools_of(options: ChatOptions) -> Tools:
     if named == "none" or not functions:
         return Tools()
     wanted = grammars().Callable(functions, is_named or named == "required", not is_named)
-    return Tools([_described(tool["function"]) for tool in tools], wanted)
+    given = [tool["function"] for tool in tools]
+    told = [described(f["name"], f.get("description"), f.get("parameters")) for f in given]
+    return Tools(told, wanted)
 
 
 def variables_of(options: ChatOptions) -> dict[str, Any]:

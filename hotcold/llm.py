@@ -82,9 +82,28 @@ class LLM:
     ) -> None:
         if unknown:
             raise _unknown_option(next(iter(unknown)))
-        # Each option is a keyword.
-        given = locals() | {"speculate": str(speculate)}
-        options = SystemOptions.of_keywords(given)
+        options = SystemOptions.of_keywords(
+            mode=mode,
+            dtype=dtype,
+            cpu_memory=cpu_memory,
+            gpu_memory=gpu_memory,
+            threads=threads,
+            cpu_actors=cpu_actors,
+            context_length=context_length,
+            parallel=parallel,
+            kv_tokens=kv_tokens,
+            kv_dtype=kv_dtype,
+            prefix_cache=prefix_cache,
+            device=device,
+            predictors=predictors,
+            thresholds=thresholds,
+            plan=plan,
+            exchange=exchange,
+            speculate=str(speculate),
+            draft=draft,
+            pin=pin,
+            hosts=hosts,
+        )
         keep_s = seconds_of(keep) if isinstance(keep, str) else float(keep or 0)
         text = None if model is None else os.fspath(model)
         try:

@@ -42,9 +42,10 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     """
     found = []
     for folder in group_folders("cpu", root):
-        words = _text(folder / "cpu.max").split()
+        words = read_text(folder / "cpu.max").split()
         if not words:
-            words = [_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+            files = (folder / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
+            words = [read_text(file).strip() for file in files]
         if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):
             found.append(int(words[0]) / int(words[1]))  # else "max", -1, or no such file
     return min(found, default=None)
@@ -99,10 +100,11 @@ def _mounts(controller: str, root: Path) -> list[tuple[str, str, Path]]:
 
 
 def _lines(path: Path) -> list[str]:
-    return _text(path).splitlines()
+    return read_text(path).splitlines()
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return a file's text; "" where it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -192,7 +192,7 @@ def gates_of(gate, ids, x, scratch, values):
     """
     vectors = quantize_activations(gate, x, scratch, 0)
     function, count = Activation(RELU, np.float32(0)), values.shape[0]
-    gate_values_kernel(gate, NO_BIAS, ids, 0, vectors, function, 0, count, count, values)
+    gate_values_kernel(gate, NO_BIAS, ids, 0, 0, vectors, function, 0, count, count, values)
 
 
 @njit(nogil=True, cache=True)

@@ -12,7 +12,7 @@ _SETTLED = round(4 / EXPERT_DECAY)  # tokens after which the means no longer sho
 class StackDistances:
     """The histogram of stack distances of a mixture's experts, from one token to the next.
 
-    All experts of all layers are ordered by their mean frequencies of use, as `ExpertSlots` has
+    All experts of all layers are ordered by their mean frequencies of use, as `expert_slots` has
     them. The distance of a choice is the number of experts that were used more at that time. As
     the order does not depend on how many are kept, a cache of S experts misses those choices
     whose distance is S or more.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 
-from hotcold.model.config.layer_spec import FfnSpec
+from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.model.config.model_config import ModelConfig
 
 _RUN_BYTES = 256 << 10  # of one read of neighbours
 LISTED = 2.0  # neurons that a predictor lists for each that fires
@@ -112,18 +112,19 @@ def expert_reads(share: float, num_layers: int, num_chosen: int, of_expert: Read
     return Reads(num_read * of_expert.number, num_read * of_expert.num_bytes, hidden=0.0)
 
 
-def least_in_memory(layers: Sequence[FfnSpec]) -> int:
+def least_in_memory(config: ModelConfig) -> int:
     """Neurons of a mixture that need rows in memory, where experts are read whole.
 
     All of dense layers and shared experts, which every token uses, and the experts of a layer: the
     tokens of one step may choose all of them.
     """
-    stay = sum(sum(ffn.block_sizes[_num_experts(ffn) :]) for ffn in layers)
-    return stay + max(sum(ffn.block_sizes[: _num_experts(ffn)]) for ffn in layers)
-
-
-def _num_experts(ffn: FfnSpec) -> int:
-    return 0 if ffn.router is None else ffn.router.num_experts
+    stay = most = 0
+    for layer in config.layers:
+        sizes, router = layer.ffn.block_sizes, layer.ffn.router
+        num_experts = 0 if router is None else router.num_experts
+        stay += sum(sizes[num_experts:])
+        most = max(most, sum(sizes[:num_experts]))
+    return stay + most
 
 
 def expected_reads(
@@ -141,33 +142,34 @@ def expected_reads(
 
 @dataclass(frozen=True)
 class Resident:
-    """How many gate rows, and up and down rows, are kept in memory, and the bytes of one read."""
+    """How many gate rows, and up and down rows, of a bundle file are kept in memory."""
 
+    geometry: BundleGeometry
     num_gates: int
     num_up_downs: int
-    gate_bytes: int
-    up_down_bytes: int
 
 
-def gates_first(fired: np.ndarray, kept: Resident) -> Reads:
+def gates_first(fired: np.ndarray, resident: Resident) -> Reads:
     """The reads for a token: gates of listed neurons, up and down rows of those that fire.
 
     A predictor lists LISTED neurons for each that fires.
     """
     wanted = listed_rates(fired, LISTED * float(fired.mean()))
-    gates = expected_reads(wanted, kept.num_gates, kept.gate_bytes)
-    up_downs = expected_reads(fired, kept.num_up_downs, kept.up_down_bytes)
+    geometry = resident.geometry
+    gates = expected_reads(wanted, resident.num_gates, geometry.gate_bytes)
+    up_downs = expected_reads(fired, resident.num_up_downs, geometry.up_down_bytes)
     return Reads(gates.number + up_downs.number, gates.num_bytes + up_downs.num_bytes)
 
 
-def whole_bundles(fired: np.ndarray, kept: Resident) -> Reads:
+def whole_bundles(fired: np.ndarray, resident: Resident) -> Reads:
     """The reads for a token if a listed neuron is read whole, unless its gate is in memory."""
     wanted = listed_rates(fired, LISTED * float(fired.mean()))
-    gates = expected_reads(wanted, kept.num_gates, kept.gate_bytes)
-    up_downs = expected_reads(fired, kept.num_up_downs, kept.up_down_bytes)
-    both = max(kept.num_gates, kept.num_up_downs)
-    with_gates = expected_reads(wanted, both, kept.up_down_bytes)
-    alone = expected_reads(fired, both, kept.up_down_bytes)
+    geometry = resident.geometry
+    gates = expected_reads(wanted, resident.num_gates, geometry.gate_bytes)
+    up_downs = expected_reads(fired, resident.num_up_downs, geometry.up_down_bytes)
+    both = max(resident.num_gates, resident.num_up_downs)
+    with_gates = expected_reads(wanted, both, geometry.up_down_bytes)
+    alone = expected_reads(fired, both, geometry.up_down_bytes)
     number = gates.number + up_downs.number - alone.number
     num_bytes = gates.num_bytes + with_gates.num_bytes + up_downs.num_bytes - alone.num_bytes
     return Reads(number, num_bytes)

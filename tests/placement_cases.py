@@ -11,8 +11,12 @@ from hotcold.cuda_kernels.device import Gpu
 from hotcold.model.config.build import build_config
 from hotcold.model.config.layer_spec import RouterSpec
 from hotcold.model.config.model_config import ExpertsConfig, ModelConfig
+from hotcold.model.weights.sizes import kv_cache_bytes
 from hotcold.placement.machine.description import CpuNode, GpuDevice, Machine
 from hotcold.placement.machine.survey import MachineLayout, NodeLayout
+from hotcold.placement.plan import PlacementPlan, PlanRequest
+from hotcold.placement.planner import Planner
+from hotcold.placement.profile import ActivationProfile
 from hotcold.placement.solver.problem import ATTENTION, HEAD, Problem
 
 
@@ -75,6 +79,14 @@ def make_machine(
         exchange_us=exchange_us,
         date="",
     )
+
+
+def make_plan(
+    config: ModelConfig, machine: Machine, profile: ActivationProfile | None, request: PlanRequest
+) -> PlacementPlan:
+    """A plan with the KV cache of one context, and nothing left aside for processes."""
+    kv_bytes = kv_cache_bytes(config, request.context_length, request.kv_dtype)
+    return Planner(config, machine, profile, request, kv_bytes).plan(time_limit_s=10.0)
 
 
 def layout_of(machine: Machine) -> MachineLayout:

@@ -6,34 +6,41 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from hotcold.model.errors import HotcoldError
 from hotcold.ui.api import sse
-from hotcold.ui.api import tokenize as api_text
-from hotcold.ui.api.answer import JsonAnswer, answer_of, answered
-from hotcold.ui.api.chat import ChatAnswer
-from hotcold.ui.api.completions import CompletionAnswer
-from hotcold.ui.api.embeddings import EmbeddingsRequest, embedded
+from hotcold.ui.api.chat import chat
+from hotcold.ui.api.completions import complete
+from hotcold.ui.api.embeddings import EmbeddingsRequest, embed
 from hotcold.ui.api.errors import ApiError, as_api_error
 from hotcold.ui.api.not_served import add_not_served
 from hotcold.ui.api.ollama import routes as ollama
-from hotcold.ui.api.responses.answer import add_responses
+from hotcold.ui.api.responses.answer import Responses
+from hotcold.ui.api.routes import Route, add_routes
 from hotcold.ui.api.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    parse,
 )
 from hotcold.ui.api.served_models import ServedModels
-from hotcold.ui.openapi import add_description, body_of
+from hotcold.ui.api.tokenize import detokenize, tokenize
+from hotcold.ui.openapi import add_description
 from hotcold.ui.page.late_page import LatePage
 from hotcold.ui.system_routes import SystemRoutes
 
 _GONE = (sse.ClientGoneError, ClientDisconnect)  # while it was answered, or sent its request
 _CLIENT_GONE = 499  # no client reads it
+_ROUTES = (
+    Route("/v1/chat/completions", ChatRequest, chat, ("/chat/completions",)),
+    Route("/v1/completions", CompletionRequest, complete),
+    Route("/v1/embeddings", EmbeddingsRequest, embed),
+    Route("/tokenize", TokenizeRequest, tokenize),
+    Route("/detokenize", DetokenizeRequest, detokenize),
+)
 
 
 def create_app(
@@ -49,11 +56,14 @@ def create_app(
     # FastAPI's own pages about routes fetch scripts from elsewhere; `add_description` adds others.
     app = FastAPI(title="hotcold", openapi_url=None, docs_url=None, redoc_url=None)
     _add_error_handlers(app, models)
-    _add_completions(app, models)
+    responses = Responses()
+    routes = (*_ROUTES, *responses.routes)
+    add_routes(app, routes, lambda request, body: models.choose(request, body.model))
+    responses.add_stored(app)
     _add_models(app, models)
-    _add_tools(app, models)
+    _add_health(app, models)
     ollama.add_ollama(app, models)
-    add_description(app)
+    add_description(app, [route.schema for route in (*routes, *ollama.ROUTES)])
     if system_routes is not None:
         system_routes.add(app)
     add_not_served(app)
@@ -76,41 +86,8 @@ def _add_error_handlers(app: FastAPI, models: ServedModels) -> None:
         body = answer.body_for(request.url.path)
         return JSONResponse(body, answer.status, answer.headers)
 
-    for kind in (ApiError, HTTPException, HotcoldError, *_GONE, Exception):
+    for kind in (ApiError, HTTPException, HotcoldError, ValidationError, *_GONE, Exception):
         app.add_exception_handler(kind, as_answer)
-
-
-def _add_completions(app: FastAPI, models: ServedModels) -> None:
-    async def answer(
-        request: Request, schema: type[Any], answer_to: type[ChatAnswer | CompletionAnswer]
-    ) -> Any:
-        body = parse(schema, await request.body())
-        backend = models.choose(request, body.model)
-
-        async def work() -> Response:
-            return await answer_of(answer_to(backend, body), body.stream)
-
-        return await answered(request, work(), answer_to.prompt)
-
-    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
-    @app.post("/chat/completions", include_in_schema=False)
-    async def chat(request: Request) -> Response:
-        """Answer a conversation, as OpenAI's chat completions do."""
-        return await answer(request, ChatRequest, ChatAnswer)
-
-    @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
-    async def complete(request: Request) -> Response:
-        """Continue a text, as OpenAI's completions do."""
-        return await answer(request, CompletionRequest, CompletionAnswer)
-
-    add_responses(app, models)
-
-    @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingsRequest))
-    async def embed(request: Request) -> Response:
-        """A vector for each text: the mean of the model's last hidden states."""
-        body = parse(EmbeddingsRequest, await request.body())
-        found = embedded(models.choose(request, body.model), body)
-        return JsonAnswer(await answered(request, found, "input"))
 
 
 def _add_models(app: FastAPI, models: ServedModels) -> None:
@@ -135,7 +112,7 @@ def _add_root(app: FastAPI) -> None:
         return PlainTextResponse("Ollama is running")
 
 
-def _add_tools(app: FastAPI, models: ServedModels) -> None:
+def _add_health(app: FastAPI, models: ServedModels) -> None:
     @app.get("/health")
     @app.get("/v1/health", include_in_schema=False)
     async def health() -> Response:
@@ -147,18 +124,3 @@ def _add_tools(app: FastAPI, models: ServedModels) -> None:
     async def metrics() -> Response:
         """Counters and gauges for Prometheus."""
         return Response(await models.metrics_text(), media_type=CONTENT_TYPE_LATEST)
-
-    @app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
-    async def tokenize(request: Request) -> Response:
-        """The ids of a text, or of a conversation."""
-        body = parse(TokenizeRequest, await request.body())
-        backend = models.choose(request, body.model)
-        prompt = "prompt" if body.messages is None else "messages"
-        return JsonAnswer(await answered(request, api_text.tokenize(backend, body), prompt))
-
-    @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
-    async def detokenize(request: Request) -> Response:
-        """The text of ids."""
-        body = parse(DetokenizeRequest, await request.body())
-        backend = models.choose(request, body.model)
-        return JsonAnswer(await answered(request, api_text.detokenize(backend, body), "tokens"))

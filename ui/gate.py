@@ -133,14 +133,9 @@ class Gate:
         readable = _readable_by(headers["origin"]) if is_allowed else {}
         limit = _BodyLimit(receive, send, self._max_body_bytes, readable)
         try:
-            address = (scope.get("client") or ("",))[0]
-            method = scope.get("method", "")
-            is_preflight = method == "OPTIONS" and _ASKED_METHOD in headers
-            self._check(method, scope["path"], headers, address, is_allowed, is_preflight)
-            if is_preflight:
-                await Response(status_code=204, headers=_may_send(headers))(
-                    scope, limit.receive, limit.send
-                )
+            if self._is_preflight(scope, headers, is_allowed):
+                answer = Response(status_code=204, headers=_may_send(headers))
+                await answer(scope, limit.receive, limit.send)
                 return
             client.set(client_of(given_key(headers)) if self._keys else "")
             await self._app(scope, limit.receive, limit.send)
@@ -152,19 +147,13 @@ class Gate:
                 answer = JSONResponse(body, error.status, {**error.headers, **more})
                 await answer(scope, limit.receive, limit.send)
 
-    def _check(
-        self,
-        method: str,
-        path: str,
-        headers: Headers,
-        address: str,
-        is_allowed: bool,
-        is_preflight: bool,
-    ) -> None:
-        """Errors:  ApiError. A preflight has no key."""
+    def _is_preflight(self, scope: Scope, headers: Headers, is_allowed: bool) -> bool:
+        """Whether it is one, which has no key, once the request was checked. Errors: ApiError."""
+        method = scope.get("method", "")
+        is_preflight = method == "OPTIONS" and _ASKED_METHOD in headers
         if self._local and _name_of(headers.get("host", "")) not in _LOCAL_NAMES:
             raise ApiError(403, "this server answers to localhost alone", code="host_refused")
-        by_password = False if is_preflight else self._require_key(path, headers, address)
+        by_password = False if is_preflight else self._require_key(scope, headers)
         is_guarded = is_preflight or self._local or by_password
         if is_guarded and not is_allowed and _is_of_another_page(method, headers):
             raise ApiError(
@@ -176,11 +165,13 @@ class Gate:
         length = headers.get("content-length", "0")
         if not length.isascii() or not length.isdigit() or int(length[:20]) > self._max_body_bytes:
             raise too_large(self._max_body_bytes)
+        return is_preflight
 
-    def _require_key(self, path: str, headers: Headers, address: str) -> bool:
+    def _require_key(self, scope: Scope, headers: Headers) -> bool:
         """Whether the key came as a password. Errors: ApiError 401, 429."""
-        if not self._keys or path in _OPEN_PATHS:
+        if not self._keys or scope["path"] in _OPEN_PATHS:
             return False
+        address = (scope.get("client") or ("",))[0]
         if wait_s := self._keys.seconds_to_wait(address):
             raise too_many_failures(wait_s)
         given = given_key(headers)

@@ -1,5 +1,6 @@
 """The API's description: `/openapi.json`, and `/docs`, a page without scripts."""
 
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
@@ -7,9 +8,9 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
 _REF = "#/components/schemas/{model}"
-_bodies: dict[str, type[BaseModel]] = {}  # of all routes, by name
 _STYLE = """
 :root { color-scheme: light dark; }
 body { max-width: 56rem; margin: 2rem auto; padding: 0 1rem; font: 1rem/1.5 system-ui, sans-serif; }
@@ -21,21 +22,18 @@ td { border-top: 1px solid #8884; }
 
 
 def body_of(schema: type[BaseModel]) -> dict[str, Any]:
-    """A route's `openapi_extra`: its body, whose schema `add_description` adds."""
-    _bodies[schema.__name__] = schema
+    """A route's `openapi_extra`: its body, whose schema `add_description` is given."""
     reference = {"$ref": _REF.format(model=schema.__name__)}
     content = {"application/json": {"schema": reference}}
     return {"requestBody": {"required": True, "content": content}}
 
 
-def add_description(app: FastAPI) -> None:
-    """Add the two routes to `app`, after all others."""
+def add_description(app: FastAPI, bodies: Iterable[type[BaseModel]]) -> None:
+    """Add the two routes to `app`, after all others, whose bodies are of these schemas."""
     described = get_openapi(title="hotcold", version="1", routes=app.routes)
     parts = described.setdefault("components", {}).setdefault("schemas", {})
-    for schema in _bodies.values():
-        made = schema.model_json_schema(ref_template=_REF)
-        parts.update(made.pop("$defs", {}))
-        parts[schema.__name__] = made
+    _, made = models_json_schema([(one, "validation") for one in bodies], ref_template=_REF)
+    parts.update(made["$defs"])
     page = _page(described)
 
     @app.get("/openapi.json", include_in_schema=False)
@@ -84,7 +82,7 @@ def _type_of(field: dict[str, Any]) -> str:
         kinds = [each for each in field["anyOf"] if each.get("type") != "null"]
         return " or ".join(_type_of(each) for each in kinds)
     if "$ref" in field:
-        return str(field["$ref"]).rsplit("/", 1)[1]
+        return str(field["$ref"]).replace("__", "/").rsplit("/", 1)[1]  # without its module
     if "enum" in field:
         return " or ".join(map(str, field["enum"]))
     least, most = field.get("minimum"), field.get("maximum", field.get("exclusiveMaximum"))

@@ -19,14 +19,14 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 import hotcold
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.actors.protocol.wire import as_line, event_values, unknown_field
 from hotcold.ui.api import sse
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.api.errors import ApiError, as_api_error, refusal
+from hotcold.ui.api.errors import ApiError, as_api_error
 from hotcold.ui.api.fields import StrictModel
 from hotcold.ui.api.schemas import parse
 from hotcold.ui.api.served_models import ServedModels
@@ -34,7 +34,6 @@ from hotcold.ui.telemetry import telemetry_json
 
 _ACTORS = ("ray::DriverActor", "ray::ServiceActor")  # their processes' names
 _LONGEST_S = 1e9
-_VERSION = {"Hotcold-Version": hotcold.__version__}  # another version's client is told
 
 
 class GenerateBody(StrictModel):
@@ -94,10 +93,7 @@ class SystemRoutes:
         backend = self._models.choose(request, body.model)
         if unknown := unknown_field(body.request):
             raise ApiError(400, f"{unknown!a} is no field of a request here", param="request")
-        try:
-            asked = self._request.validate_python(body.request)
-        except ValidationError as error:
-            raise refusal(error) from None
+        asked = self._request.validate_python(body.request)
         given = (asked.prompt, asked.messages, asked.prompt_ids)
         if sum(one is not None for one in given) != 1:
             raise ApiError(400, "give one of prompt, messages and prompt_ids")
@@ -108,14 +104,14 @@ class SystemRoutes:
     async def _state(self, request: Request) -> Response:
         backend = self._models.choose(request, request.query_params.get("model"))
         if "attend" not in request.query_params:
-            return _Line(await self._found(backend, "memory" in request.query_params))
+            return _line(await self._found(backend, "memory" in request.query_params))
 
         async def held() -> AsyncGenerator[bytes, None]:
             yield as_line(await self._found(backend, False))  # the client reads no more
             await asyncio.Event().wait()
 
         backend.attend(1)
-        return _Lines(held(), at_end=lambda: _leave(backend))
+        return sse.LineStream(held(), at_end=lambda: _leave(backend))
 
     async def _found(self, backend: Backend, with_memory: bool) -> dict[str, Any]:
         if not backend.is_loaded:
@@ -145,7 +141,7 @@ class SystemRoutes:
 
     async def _telemetry(self, request: Request) -> Response:
         backend = self._models.choose(request, request.query_params.get("model"))
-        return _Line(telemetry_json(await asyncio.to_thread(backend.call, "telemetry")))
+        return _line(telemetry_json(await asyncio.to_thread(backend.call, "telemetry")))
 
     async def _scale(self, request: Request) -> Response:
         body = parse(ScaleBody, await request.body())
@@ -161,7 +157,7 @@ class SystemRoutes:
                 "num_threads": system.num_threads,
             }
 
-        return _Line(await asyncio.to_thread(change))
+        return _line(await asyncio.to_thread(change))
 
 
 def idle_s(backend: Backend) -> float:
@@ -180,26 +176,15 @@ def _local(answer: Callable[[Request], Awaitable[Response]]) -> Callable[..., Aw
     async def answered(request: Request) -> Response:
         if request.client is not None:
             raise ApiError(404, "this is answered at the server's Unix socket alone")
-        return await answer(request)
+        found = await answer(request)
+        found.headers["Hotcold-Version"] = hotcold.__version__  # another version's client is told
+        return found
 
     return answered
 
 
-class _Line(Response):
-    """One line of JSON."""
-
-    media_type = "application/x-ndjson"
-
-    def __init__(self, content: dict[str, Any]) -> None:
-        super().__init__(as_line(content), headers=_VERSION)
-
-
-class _Lines(sse.LineStream):
-    """Lines of JSON as they come."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.headers.update(_VERSION)
+def _line(content: dict[str, Any]) -> Response:
+    return Response(as_line(content), media_type=sse.LineStream.media_type)
 
 
 async def _answer(backend: Backend, request: GenerateRequest) -> Response:
@@ -221,7 +206,7 @@ async def _answer(backend: Backend, request: GenerateRequest) -> Response:
         except Exception as error:
             yield as_line(as_api_error(error).body)
 
-    return _Lines(lines(), answers.deadline, answers.close)
+    return sse.LineStream(lines(), answers.deadline, answers.close)
 
 
 def memory_bytes(backend: Backend) -> int:

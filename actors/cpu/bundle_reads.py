@@ -6,10 +6,10 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
+from hotcold.actors.cpu.units import Units
 from hotcold.model.bundles.bundle_file import BundleFile
 from hotcold.model.bundles.direct_io import PAGE_BYTES, open_direct
 from hotcold.model.errors import ServiceError
@@ -47,19 +47,6 @@ from hotcold.numba_kernels.storage.slots import Slots
 _POLL_S = 0.001
 
 
-class Bundles(NamedTuple):
-    """A shard's bundles of all layers.
-
-    layers, places (N,) int32: a bundle's layer and its place in it; numbers (N,): the neuron or
-    expert whose bundle it is, `noun` says which
-    """
-
-    layers: np.ndarray
-    places: np.ndarray
-    numbers: np.ndarray
-    noun: str
-
-
 def new_rows(count: int, row_bytes: int, dtype: np.dtype) -> np.ndarray:
     """Rows in memory, which is taken when they are filled."""
     return aligned_empty((count, row_bytes // dtype.itemsize), dtype)
@@ -79,36 +66,35 @@ def bytes_of(matrices: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np
 class BundleReads:
     """The open file, where a shard's bundles are in it, and the queue of its reading threads."""
 
-    def __init__(self, file: BundleFile, bundles: Bundles, most: int) -> None:
-        """Up to `most` of the shard's `bundles` may be requested at once.
+    def __init__(self, file: BundleFile, units: Units, gates: Slots, up_downs: Slots) -> None:
+        """Up to a layer of the shard's `units` may be requested at once.
 
+        What is requested and loaded of them is noted in `gates` and `up_downs`.
         Errors:  ServiceError
         """
-        self._path, self._geometry, self._bundles = file.path, file.geometry, bundles
+        self._path, self._geometry, self._units = file.path, file.geometry, units
         try:
             self._descriptor, self._unit, keeps_pages = open_direct(file.path)
         except OSError as problem:
             raise ServiceError(f"{file.path}: cannot be read ({problem.strerror})") from None
         self.located = self._locate(file, keeps_pages)
-        self.queue = new_queue(NUM_THREADS, most)
+        most = int(np.bincount(units.layers).max(initial=1))
+        requested, loaded = (gates.requested, up_downs.requested), (gates.loaded, up_downs.loaded)
+        self.queue = new_queue(NUM_THREADS, most, requested, loaded)
         self._readers: list[threading.Thread] = []
         self._has_ring = False
 
     def _locate(self, file: BundleFile, keeps_pages: bool) -> NeuronFile:
-        geometry, (layers, places, _, _) = self._geometry, self._bundles
+        geometry, layers, places = self._geometry, self._units.layers, self._units.places
         facts = np.zeros(NUM_FACTS, np.int64)
         facts[[DESCRIPTOR, UNIT, KEEPS_PAGES]] = self._descriptor, self._unit, keeps_pages
         begins = np.array([geometry.span(layer)[0] for layer in range(geometry.num_layers)])
         sizes = np.array([geometry.part_bytes(layer) for layer in range(geometry.num_layers)])
         checksums = file.checksums[geometry.layer_firsts[layers] + places]
-        return NeuronFile(facts, begins, sizes, layers, places, checksums)
+        return NeuronFile(facts, begins, sizes, layers, places, self._units.parts, checksums)
 
-    def start(self, gates: Slots, up_downs: Slots, rows: RowBytes) -> None:
-        """Start threads that read into `rows` and note in `gates` and `up_downs` what is loaded.
-
-        Errors:  ServiceError where they cannot be started
-        """
-        self._into = gates.loaded, up_downs.loaded
+    def start(self, rows: RowBytes) -> None:
+        """Start threads that read into `rows`. Errors: ServiceError where that fails."""
         self._rows = rows
         if self.located.facts[KEEPS_PAGES]:  # direct
             self._begin([threading.Thread(target=self._by_ring, name="read", daemon=True)])
@@ -141,7 +127,7 @@ class BundleReads:
         self._has_ring = True
         staging = self._staging(RING_DEPTH)
         register_buffers(ring, staging)
-        work = self.queue, self.located, *self._into
+        work = self.queue, self.located
         spans, busy = np.zeros((RING_DEPTH, 3), np.int32), np.zeros(RING_DEPTH, np.uint8)
         status = serve_ring(*work, staging, self._rows, ring, spans, busy)
         if status:
@@ -151,7 +137,7 @@ class BundleReads:
 
     def _by_thread(self, number: int, staging: np.ndarray) -> None:
         span = np.zeros(3, np.int32)
-        serve_reads(number, self.queue, self.located, *self._into, staging, self._rows, span)
+        serve_reads(number, self.queue, self.located, staging, self._rows, span)
 
     def _staging(self, num_reads: int) -> np.ndarray:
         """Buffers of so many reads, in huge pages: disks read faster into contiguous memory."""
@@ -177,8 +163,8 @@ class BundleReads:
         status, row = self.queue.failure.tolist()
         if not status:
             return ""
-        layer, number = int(self._bundles.layers[row]), int(self._bundles.numbers[row])
-        what = f"{self._bundles.noun} {number} of layer {layer}"
+        layer, number = int(self._units.layers[row]), int(self._units.numbers[row])
+        what = f"{self._units.noun} {number} of layer {layer}"
         if status == SHORT:
             return f"{self._path}: became shorter while in use; make it with `hotcold pack` again"
         if status == DAMAGED:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hotcold.actors.cpu.cpu_service import CpuService, new_service
-from hotcold.actors.cpu.expert_store import ExpertStore
-from hotcold.actors.cpu.neuron_store import NeuronStore
+from hotcold.actors.cpu.unit_store import ExpertStore, NeuronStore
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.offloaded_neurons import OffloadedShare
@@ -47,10 +45,8 @@ if TYPE_CHECKING:
     from hotcold.actors.cpu.cpu_service import Prompts
 
 
-class _StoredService(CpuService):
+class OffloadedService(CpuService):
     """`CpuService` over a store, which reads rows when they are needed."""
-
-    store: NeuronStore | ExpertStore
 
     def __init__(
         self,
@@ -66,23 +62,11 @@ class _StoredService(CpuService):
         super().__init__(name, index, num_threads, store.arrays, function, buckets, predictors)
         self.store, self.source = store, store.stored
 
-    @abstractmethod
-    def request_ahead(self, layer: int) -> None:
-        """Start to read what prompts need of a layer."""
-
-    @abstractmethod
-    def prompt_rows(
-        self, layer: int, weights: np.ndarray
-    ) -> tuple[FfnArrays | TransposedArrays, int, np.ndarray]:
-        """Arrays with all that a prompt needs of a layer, as which layer of theirs.
-
-        And the first rows of its blocks (B,) int64. Up and down rows may still be in flight until
-        `await_up_down` returns. weights: of blocks, as in `Selection`.
-        Errors:  ServiceError
-        """
-
-    def await_up_down(self) -> None:
-        """Return when up and down rows of `prompt_rows` are loaded. Errors: ServiceError."""
+    def prepare(self, layout: ArenaLayout) -> None:
+        """As `CpuService`; what is read ahead by may be in the arena."""
+        super().prepare(layout)
+        self.store.attach(self.buffers, self.index)
+        self.source = self.store.stored
 
     def serve(self, thread: int, seen: int) -> int:
         """Run `serve_ffn`: prompts are left to Python, which awaits what they need."""
@@ -109,11 +93,13 @@ class _StoredService(CpuService):
         first, last = self.rows_of(layer)
         counts = self.fired_counts[first : last if request[OPERATION] == COUNT_FFN else first]
         skips = bool(decode_thresholds.py_func(request).gate >= 0)
-        rows = self.prompt_rows(layer, weights)
+        arrays, index = self.store.layer_arrays(layer, weights, self.together)
+        blocks = self.store.block_firsts(layer)
+        rows = arrays, index, arrays.starts[index, :-1] if blocks is None else blocks
         self._compute(wanted, rows, weights, skips, counts, self.prompts())
         self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = last - first
         if following not in (0, layer + 1):
-            self.request_ahead(following - 1)
+            self.store.request_layer(following - 1)
 
     def _compute(
         self,
@@ -124,7 +110,7 @@ class _StoredService(CpuService):
         counts: np.ndarray,
         prompts: Prompts,
     ) -> None:
-        """The FFN of the `wanted` tokens, over what `prompt_rows` returned."""
+        """The FFN of the `wanted` tokens; rows: arrays, as which layer, where blocks begin."""
         from hotcold.numba_kernels.ffn.prompt_ffn import multiplies_ups, prompt_gates, prompt_sums
 
         (arrays, layer, firsts), buffers, waits = rows, self.buffers, skips or counts.size > 0
@@ -145,9 +131,9 @@ class _StoredService(CpuService):
             )  # fmt: skip
 
         if multiplies_ups.py_func(self.function, waits):
-            self.await_up_down()
+            self.store.await_up_down()
         self.together(gates)
-        self.await_up_down()
+        self.store.await_up_down()
         self.together(sums)
 
     def explain(self, service: int) -> str:
@@ -160,74 +146,13 @@ class _StoredService(CpuService):
         self.store.close()
 
 
-class OffloadedCpuService(_StoredService):
-    """`CpuService` over a `NeuronStore`."""
-
-    store: NeuronStore
-
-    def prepare(self, layout: ArenaLayout) -> None:
-        """As `CpuService`; predictors' bits may be in the arena."""
-        super().prepare(layout)
-        self.store.use_bits(self.buffers.predictor_bits)
-        self.source = self.store.stored
-
-    def request_ahead(self, layer: int) -> None:
-        """Start to read all of a layer that is not in memory."""
-        self.store.request_layer(layer)
-
-    def prompt_rows(self, layer: int, weights: np.ndarray) -> tuple[FfnArrays, int, np.ndarray]:
-        """The layer alone, once its gates are in memory. Errors: ServiceError."""
-        arrays = self.store.layer_arrays(layer, self.together)
-        return arrays, 0, arrays.starts[0, :-1]
-
-    def await_up_down(self) -> None:
-        """Return when up and down rows of `prompt_rows` are loaded. Errors: ServiceError."""
-        self.store.await_up_down()
-
-
-class OffloadedExpertService(_StoredService):
-    """`CpuService` over an `ExpertStore`."""
-
-    store: ExpertStore
-
-    def prepare(self, layout: ArenaLayout) -> None:
-        """As `CpuService`; what the next layer's router says, and misses, are in the arena."""
-        super().prepare(layout)
-        self.store.count_misses(self.buffers.block_misses[self.index])
-        if self.buffers.guessed_weights.size:
-            self.store.read_ahead(self.buffers)
-        self.source = self.store.stored
-
-    def request_ahead(self, layer: int) -> None:
-        """Start to read the experts of a layer."""
-        self.store.request_ahead(layer, self._blocks_of(layer))
-
-    def _blocks_of(self, layer: int) -> np.ndarray:
-        starts = self.arrays.starts[layer]
-        return np.flatnonzero(np.diff(starts)).astype(np.int64)
-
-    def prompt_rows(
-        self, layer: int, weights: np.ndarray
-    ) -> tuple[FfnArrays | TransposedArrays, int, np.ndarray]:
-        """All rows in memory, once those of the experts that a prompt's tokens chose are there.
-
-        Errors:  ServiceError
-        """
-        blocks = self._blocks_of(layer)
-        if weights.shape[0]:
-            blocks = blocks[(weights[:, blocks] != 0).any(axis=0)]
-        self.store.request(layer, blocks)
-        self.store.await_blocks(layer, blocks)
-        return self.arrays, layer, self.store.block_firsts(layer)
-
-
 def load_offloaded_service(
     spec: ServiceSpec,
     config: ModelConfig,
     share: OffloadedShare,
     predictors: Path | None,
     on_bytes: OnBytes,
-) -> OffloadedCpuService | OffloadedExpertService:
+) -> OffloadedService:
     """A shard whose rows are in the bundle file; as `actors.cpu.cpu_service.load_cpu_service`.
 
     With the file `predictors` the next layer's neurons are read ahead; with `spec.among` (see
@@ -249,16 +174,15 @@ def load_offloaded_service(
         weights.starts, weights.neuron_ids, config, spec.stripes, of_outputs=transposed
     )
     threads, has_norms = spec.num_threads, spec.system.has_down_norms
+    store: NeuronStore | ExpertStore
     if config.experts is not None:
         layers = [layer.ffn for layer in config.layers]
         runs = runs_of_stripes(config, spec.stripes) if transposed else None
-        experts = ExpertStore(file, layers, weights, share, threads, on_bytes, has_norms, runs)
-        return new_service(
-            OffloadedExpertService, spec, config, experts, weights.predictors, on_bytes
-        )
-    ahead = None
-    if predictors is not None:
-        found = read_predictors(predictors, identity, config, keeps_pages=False)
-        ahead = shard_predictors(found, neuron_ids, spec.among)
-    store = NeuronStore(file, weights, share, threads, on_bytes, ahead, has_norms)
-    return new_service(OffloadedCpuService, spec, config, store, None, on_bytes)
+        store = ExpertStore(file, layers, weights, share, threads, on_bytes, has_norms, runs)
+    else:
+        ahead = None
+        if predictors is not None:
+            found = read_predictors(predictors, identity, config, keeps_pages=False)
+            ahead = shard_predictors(found, neuron_ids, spec.among)
+        store = NeuronStore(file, weights, share, threads, on_bytes, ahead, has_norms)
+    return new_service(OffloadedService, spec, config, store, weights.predictors, on_bytes)

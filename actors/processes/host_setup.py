@@ -15,12 +15,10 @@ from pathlib import Path
 from hotcold.actors.processes.child_process import begin_process, end_with_parent
 from hotcold.actors.processes.precompile import precompile_once
 from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.setup.shards import served_config
 from hotcold.actors.setup.storage import has_bundles, pack_model
 from hotcold.model.config.build import read_config
-from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError, HotcoldError
-from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.check import stored_config
 
 _NOT_MADE = "the file of neurons was not made"
 
@@ -44,7 +42,7 @@ class HostSetup:
         if system.storage is None:
             return ""
         path = Path(system.model_path)
-        config = _stored_config(path, system.weight_dtype, system.down_transposed)
+        config = served_config(system, read_config(path))
         if not has_bundles(path, config):
             self._make_bundles(system)
             has_bundles(path, config)
@@ -59,11 +57,10 @@ class HostSetup:
     def _make_bundles(self, system: SystemConfig) -> None:
         """Errors: ArtifactError."""
         reason = "the process that makes it was ended"
-        transposed = str(int(system.down_transposed))
-        arguments = system.model_path, system.weight_dtype, transposed
+        told = system.as_json().decode()
         try:
             process = begin_process(
-                __name__, *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+                __name__, told, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
             )
         except OSError as problem:
             reason = f"no process can be started here ({problem.strerror})"
@@ -81,22 +78,16 @@ class HostSetup:
             raise ArtifactError(f"{_NOT_MADE}: {reason}")
 
 
-def _stored_config(path: Path, weight_dtype: str, transposed: bool) -> ModelConfig:
-    checkpoint, config = Checkpoint(path), read_config(path)
-    return stored_config(checkpoint, config, weight_dtype, down_transposed=transposed)
-
-
 def _part_of(system: SystemConfig, is_home: bool) -> SystemConfig:
     """One host's part of `system`. Only the driver's host reads predictors and thresholds."""
-    num_hosts = max(1, len(system.hosts))
-    part = replace(system, hosts=(), num_cpu_actors=system.num_cpu_actors // num_hosts)
+    part = replace(system, hosts=(), num_cpu_actors=system.num_cpu_actors // system.num_hosts)
     if is_home or part.storage is None:
         return part
     storage = replace(part.storage, predictors="", predictor_words=0)
     return replace(part, mode="exact", predictors_path="", thresholds_path="", storage=storage)
 
 
-def _main(path: Path, weight_dtype: str, transposed: bool) -> None:
+def _main(system: SystemConfig) -> None:
     """Write the bundle file; print progress and errors as lines of JSON."""
     end_with_parent()
 
@@ -104,11 +95,11 @@ def _main(path: Path, weight_dtype: str, transposed: bool) -> None:
         print(json.dumps(facts), flush=True)
 
     try:
-        config = _stored_config(path, weight_dtype, transposed)
+        path = Path(system.model_path)
         pack_model(
             path,
-            config,
-            weight_dtype,
+            served_config(system, read_config(path)),
+            system.weight_dtype,
             lambda written, total: report(written=written, of=total),
             accept_existing=True,
         )
@@ -118,4 +109,4 @@ def _main(path: Path, weight_dtype: str, transposed: bool) -> None:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), sys.argv[2], bool(int(sys.argv[3])))
+    _main(SystemConfig.from_json(sys.argv[1].encode()))

@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -44,7 +43,6 @@ from hotcold.model.files.artifact import ModelIdentity, sampled_digest
 from hotcold.model.files.atomic_write import write_atomic
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.numba_kernels.kernel_cache import sources_digest
-from hotcold.numba_kernels.loops.mailbox import SharedBuffers
 from hotcold.numba_kernels.one_compiler import never_collect
 from hotcold.numba_kernels.own_cache import host_cpu, own_folder
 from hotcold.placement.machine.core_affinity import CoreAffinity
@@ -159,14 +157,6 @@ class _ThreadWatch:
         return self._services[service].explain(service)
 
 
-class _Services(NamedTuple):
-    """Threads of this process on one arena; `topology` is of the whole system."""
-
-    services: list[Service]
-    topology: Topology
-    buffers: SharedBuffers
-
-
 def _attention_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     """Reads one row of each matrix; the others are zero pages, which take no memory."""
     from hotcold.actors.attention.arrays import attention_arrays
@@ -203,40 +193,27 @@ def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
     from hotcold.actors.cpu.dense_service import load_dense_service
     from hotcold.actors.cpu.offloaded_service import load_offloaded_service
 
+    def on_bytes(num_bytes: int) -> None: ...
+
     assert spec.neuron_ids is not None
+    target = replace(spec, system=replace(spec.system, draft=NO_MODEL))
     if spec.storage is None:
         load: Callable[..., CpuService] = (
             load_dense_service if spec.system.down_transposed else load_cpu_service
         )
-        service = load(_without_draft(spec), config, lambda num_bytes: None, max_rows=1)
-        _add_draft(service, spec, config)
-        return service
-    stored = served_config(spec.system, Checkpoint(spec.path), config)
-    share, predictors = offloaded_share(spec, stored), spec.storage.predictors
-    most, total = max(ids.size for ids in spec.neuron_ids), sum(ids.size for ids in spec.neuron_ids)
-    share = replace(share, num_gates=most, num_up_downs=most, rates=np.ones(total, np.float32))
-    service = load_offloaded_service(
-        _without_draft(spec),
-        config,
-        share,
-        Path(predictors) if predictors else None,
-        lambda num_bytes: None,
-    )
-    _add_draft(service, spec, config)
-    return service
-
-
-def _without_draft(spec: ServiceSpec) -> ServiceSpec:
-    return replace(spec, system=replace(spec.system, draft=NO_MODEL))
-
-
-def _add_draft(service: Service, spec: ServiceSpec, config: ModelConfig) -> None:
-    from hotcold.actors.cpu.cpu_service import load_cpu_service
-
-    if spec.draft is not None and spec.neuron_ids is not None:
+        service: Service = load(target, config, on_bytes, max_rows=1)
+    else:
+        share = offloaded_share(spec, served_config(spec.system, config))
+        sizes, predictors = [ids.size for ids in spec.neuron_ids], spec.storage.predictors
+        rates = np.ones(sum(sizes), np.float32)
+        share = replace(share, num_gates=max(sizes), num_up_downs=max(sizes), rates=rates)
+        ahead = Path(predictors) if predictors else None
+        service = load_offloaded_service(target, config, share, ahead, on_bytes)
+    if spec.draft is not None:
         few = [ids[:1] for ids in spec.neuron_ids]  # compiled code does not depend on how many
         draft = replace(spec.draft, neuron_ids=few)
-        service.draft = load_cpu_service(draft, config, lambda num_bytes: None, keeps_pages=False)
+        service.draft = load_cpu_service(draft, config, on_bytes, keeps_pages=False)
+    return service
 
 
 def _service(spec: ServiceSpec, config: ModelConfig) -> Service:
@@ -245,7 +222,7 @@ def _service(spec: ServiceSpec, config: ModelConfig) -> Service:
 
 def _plan(system: SystemConfig) -> tuple[ModelConfig, list[ServiceSpec], ArenaLayout]:
     config = read_config(system.model_path)
-    served = served_config(system, Checkpoint(Path(system.model_path)), config)
+    served = served_config(system, config)
     return config, service_specs(system, served), arena_layout(system, served)
 
 
@@ -257,8 +234,10 @@ def _unattached(system: SystemConfig, which: Callable[[Topology], int]) -> Servi
     return service
 
 
-def _start(system: SystemConfig) -> _Services:
-    """Start all services of `system` on one arena."""
+def precompile(system: SystemConfig) -> None:
+    """Run what the processes of `system` will run. Errors: HotcoldError."""
+    from hotcold.actors.driver.driver import Driver
+
     config, specs, layout = _plan(system)
     arena, services = layout.new_arena(), []
     for spec in specs:
@@ -268,20 +247,13 @@ def _start(system: SystemConfig) -> _Services:
         service.attach(layout, arena)
         service.try_out()
         services.append(service)
-    return _Services(services, Topology(tuple(specs)), layout.buffers(arena))
-
-
-def precompile(system: SystemConfig) -> None:
-    """Run what the processes of `system` will run. Errors: HotcoldError."""
-    from hotcold.actors.driver.driver import Driver
-
-    services, topology, buffers = _start(system)
+    exchange = ArenaExchange(layout.buffers(arena), _ThreadWatch(services))
 
     def prepare() -> None:
         for service in services:
             service.prepare_prompts()
 
-    driver = Driver(system, ArenaExchange(buffers, _ThreadWatch(services)), topology, prepare)
+    driver = Driver(system, exchange, Topology(tuple(specs)), prepare)
     engine, length = driver.engine, driver.generator.context_length
 
     def run() -> None:
@@ -294,11 +266,6 @@ def precompile(system: SystemConfig) -> None:
 
     driver.between_requests(run)
     driver.generator.compile_extras()
-
-
-def _in_own_process(function: Callable[[], object]) -> bool:
-    """Call `function` in a forked child; whether it returned."""
-    return os.waitpid(_begin_child(function), 0)[1] == 0
 
 
 def _begin_child(function: Callable[[], object]) -> int:
@@ -330,12 +297,8 @@ def _main() -> None:
         if marker is not None:
             _compile_parts(system, marker)
         return
-    parts = (
-        (lambda: _compile_attention(system)),
-        (lambda: _compile_cpu_service(system)),
-        (lambda: precompile(system)),
-    )
-    sys.exit(sum(not _in_own_process(part) for part in parts))
+    parts = _compile_attention, _compile_cpu_service, precompile  # one after the other
+    sys.exit(sum(os.waitpid(_begin_child(partial(part, system)), 0)[1] != 0 for part in parts))
 
 
 if __name__ == "__main__":

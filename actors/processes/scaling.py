@@ -13,18 +13,15 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.processes.cluster import await_actors
 from hotcold.actors.processes.system_services import SystemServices
-from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import ServiceLost, cause_of
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.ray_memory import free_bytes
-from hotcold.actors.protocol.topology import Topology
-from hotcold.actors.setup.account import PROCESS_BYTES
+from hotcold.actors.setup.account import new_services_bytes
 from hotcold.actors.setup.connection import Connection
-from hotcold.actors.setup.shards import arena_layout, changed_specs, draft_config
+from hotcold.actors.setup.shards import arena_layout, changed_specs
 from hotcold.model.byte_sizes import binary_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, MemoryBudgetError, ServiceError, UsageError
-from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.numba_kernels.loops.mailbox import OPERATION, STOP
 
 _START_S = 60.0
@@ -66,23 +63,8 @@ class CpuServiceChange:
 
     def __init__(self, services: SystemServices, new: Connection) -> None:
         """`new` shares services with attention of `services`, which still use the old arena."""
-        self._services = services
-        self._new = new
-
-    @property
-    def system(self) -> SystemConfig:
-        """With the new services."""
-        return self._new.system
-
-    @property
-    def topology(self) -> Topology:
-        """With the new services."""
-        return self._new.topology
-
-    @property
-    def exchange(self) -> Exchange:
-        """The exchange with the new services."""
-        return self._new.exchange
+        self._services, self._new = services, new
+        self.system, self.topology, self.exchange = new.system, new.topology, new.exchange
 
     def prepare(self) -> None:
         """Prepare the new services for long prompts if the old ones are. Errors: HotcoldError."""
@@ -136,8 +118,7 @@ def connect_more(services: SystemServices, system: SystemConfig) -> Connection:
     Errors:  MemoryBudgetError, ServiceError, and those of `load`; no new service is left then
     """
     config, node_id, old = services.config, services.node_id, services.connection
-    layout = arena_layout(system, config)
-    _require_memory(system, config, layout)
+    _require_memory(system, config)
     kept = [old.specs[service] for service in old.topology.cache_services]
     changed = changed_specs(system, config, kept)
     specs = [replace(spec, reserves_cpus=False) for spec in changed]
@@ -153,7 +134,7 @@ def connect_more(services: SystemServices, system: SystemConfig) -> Connection:
         take_over_attention(new, old)
         new.load(cpus)
         new.require_partition(config)
-        new.open(layout, services.spawn_relay)
+        new.open(arena_layout(system, config), services.spawn_relay)
         new.attach(cpus)
         new.ready()
     except BaseException:
@@ -190,13 +171,8 @@ def hold_cpus(num_cpus: int, node_id: str | None) -> PlacementGroup:
     )
 
 
-def _require_memory(system: SystemConfig, config: ModelConfig, layout: ArenaLayout) -> None:
-    services = system.num_cpu_actors
-    needed = ffn_bytes(config, config.num_neurons, services)
-    needed += services * PROCESS_BYTES + layout.num_bytes
-    if (drafting := draft_config(system, config)) is not None:
-        needed += ffn_bytes(drafting, config.num_neurons)
-    free = free_bytes()
+def _require_memory(system: SystemConfig, config: ModelConfig) -> None:
+    needed, free = new_services_bytes(system, config), free_bytes()
     if needed > free:
         raise MemoryBudgetError(
             f"{system.num_cpu_actors} new CPU services need {binary_text(needed)} beside the old "

@@ -23,12 +23,12 @@ from hotcold.actors.processes.host_setup import HostSetup
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.failures import NotLoaded
 from hotcold.actors.protocol.messages import Fitted, ServiceProgress, ServiceSpec, SystemConfig
+from hotcold.actors.setup.account import service_bytes
 from hotcold.actors.setup.host_files import (
     named_host,
     own_predictors,
     require_free_memory,
     require_same_model,
-    service_weight_bytes,
 )
 from hotcold.actors.setup.shards import served_config
 from hotcold.actors.setup.storage import offloaded_share
@@ -36,7 +36,6 @@ from hotcold.actors.telemetry.vitals import CompileWatch, ServiceVitals, residen
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, ServiceError
-from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.placement.machine.core_affinity import CoreAffinity
 from hotcold.placement.machine.memory_pages import FirstTouch
 from hotcold.placement.machine.pinning import bind_thread, find_cores, find_place, pin_process
@@ -110,7 +109,7 @@ class ServiceActor:
             give_back_freed_memory()
         require_same_model(self.spec)
         config = read_config(self.spec.path)
-        num_bytes = service_weight_bytes(self.spec, config)
+        num_bytes = service_bytes(self.spec, config)
         require_free_memory(self.spec, num_bytes)
         self._bind_thread(num_bytes)
         with named_host(self.spec):
@@ -174,10 +173,6 @@ class ServiceActor:
         """The neurons of each layer that it has loaded; None: it holds none."""
         self._require_service()
         return self.spec.neuron_ids
-
-    def loaded_bytes(self) -> int:
-        """Bytes of weights read so far."""
-        return self._loaded_bytes
 
     def loaded(self) -> ServiceProgress:
         """Load progress."""
@@ -294,7 +289,7 @@ def _cpu_loader(spec: ServiceSpec, config: ModelConfig, touch: FirstTouch | None
     if spec.storage is not None:
         from hotcold.actors.cpu.offloaded_service import load_offloaded_service
 
-        stored = served_config(spec.system, Checkpoint(spec.path), config)
+        stored = served_config(spec.system, config)
         share, ahead = offloaded_share(spec, stored), own_predictors(spec)
         return lambda on_bytes: load_offloaded_service(spec, config, share, ahead, on_bytes)
     if spec.system.down_transposed:

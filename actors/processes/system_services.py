@@ -66,7 +66,7 @@ class SystemServices:
         self.spawn, self.spawn_relay = spawn, spawn_relay
         config = read_config(system.model_path)
         checkpoint = Checkpoint(Path(system.model_path))
-        self.config = served_config(system, checkpoint, config)
+        self.config = served_config(system, config)
         specs = service_specs(system, self.config)
         shares_arena = system.exchange == "arena"
         self.node_id = ray.get_runtime_context().get_node_id() if shares_arena else None

@@ -78,6 +78,11 @@ class SystemConfig:
     speculate: str = "off"  # of SPECULATE: how many tokens of drafts a step verifies
 
     @property
+    def num_hosts(self) -> int:
+        """Hosts that share the CPU services equally."""
+        return max(1, len(self.hosts))
+
+    @property
     def shares_arena(self) -> bool:
         """Whether all services have the driver's shared memory."""
         return self.exchange == "arena" and not self.hosts

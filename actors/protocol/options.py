@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from numbers import Integral
 from pathlib import Path
@@ -143,7 +143,7 @@ class SystemOptions:
     # fmt: on
 
     @classmethod
-    def of_keywords(cls, given: Mapping[str, Any]) -> SystemOptions:
+    def of_keywords(cls, **given: Any) -> SystemOptions:
         """The options of the Python API's keywords. Errors: UsageError."""
         values = {name: one.value_of(given[one.keyword]) for name, one in OPTIONS.items()}
         return cls(**values)

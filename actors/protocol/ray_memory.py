@@ -29,6 +29,7 @@ _MIN_FREE = "RAY_min_memory_free_bytes"  # from how few on it kills, whatever th
 _MOUNTS = Path("/proc/self/mounts")
 _RAYLET_PID = "RAY_RAYLET_PID"  # what a raylet tells its workers
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+_MIN_STORE_BYTES = 80 << 20  # of an object store
 _TRIAL_BYTES = 1 << 20  # more than Ray sends beside its object store
 _LARGER = (
     f"make {SHARED_MEMORY} larger (mount -o remount,size=1g {SHARED_MEMORY}; in Docker "
@@ -55,6 +56,14 @@ def _is_in_ray() -> bool:
 def free_bytes() -> int:
     """Bytes that can be taken without swapping and without waking Ray's memory monitor."""
     return max(0, available_bytes() - monitor_bytes())
+
+
+def object_store_bytes(arena_bytes: int = 0, bits_bytes: int = 0) -> int:
+    """Shared memory of a private Ray: two arenas, the first with `bits_bytes` of predictors.
+
+    One serves, the other is made when services change.
+    """
+    return max(_MIN_STORE_BYTES, 2 * arena_bytes) + bits_bytes
 
 
 def require_shared_memory(num_bytes: int) -> None:

@@ -1,6 +1,7 @@
-"""The account of a system's bytes, part by part, made before anything is started.
+"""The account of a system's bytes, by device and part, made before anything is started.
 
-All that is said of memory comes from here: plans, preflight, `doctor`, several models, a new size.
+All that is said of memory comes from here: plans, preflight, `doctor`, several models, a new size,
+what a GPU holds, what stays in memory of neurons on storage.
 """
 
 from __future__ import annotations
@@ -9,22 +10,35 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import WORD_BYTES
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.actors.setup.gpu_share import num_cold_neurons, usable_gpu_bytes
-from hotcold.actors.setup.shards import arena_layout, draft_config, system_kv_bytes
+from hotcold.actors.setup.shards import (
+    arena_layout,
+    draft_config,
+    served_config,
+    system_kv_bytes,
+)
 from hotcold.actors.setup.storage_shares import bytes_in_memory, offloaded_ffn_bytes
+from hotcold.cuda_kernels.matrix import padded_items
 from hotcold.model.byte_sizes import binary_text
-from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.model_config import MatrixKind, ModelConfig
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.files.checkpoint import needs_torch
 from hotcold.model.weights.memory import available_bytes, memory_limit
-from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, weight_bytes
+from hotcold.model.weights.sizes import (
+    attention_bytes,
+    ffn_bytes,
+    head_bytes,
+    neuron_bytes,
+    weight_bytes,
+)
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, SEGMENT_POSITIONS
-from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES, RESERVE_BYTES
+from hotcold.numba_kernels.formats import DTYPES, row_items
+from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES
 
-PROCESS_BYTES = 180 << 20  # of Python and Ray in one actor, its part of their libraries too
+_PROCESS_BYTES = 180 << 20  # of Python and Ray in one actor, its part of their libraries too
 # Measured after long prompts beyond what is counted: of each service; of Ray and the command.
 _SERVICE_BYTES, _OTHERS_BYTES = 50 << 20, 200 << 20
 _TILED = 128 + 16  # vectors and rows that a thread packs at once for the byte tiles of AMX
@@ -34,7 +48,7 @@ CUDA_BYTES = 512 << 20  # host memory of CUDA, CuPy and cuBLAS; not measured
 
 @dataclass(frozen=True)
 class Account:
-    """Bytes of each part of a system on the driver's host."""
+    """Bytes of each part of a system on the driver's host; the arena's are shared memory."""
 
     attention_bytes: int
     head_bytes: int
@@ -51,63 +65,64 @@ class Account:
         return sum(vars(self).values())
 
 
-def account(system: SystemConfig, config: ModelConfig) -> Account:
+def account(
+    system: SystemConfig, config: ModelConfig, is_sure: bool = False, extra_bytes: int = 0
+) -> Account:
     """The bytes of the system on the driver's host, which needs most of several.
 
-    `config` has the dtype that matrices are loaded in. The KV cache is full, and a GPU whose share
-    is not known yet is filled to its budget. Other hosts' services check their own memory
-    (`actors/setup/host_files.py`).
+    `config` has the dtype that matrices are loaded in. The KV cache is full. A GPU whose share is
+    not known yet is filled to its budget or, where `is_sure` and beside neurons on storage, with
+    what surely fits. Other hosts' services check their own memory (`actors/setup/host_files.py`).
+    `extra_bytes` of processes are added.
     """
-    if system.storage is None:
-        return in_memory_account(expected_gpu(system, config, is_sure=False), config)
-    share = expected_gpu(system, config)
-    of_all = offloaded_ffn_bytes(share, config, system.storage)
-    need = in_memory_account(share, config)
-    return replace(
-        need,
-        ffn_bytes=-(-of_all // _num_hosts(system)),
-        process_bytes=need.process_bytes + more_process_bytes(share, config),
+    is_stored = system.storage is not None
+    share = expected_gpu(system, config, is_sure or is_stored)
+    has_gpu, num_services = share.device == "cuda", system.num_cpu_actors
+    on_host = share.num_host_layers / config.num_layers if has_gpu else 1
+    if share.storage is None:
+        num_cold = num_cold_neurons(share, config)
+        of_neurons = ffn_bytes(config, num_cold, num_services)
+    else:
+        of_neurons = offloaded_ffn_bytes(share, config, share.storage)
+        extra_bytes += more_process_bytes(share, config)
+    # Driver, attention, CPU services, which hosts share equally.
+    num_processes = 2 + num_services // system.num_hosts
+    # With the exchange by calls every process has its own arena.
+    num_arenas = 1 if system.exchange == "arena" else num_processes
+    return Account(
+        attention_bytes=round(attention_bytes(config) * on_host),
+        head_bytes=head_bytes(config) * (share.head_on_host or not has_gpu),
+        ffn_bytes=-(-of_neurons // system.num_hosts),
+        kv_cache_bytes=round(system_kv_bytes(system, config) * on_host),
+        process_bytes=num_processes * _process_bytes(system)
+        + attention_parts_bytes(system, config)
+        + _vectors_bytes(system, config)
+        + extra_bytes,
+        arena_bytes=num_arenas * arena_layout(system, config).num_bytes,
+        predictor_bytes=_predictor_bytes(system),
+        draft_bytes=draft_bytes(system, config),
     )
 
 
-def in_memory_account(system: SystemConfig, config: ModelConfig) -> Account:
-    """`account` with all cold neurons in memory, and on the GPU what surely fits."""
-    need, share = _everything(system, config), expected_gpu(system, config)
-    if share.device == "cuda":
-        on_host = share.num_host_layers / config.num_layers
-        need = replace(
-            need,
-            attention_bytes=round(need.attention_bytes * on_host),
-            kv_cache_bytes=round(need.kv_cache_bytes * on_host),
-            head_bytes=need.head_bytes * share.head_on_host,
-            ffn_bytes=ffn_bytes(config, num_cold_neurons(share, config)),
-        )
-    return replace(need, ffn_bytes=-(-need.ffn_bytes // _num_hosts(system)))
+def new_services_bytes(system: SystemConfig, config: ModelConfig) -> int:
+    """Bytes of the CPU services and their arena alone, where attention's service stays."""
+    need, drafting = account(system, config), draft_config(system, config)
+    num_bytes = need.ffn_bytes + need.arena_bytes + system.num_cpu_actors * _process_bytes(system)
+    return num_bytes + (0 if drafting is None else ffn_bytes(drafting, config.num_neurons))
 
 
-def expected_gpu(system: SystemConfig, config: ModelConfig, is_sure: bool = True) -> SystemConfig:
-    """`system` with the share that its GPU holds, or surely will hold; else at most.
-
-    Layers' attention with its cache go first, the last layers' before others', then the head, then
-    neurons. What is sure is a lower estimate, but for rows that are padded there.
-    """
-    if system.device != "cuda" or system.num_hot_neurons >= 0:
-        return system
-    need, layers = _everything(system, config), config.num_layers
-    reserve, aside = (RESERVE_BYTES, GPU_RESERVE_BYTES) if is_sure else (0, 0)
-    left = max(0, usable_gpu_bytes(system.gpu_memory_bytes, reserve) - aside)
-    layer_bytes = -(-(need.attention_bytes + need.kv_cache_bytes) // layers)
-    num_layers = min(layers, left // layer_bytes)
-    left -= num_layers * layer_bytes
-    has_head = num_layers == layers and need.head_bytes <= left
-    left -= need.head_bytes * has_head
-    neuron_bytes = ffn_bytes(config, 1) - ffn_bytes(config, 0)
-    return replace(
-        system,
-        num_hot_neurons=min(left // neuron_bytes, config.num_neurons),
-        num_host_layers=layers - num_layers,
-        head_on_host=not has_head,
-    )
+def service_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
+    """Bytes of the weights of one service, whose files are here. Errors: CheckpointError."""
+    drafting = 0 if spec.draft is None else service_bytes(spec.draft, config)
+    config = served_config(spec.system, config)
+    if spec.storage is not None and spec.cache is None:
+        return drafting + bytes_in_memory(config, spec.storage)
+    num_bytes = attention_bytes(config) * len(spec.attention) // config.num_layers
+    num_bytes += head_bytes(config) * spec.has_head
+    if spec.neuron_ids is not None:
+        num_neurons = sum(ids.size for ids in spec.neuron_ids)
+        num_bytes += ffn_bytes(config, num_neurons, spec.system.num_cpu_actors)
+    return drafting + num_bytes
 
 
 def loaded_bytes(system: SystemConfig, config: ModelConfig) -> int:
@@ -115,9 +130,14 @@ def loaded_bytes(system: SystemConfig, config: ModelConfig) -> int:
     num_bytes = draft_bytes(system, config)
     if system.storage is None:
         return num_bytes + weight_bytes(config)
-    share = expected_gpu(system, config)
-    kept = bytes_in_memory(config, system.storage)
-    return num_bytes + weight_bytes(config, kept + ffn_bytes(config, max(0, share.num_hot_neurons)))
+    num_hot = max(0, expected_gpu(system, config).num_hot_neurons)
+    return (
+        num_bytes
+        + attention_bytes(config)
+        + head_bytes(config)
+        + ffn_bytes(config, num_hot)
+        + bytes_in_memory(config, system.storage)
+    )
 
 
 def draft_bytes(system: SystemConfig, config: ModelConfig) -> int:
@@ -126,13 +146,72 @@ def draft_bytes(system: SystemConfig, config: ModelConfig) -> int:
     return 0 if drafting is None else weight_bytes(drafting)
 
 
-def more_process_bytes(system: SystemConfig, config: ModelConfig) -> int:
-    """Upper bound of process memory on the driver's host, beyond what `Account` counts.
+@dataclass(frozen=True)
+class GpuParts:
+    """Bytes of each part that a GPU may hold, with rows padded as they are there."""
 
-    A service with a GPU holds part of the GPU's share while it loads: one layer's attention, one
-    layer's neurons, or the head.
+    layer: int  # attention of one, with its KV cache
+    head: int
+    neuron: int
+
+    @classmethod
+    def of(cls, system: SystemConfig, config: ModelConfig) -> GpuParts:
+        """`config` has the formats that matrices are loaded in."""
+        width = config.hidden_size
+        of_all = attention_bytes(config) + system_kv_bytes(system, config)
+        padding = config.qkv_rows * _padding(config, width, "qkv")
+        padding += width * _padding(config, config.attention_size, "out")
+        neuron_padding = (1 + config.has_gate) * _padding(config, width, "gate")
+        neuron_padding += _padding(config, width, "down")
+        head_padding = config.vocab_size * _padding(config, config.embed_size, "head")
+        return cls(
+            layer=-(-of_all // config.num_layers) + padding,
+            head=head_bytes(config) + head_padding,
+            neuron=neuron_bytes(config) + neuron_padding,
+        )
+
+    def within(self, num_bytes: int, wanted: SystemConfig, config: ModelConfig) -> SystemConfig:
+        """`wanted` with as much of its GPU's share as goes into `num_bytes`.
+
+        Layers' attention with its cache goes first, the last layers' before others', then the head,
+        then neurons.
+        """
+        left, most = max(0, num_bytes), config.num_layers - wanted.num_host_layers
+        num_layers = min(most, left // self.layer)
+        left -= num_layers * self.layer
+        has_head = not wanted.head_on_host and num_layers == most and self.head <= left
+        left -= self.head * has_head
+        return replace(
+            wanted,
+            num_hot_neurons=min(left // self.neuron, wanted.num_hot_neurons),
+            num_host_layers=config.num_layers - num_layers,
+            head_on_host=not has_head,
+        )
+
+
+def _padding(config: ModelConfig, width: int, kind: MatrixKind) -> int:
+    """Unused bytes of a row on the device."""
+    dtype = DTYPES[config.dtype_of(kind)]
+    items = row_items(dtype, width)
+    return (padded_items(dtype, items) - items) * dtype.itemsize
+
+
+def expected_gpu(system: SystemConfig, config: ModelConfig, is_sure: bool = True) -> SystemConfig:
+    """`system` with the share that its GPU holds, or surely will hold; else at most."""
+    if system.device != "cuda" or system.num_hot_neurons >= 0:
+        return system
+    num_bytes = usable_gpu_bytes(system.gpu_memory_bytes, is_sure) - GPU_RESERVE_BYTES * is_sure
+    every = replace(system, num_hot_neurons=config.num_neurons)
+    return GpuParts.of(system, config).within(num_bytes, every, config)
+
+
+def more_process_bytes(system: SystemConfig, config: ModelConfig) -> int:
+    """Upper bound of process memory on the driver's host, where neurons are on storage.
+
+    It is beyond what is counted otherwise. A service with a GPU holds part of the GPU's share while
+    it loads: one layer's attention, one layer's neurons, or the head.
     """
-    num_services = 1 + system.num_cpu_actors // max(1, len(system.hosts))
+    num_services = 1 + system.num_cpu_actors // system.num_hosts
     num_bytes = num_services * _SERVICE_BYTES + _OTHERS_BYTES
     if system.device == "cuda":
         num_neurons = min(config.largest_ffn, max(0, system.num_hot_neurons))
@@ -142,31 +221,9 @@ def more_process_bytes(system: SystemConfig, config: ModelConfig) -> int:
     return num_bytes
 
 
-def _num_hosts(system: SystemConfig) -> int:
-    return max(1, len(system.hosts))
-
-
-def _everything(system: SystemConfig, config: ModelConfig) -> Account:
-    """The account of the driver's host and GPU together, with all hosts' neurons there."""
-    # Driver, attention, CPU services, which hosts share equally.
-    num_processes = 2 + system.num_cpu_actors // _num_hosts(system)
-    process_bytes = PROCESS_BYTES
-    if needs_torch(Path(system.model_path)):
-        process_bytes += _TORCH_BYTES
-    # With the exchange by calls every process has its own arena.
-    num_arenas = 1 if system.exchange == "arena" else num_processes
-    return Account(
-        attention_bytes=attention_bytes(config),
-        head_bytes=head_bytes(config),
-        ffn_bytes=ffn_bytes(config, config.num_neurons, system.num_cpu_actors),
-        kv_cache_bytes=system_kv_bytes(system, config),
-        process_bytes=num_processes * process_bytes
-        + attention_parts_bytes(system, config)
-        + _vectors_bytes(system, config),
-        arena_bytes=num_arenas * arena_layout(system, config).num_bytes,
-        predictor_bytes=_predictor_bytes(system),
-        draft_bytes=draft_bytes(system, config),
-    )
+def _process_bytes(system: SystemConfig) -> int:
+    """Of one process, without what it computes."""
+    return _PROCESS_BYTES + _TORCH_BYTES * needs_torch(Path(system.model_path))
 
 
 def _vectors_bytes(system: SystemConfig, config: ModelConfig) -> int:

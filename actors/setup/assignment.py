@@ -56,11 +56,12 @@ def hot_neurons(
         num_hot = 0 if plan is None else int(candidates.sum())
     if num_hot == 0:
         return None
-    path = Path(system.model_path)
-    profile = own_profile(path, config)
-    hot = hotness(config, rates_of(config, profile))
-    ranks = _whole_first(_ranks(config), is_whole)
-    return hottest_neurons(hot.shape, num_hot, hot, candidates, ranks)
+    rates = rates_of(config, own_profile(Path(system.model_path), config))
+    scores = np.where(candidates, hotness(config, rates), -1.0)
+    order = np.lexsort((_ranks(config, is_whole).ravel(), -scores.ravel()))
+    chosen = np.zeros(scores.size, bool)
+    chosen[order[: min(num_hot, int(candidates.sum()))]] = True
+    return [np.flatnonzero(layer).astype(np.int32) for layer in chosen.reshape(scores.shape)]
 
 
 def cold_neurons(
@@ -85,47 +86,20 @@ def cold_neurons(
     return shards, [np.flatnonzero(~layer).astype(np.int32) for layer in owned]
 
 
-def hottest_neurons(
-    shape: tuple[int, ...],
-    num_neurons: int,
-    frequency: np.ndarray | None = None,
-    candidates: np.ndarray | None = None,
-    ranks: np.ndarray | None = None,
-) -> list[np.ndarray]:
-    """The `num_neurons` most frequent candidates: sorted ids of each layer.
+def _ranks(config: ModelConfig, is_whole: np.ndarray) -> np.ndarray:
+    """Ranks (L, N) by which whole layers come first, the last one before the one ahead of it.
 
-    Ties (all neurons without `frequency`) are broken by `ranks`, or without them evenly over the
-    layers, and within a layer by ids far apart: neighbours in a checkpoint may fire alike.
-    Shapes:  shape (L, N); frequency, ranks (L, N); candidates (L, N) bool, all without it
-    Dtypes:  ids int32
+    Within others low ranks are spread, as neighbours in a checkpoint may fire alike; experts that
+    have no silent neurons stay whole: theirs are equal.
     """
-    scores = np.zeros(shape) if frequency is None else frequency.astype(np.float64)
-    if candidates is not None:
-        scores = np.where(candidates, scores, -1.0)
-    most = scores.size if candidates is None else int(candidates.sum())
-    ranks = _spread_ranks(shape) if ranks is None else ranks
-    order = np.lexsort((ranks.ravel(), -scores.ravel()))
-    chosen = np.zeros(scores.size, bool)
-    chosen[order[: min(num_neurons, most)]] = True
-    return [np.flatnonzero(layer).astype(np.int32) for layer in chosen.reshape(shape)]
-
-
-def _ranks(config: ModelConfig) -> np.ndarray:
-    """`_spread_ranks`; experts that have no silent neurons stay whole: theirs are equal."""
     ranks = _spread_ranks(neurons.shape(config))
-    if config.is_sparse or config.experts is None:
-        return ranks
-    of_blocks = _spread_ranks((config.num_layers, neurons.most_blocks(config)))
-    blocks = np.maximum(neurons.blocks(config), 0)
-    has_experts = np.array([len(layer.ffn.block_sizes) > 1 for layer in config.layers])
-    of_neurons = np.take_along_axis(of_blocks, blocks, axis=1)
-    return np.where(has_experts[:, None], of_neurons, ranks)
-
-
-def _whole_first(ranks: np.ndarray, is_whole: np.ndarray) -> np.ndarray:
-    """Ranks (L, N) by which whole layers come first, the last one before the one ahead of it."""
-    num_layers = len(is_whole)
-    turn = np.where(is_whole, np.arange(num_layers)[::-1], num_layers)
+    if config.experts is not None and not config.is_sparse:
+        of_blocks = _spread_ranks((config.num_layers, neurons.most_blocks(config)))
+        blocks = np.maximum(neurons.blocks(config), 0)
+        has_experts = np.array([len(layer.ffn.block_sizes) > 1 for layer in config.layers])
+        of_neurons = np.take_along_axis(of_blocks, blocks, axis=1)
+        ranks = np.where(has_experts[:, None], of_neurons, ranks)
+    turn = np.where(is_whole, np.arange(len(is_whole))[::-1], len(is_whole))
     found: np.ndarray = ranks + turn[:, None] * (ranks.max() + 1)
     return found
 

@@ -53,7 +53,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
     _require_kernels()
     root = Path(os.environ.get(NUMA_ROOT, "/"))
     cores = usable_cores(root)
-    num_threads = _within("--threads", options.num_threads, 1, num_cpus(root), len(cores))
+    num_threads = within("--threads", options.num_threads, 1, num_cpus(root), len(cores))
     cores = usable_cores(root, num_threads)
     nodes = read_numa_nodes(root)
     num_nodes = len(nodes_with_memory(nodes, cores))
@@ -67,10 +67,10 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
     system = SystemConfig(
         model_path=str(resolved_model(path)),
         mode=mode,
-        num_cpu_actors=_within("--cpu-actors", options.num_cpu_actors, 1, most_actors, num_actors),
+        num_cpu_actors=within("--cpu-actors", options.num_cpu_actors, 1, most_actors, num_actors),
         num_threads=num_threads,
         context_length=context,
-        max_batch=_within("--parallel", options.max_batch, 1, KERNEL_TOKENS, _DEFAULT_BATCH),
+        max_batch=within("--parallel", options.max_batch, 1, KERNEL_TOKENS, _DEFAULT_BATCH),
         kv_positions=_kv_positions(options.kv_positions, context),
         kv_dtype=_kv_dtype(config, options.kv_dtype),
         prefix_cache_bytes=_prefix_cache(options.prefix_cache_bytes),
@@ -93,9 +93,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         requires_gpu=options.device == "cuda" or bool(options.gpu_memory_bytes),
         gpu_memory_bytes=options.gpu_memory_bytes or 0,
     )
-    has_experts = config.experts is not None
-    tokens = neuron_upload_tokens(system.device, system.exchange, system.hosts, has_experts)
-    system = replace(system, neuron_upload_tokens=tokens)
+    system = replace(system, neuron_upload_tokens=neuron_upload_tokens(system, config))
     system = with_draft(path, system, config, options)
     _require_possible(system, options)
     return system
@@ -205,7 +203,7 @@ def _context(config: ModelConfig, length: int | None) -> int:
     if length is None:
         as_trained = [rope.changes_after for rope in config.ropes if rope.changes_after]
         return min(_DEFAULT_CONTEXT, config.max_positions, *as_trained)
-    return _within("--context", length, 2, config.max_positions, length)
+    return within("--context", length, 2, config.max_positions, length)
 
 
 def _kv_positions(number: int | None, context: int) -> int:
@@ -215,7 +213,7 @@ def _kv_positions(number: int | None, context: int) -> int:
             f"--kv-tokens is {number}, less than the context of {context} tokens; give at least "
             "that, or a smaller --context"
         )
-    return _within("--kv-tokens", number, 1, _MAX_KV_POSITIONS, context)
+    return within("--kv-tokens", number, 1, _MAX_KV_POSITIONS, context)
 
 
 def _kv_dtype(config: ModelConfig, dtype: str | None) -> str:
@@ -237,7 +235,8 @@ def _prefix_cache(num_bytes: int | None) -> int | None:
     return num_bytes
 
 
-def _within(option: str, value: int | None, low: int, high: int, default: int) -> int:
+def within(option: str, value: int | None, low: int, high: int, default: int) -> int:
+    """The value of an option; without one the default. Errors: UsageError."""
     if value is None:
         return default
     if not low <= value <= high:

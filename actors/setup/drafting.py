@@ -16,7 +16,9 @@ from hotcold.actors.protocol.messages import (
 from hotcold.actors.protocol.options import AUTO_DRAFT, SystemOptions
 from hotcold.actors.setup.account import draft_bytes
 from hotcold.actors.setup.modes import require_predictable
+from hotcold.actors.setup.shards import served_config
 from hotcold.model.byte_sizes import size_text
+from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError, shown
 from hotcold.model.files.artifact import ModelIdentity, check_artifact
@@ -89,13 +91,14 @@ def _predictors(path: Path, system: SystemConfig, options: SystemOptions) -> Pat
     )
 
 
-def draft_note(system: SystemConfig, config: ModelConfig) -> str:
+def draft_note(system: SystemConfig) -> str:
     """A line about the memory of the second weights; "" where there are none.
 
-    `config` has the formats that matrices are loaded in.
+    Errors:  CheckpointError
     """
     if system.draft_system is None:
         return ""
+    config = served_config(system, read_config(system.model_path))
     draft, target = draft_bytes(system, config), weight_bytes(config)
     return (
         f"the draft, the model's weights in {system.draft}, takes {size_text(draft)} of memory "

@@ -9,16 +9,21 @@ from hotcold.actors.protocol.options import DEVICES
 from hotcold.cuda_kernels.device import first_gpu
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
-from hotcold.placement.machine.description import Machine
 from hotcold.placement.machine.this_machine import measured_before
+from hotcold.placement.solver.plan_devices import gpu_budget
 
 NO_EXPERT_PREDICTORS = "experts with predictors of their own run on the CPU only"
 
 
-def usable_gpu_bytes(budget: int, reserve_bytes: int) -> int:
-    """Bytes of the GPU within `budget` (0: all but the reserve); the budget where none is seen."""
+def usable_gpu_bytes(limit_bytes: int, is_sure: bool) -> int:
+    """Bytes of the GPU that a system uses at most, or surely; 0: no limit.
+
+    Where no GPU is seen here, the limit.
+    """
     found = first_gpu()
-    return budget if isinstance(found, str) else min(budget or found[1] - reserve_bytes, found[1])
+    if isinstance(found, str):
+        return limit_bytes
+    return gpu_budget(limit_bytes or (None if is_sure else found[1]), found[1])
 
 
 def num_cold_neurons(system: SystemConfig, config: ModelConfig) -> int:
@@ -43,31 +48,14 @@ def choose_device(
         raise UsageError("--gpu-memory 0 was given with --device cuda; leave one of them out")
     if device == "cpu" or gpu_memory_bytes == 0:
         return "cpu"
-    if has_expert_predictors:
-        if device == "cuda" or gpu_memory_bytes:
-            option = "--device cuda" if device == "cuda" else "--gpu-memory"
-            raise UsageError(f"{option} was given, but {NO_EXPERT_PREDICTORS}; leave it out")
-        return "cpu"
-    found = first_gpu()
+    found = NO_EXPERT_PREDICTORS if has_expert_predictors else first_gpu()
     if not isinstance(found, str):
         return "cuda"
     if device == "cuda" or gpu_memory_bytes:
         option = "--device cuda" if device == "cuda" else "--gpu-memory"
-        raise UsageError(f"{option} was given, but {found}; leave it out to use the CPU alone")
+        alone = "" if has_expert_predictors else " to use the CPU alone"
+        raise UsageError(f"{option} was given, but {found}; leave it out{alone}")
     return "cpu"
-
-
-def neuron_upload_tokens(
-    device: str, exchange: str, hosts: tuple[str, ...], has_experts: bool = False
-) -> int:
-    """The prompt length from which cold neurons are uploaded to the GPU; 0: never.
-
-    They travel through the arena, from services of this host, without their blocks: so a mixture's
-    stay on the CPU.
-    """
-    if device == "cpu" or exchange != "arena" or hosts or has_experts:
-        return 0
-    return upload_tokens(measured_before())
 
 
 # A CPU multiplies so many tokens in the time that it takes to read the weights from memory: cores
@@ -77,13 +65,19 @@ TOKENS_A_READ = 16
 UNMEASURED_TOKENS = 128
 
 
-def upload_tokens(machine: Machine | None) -> int:
-    """The number of tokens from which a GPU that first copies all weights is faster than the CPU.
+def neuron_upload_tokens(system: SystemConfig, config: ModelConfig) -> int:
+    """The prompt length from which cold neurons are uploaded to the GPU; 0: never.
 
+    That is from where a GPU that first copies all weights is faster than the CPU:
     T = TOKENS_A_READ * rows_gb_per_s / link_gb_per_s, of all nodes and the first GPU
     The CPU takes T / TOKENS_A_READ times as long as reading the weights, the GPU as long as the
     copy: its matmul is fast beside it.
+    Neurons travel through the arena, from services of this host, without their blocks: so a
+    mixture's stay on the CPU.
     """
+    if system.device == "cpu" or not system.shares_arena or config.experts is not None:
+        return 0
+    machine = measured_before()
     if machine is None or not machine.gpus:
         return UNMEASURED_TOKENS
     rows_gb_per_s = sum(node.rows_gb_per_s for node in machine.nodes)

@@ -9,15 +9,11 @@ from pathlib import Path
 
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.ray_memory import free_bytes
-from hotcold.model.bundles.geometry import BundleGeometry
+from hotcold.actors.setup.account import service_bytes
 from hotcold.model.byte_sizes import size_text
 from hotcold.model.config.build import read_config
-from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import CheckpointError, HotcoldError, MemoryBudgetError
 from hotcold.model.files.artifact import ModelIdentity
-from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.check import stored_config
-from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 
 
 def require_same_model(spec: ServiceSpec) -> None:
@@ -40,7 +36,7 @@ def require_same_model(spec: ServiceSpec) -> None:
     try:
         identity = ModelIdentity.of(spec.path)
         config = read_config(spec.path)
-        num_bytes, content = service_weight_bytes(spec, config), identity.content
+        num_bytes, content = service_bytes(spec, config), identity.content
     except HotcoldError as error:
         raise CheckpointError(f"the {spec.name} service, on {host}: {error}; {copy}") from None
     if content != spec.model_digest:
@@ -48,12 +44,7 @@ def require_same_model(spec: ServiceSpec) -> None:
             f"the {spec.name} service, on {host}: {spec.path} is another model than on the "
             f"driver's host; {copy}"
         )
-    if num_bytes > (free := free_bytes()):
-        less = "" if spec.storage is None else "less --cpu-memory, which is of each host, or "
-        raise MemoryBudgetError(
-            f"the {spec.name} service, on {host}, needs {size_text(num_bytes)} of memory, "
-            f"{size_text(free)} are free; give {less}more --hosts, or leave this one out"
-        )
+    require_free_memory(spec, num_bytes)
 
 
 @contextmanager
@@ -79,26 +70,16 @@ def require_free_memory(spec: ServiceSpec, num_bytes: int) -> None:
 
     Preflight has checked the system as a whole; a replacement service may find less free.
     """
-    if not spec.on_gpu and num_bytes > (free := free_bytes()):
-        raise MemoryBudgetError(
-            f"the {spec.name} service needs {size_text(num_bytes)} of memory, "
-            f"{size_text(free)} are free; free memory, or use a smaller model or --dtype"
+    if spec.on_gpu or num_bytes <= (free := free_bytes()):
+        return
+    where, advice = "", "free memory, or use a smaller model or --dtype"
+    if spec.has_own_files:
+        less = "" if spec.storage is None else "less --cpu-memory, which is of each host, or "
+        where, advice = (
+            f", on {socket.gethostname()},",
+            f"give {less}more --hosts, or leave this one out",
         )
-
-
-def service_weight_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
-    """Bytes of the weights that a service loads. Errors: CheckpointError."""
-    drafting = 0 if spec.draft is None else service_weight_bytes(spec.draft, config)
-    checkpoint = Checkpoint(spec.path)
-    by_layer, transposed = not spec.on_gpu, spec.system.down_transposed
-    config = stored_config(checkpoint, config, spec.system.weight_dtype, by_layer, transposed)
-    num_bytes = attention_bytes(config) * len(spec.attention) // config.num_layers
-    num_bytes += head_bytes(config) * spec.has_head + drafting
-    if spec.storage is not None and spec.cache is None:
-        geometry = BundleGeometry.of(config)
-        gates = spec.storage.num_gates * geometry.gate_row_bytes
-        return drafting + gates + spec.storage.num_up_downs * geometry.up_down_row_bytes
-    if spec.neuron_ids is not None:
-        num_neurons = sum(ids.size for ids in spec.neuron_ids)
-        num_bytes += ffn_bytes(config, num_neurons, spec.system.num_cpu_actors)
-    return num_bytes
+    raise MemoryBudgetError(
+        f"the {spec.name} service{where} needs {size_text(num_bytes)} of memory, "
+        f"{size_text(free)} are free; {advice}"
+    )

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from hotcold.actors.protocol.messages import PREDICTED_MODES, SystemConfig
+from hotcold.actors.protocol.options import SystemOptions
 from hotcold.model.byte_sizes import binary_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
@@ -26,16 +27,15 @@ _UNMEASURED = f"predictors choose {_UNMEASURED_FACTOR:g} neurons for each that f
 
 def plan_request(
     system: SystemConfig,
-    gpu_memory_bytes: int | None,
-    cpu_memory_bytes: int | None,
+    options: SystemOptions,
     machine: str,
     profile: ActivationProfile | None,
 ) -> PlanRequest:
     """The request that a plan for `system` has to answer, on the machine of this identity."""
     return PlanRequest(
         mode=system.mode,
-        gpu_memory_bytes=gpu_memory_bytes,
-        cpu_memory_bytes=cpu_memory_bytes,
+        gpu_memory_bytes=options.gpu_memory_bytes,
+        cpu_memory_bytes=options.cpu_memory_bytes,
         context_length=system.context_length,
         kv_dtype=system.kv_dtype,
         num_cpu_actors=system.num_cpu_actors,
@@ -74,19 +74,13 @@ def _factors(predictors: Predictors) -> np.ndarray:
     return np.array([max(1.0, q.computed / max(q.active, 1e-9)) for q in predictors.qualities])
 
 
-def find_plan(
-    path: Path,
-    system: SystemConfig,
-    config: ModelConfig,
-    gpu_memory_bytes: int | None,
-    cpu_memory_bytes: int | None,
-    file: Path | None,
-) -> str:
-    """The plan for `system`: `file`, else the one made for exactly this request; "" for none.
+def find_plan(path: Path, system: SystemConfig, config: ModelConfig, options: SystemOptions) -> str:
+    """The plan for `system`: --plan, else the one made for exactly this request; "" for none.
 
     Without a plan neurons are assigned to the CPU services round-robin. Nothing is measured here.
-    Errors:  ArtifactError, UsageError for a `file` that does not fit the system
+    Errors:  ArtifactError, UsageError for a --plan that does not fit the system
     """
+    file = options.plan
     if system.hosts:
         if file is not None:
             raise UsageError("--plan places neurons on one machine; leave it or --hosts out")
@@ -94,13 +88,8 @@ def find_plan(
     if file is None and not artifacts_like(path, "plan-*"):
         return ""
     identity = ModelIdentity.of(path)
-    request = plan_request(
-        system,
-        gpu_memory_bytes,
-        cpu_memory_bytes,
-        read_layout().identity,
-        own_profile(path, config),
-    )
+    profile = own_profile(path, config)
+    request = plan_request(system, options, read_layout().unmeasured.identity, profile)
     found = plan_path(path, request) if file is None else file
     if file is None and not found.exists():
         return ""

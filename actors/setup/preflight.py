@@ -1,6 +1,7 @@
 """Checks and choices before anything is started, so that mistakes cost no waiting."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,13 +9,7 @@ from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.protocol.ray_memory import free_bytes, monitor_bytes
-from hotcold.actors.setup.account import (
-    Account,
-    account,
-    expected_gpu,
-    in_memory_account,
-    require_memory,
-)
+from hotcold.actors.setup.account import Account, account, require_memory
 from hotcold.actors.setup.choose import choose_system
 from hotcold.actors.setup.placement_choice import find_plan, own_profile
 from hotcold.actors.setup.shards import can_keep_transposed, served_config
@@ -40,12 +35,12 @@ def prepare_system(
     config = read_model(path, options.weight_dtype)
     system = choose_system(path, config, options)
     has_plan = options.plan is not None
-    served = in_memory(path, system, config, has_plan)
+    served = in_memory(system, config, has_plan)
     fits = _fits(path, *served, options, extra_bytes)
     if not fits and system.neuron_upload_tokens:
         # Upload buffers need memory; offloaded neurons are multiplied where they are read anyway.
         system = replace(system, neuron_upload_tokens=0)
-        served = in_memory(path, system, config, has_plan)
+        served = in_memory(system, config, has_plan)
         fits = _fits(path, *served, options, extra_bytes)
     if not fits:
         # Whole experts are read, so their down rows can be as in memory.
@@ -57,26 +52,20 @@ def prepare_system(
     check_memory(path, system, config, options, extra_bytes)
     if system.down_transposed:  # services hold runs of neurons: no plan applies
         return system, config
-    return replace(system, plan_path=_plan(path, system, config, options)), config
+    return replace(system, plan_path=find_plan(path, system, config, options)), config
 
 
 def in_memory(
-    path: Path, system: SystemConfig, config: ModelConfig, has_plan: bool = False
+    system: SystemConfig, config: ModelConfig, has_plan: bool = False
 ) -> tuple[SystemConfig, ModelConfig]:
     """`system` with all neurons in memory, and the config with the formats of its matrices.
 
     `has_plan`: --plan places neurons, so down projections have a row for each neuron.
     Errors:  CheckpointError, UsageError
     """
-    checkpoint = Checkpoint(path)
-    keeps = not has_plan and can_keep_transposed(system, checkpoint, config)
+    keeps = not has_plan and can_keep_transposed(system, config)
     system = replace(system, down_transposed=keeps)
-    return system, served_config(system, checkpoint, config)
-
-
-def _plan(path: Path, system: SystemConfig, config: ModelConfig, options: SystemOptions) -> str:
-    budgets = options.gpu_memory_bytes, options.cpu_memory_bytes
-    return find_plan(path, system, config, *budgets, options.plan)
+    return system, served_config(system, config)
 
 
 def _fits(
@@ -93,10 +82,10 @@ def _fits(
     limit = options.cpu_memory_bytes
     if limit is None:
         return True
-    need, has_plan = account(system, config), options.plan is not None
-    if system.device == "cuda" and not (has_plan or _plan(path, system, config, options)):
-        need = in_memory_account(system, config)
-    return need.total_bytes + extra_bytes <= min(limit, free_bytes())
+    has_gpu, has_plan = system.device == "cuda", options.plan is not None
+    is_sure = has_gpu and not (has_plan or find_plan(path, system, config, options))
+    need = account(system, config, is_sure, extra_bytes)
+    return need.total_bytes <= min(limit, free_bytes())
 
 
 def read_model(path: Path, weight_dtype: str | None = None) -> ModelConfig:
@@ -121,30 +110,19 @@ def packed_config(path: Path, weight_dtype: str | None = None) -> ModelConfig:
     if config.experts is None:
         return config
     system = choose_system(path, config, SystemOptions(weight_dtype=weight_dtype))
-    return in_memory(path, system, config)[1]
+    return in_memory(system, config)[1]
 
 
 def check_memory(
-    path: Path,
-    system: SystemConfig,
-    config: ModelConfig,
-    options: SystemOptions,
-    extra_bytes: int = 0,
+    path: Path, system: SystemConfig, config: ModelConfig, options: SystemOptions, extra_bytes: int
 ) -> None:
     """Compare the need of the system and `extra_bytes` with the memory that is free or allowed.
 
     Errors:  MemoryBudgetError, naming the --dtype that fits if there is one
     """
-
-    def with_extra(need: Account) -> Account:
-        return replace(need, process_bytes=need.process_bytes + extra_bytes)
-
-    require_memory(
-        with_extra(account(system, config)),
-        options.cpu_memory_bytes,
-        ((dtype, with_extra(need)) for dtype, need in _quantized_needs(path, options)),
-        monitor_bytes(),
-    )
+    need = account(system, config, extra_bytes=extra_bytes)
+    quantized = _quantized_needs(path, options, extra_bytes)
+    require_memory(need, options.cpu_memory_bytes, quantized, monitor_bytes())
 
 
 def _storage(
@@ -157,26 +135,31 @@ def _storage(
     """How much of the FFN --cpu-memory leaves in memory; None where offloading is not possible."""
     assert options.cpu_memory_bytes is not None
     free = min(options.cpu_memory_bytes, free_bytes())
-    share = expected_gpu(system, config)
-    need = in_memory_account(share, config)
-    need = replace(need, process_bytes=need.process_bytes + extra_bytes)
-    profile = own_profile(path, config)
-    found = fit_storage(profile, need, share, config, free)
-    if found is not None and options.plan is not None:
-        raise UsageError("--plan places neurons in memory; leave it out, or give more --cpu-memory")
+    found = fit_storage(own_profile(path, config), system, config, free, extra_bytes)
     if found is None:
         return None
+    if options.plan is not None:
+        raise UsageError("--plan places neurons in memory; leave it out, or give more --cpu-memory")
     has_bundles(path, config)
-    return replace(found, memory_bytes=free - extra_bytes)
+    return found
 
 
-def _quantized_needs(path: Path, options: SystemOptions) -> Iterator[tuple[str, Account]]:
-    """The memory need of each smaller --dtype, the most precise first."""
+def smaller_dtypes(path: Path) -> Iterator[tuple[str, ModelConfig]]:
+    """Each smaller --dtype that a model can be loaded with, the most precise first."""
     casts = ("f16",) if read_model(path).dtype == "float32" else ()
     for dtype in (*casts, *QUANTIZED_NAMES):
         try:
             config = read_model(path, dtype)
+        except UsageError:  # rows that are no whole groups, or a quantized checkpoint
+            continue
+        yield dtype, config
+
+
+def _quantized_needs(
+    path: Path, options: SystemOptions, extra_bytes: int
+) -> Iterator[tuple[str, Account]]:
+    """The memory need with each of `smaller_dtypes`."""
+    for dtype, config in smaller_dtypes(path):
+        with suppress(UsageError):  # a draft of as many bits
             system = choose_system(path, config, replace(options, weight_dtype=dtype))
-        except UsageError:  # rows that are no whole groups, a quantized checkpoint, or a draft
-            continue  # of as many bits
-        yield dtype, account(system, config)
+            yield dtype, account(system, config, extra_bytes=extra_bytes)

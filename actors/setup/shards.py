@@ -170,9 +170,7 @@ def _cpu_specs(
             host=system.hosts[i % len(system.hosts)] if system.hosts else "",
             model_digest=like.model_digest,
             share=host_share(system, threads, i),
-            storage=_storage_share(system, shard, shards)
-            if any(ids.size for ids in shard)
-            else None,
+            storage=_storage_share(system, shard, shards),
             among=_among(system, shards, i),
             stripes=stripes[i],
         )
@@ -180,13 +178,14 @@ def _cpu_specs(
     ]
 
 
-def served_config(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
+def served_config(system: SystemConfig, config: ModelConfig) -> ModelConfig:
     """`config` with the formats in which the system's services hold matrices.
 
     Errors:  CheckpointError, UsageError
     """
-    by_layer, transposed = system.device != "cuda", system.down_transposed
-    return stored_config(checkpoint, config, system.weight_dtype, by_layer, transposed)
+    checkpoint, by_layer = Checkpoint(Path(system.model_path)), system.device != "cuda"
+    dtype, transposed = system.weight_dtype, system.down_transposed
+    return stored_config(checkpoint, config, dtype, by_layer, transposed)
 
 
 def draft_config(system: SystemConfig, config: ModelConfig) -> ModelConfig | None:
@@ -195,12 +194,10 @@ def draft_config(system: SystemConfig, config: ModelConfig) -> ModelConfig | Non
     Errors:  CheckpointError, UsageError
     """
     draft = system.draft_system
-    if draft is None:
-        return None
-    return served_config(draft, Checkpoint(Path(system.model_path)), config)
+    return None if draft is None else served_config(draft, config)
 
 
-def can_keep_transposed(system: SystemConfig, checkpoint: Checkpoint, config: ModelConfig) -> bool:
+def can_keep_transposed(system: SystemConfig, config: ModelConfig) -> bool:
     """Whether down projections can stay transposed, as GGUF files have them: a row an output.
 
     Errors:  CheckpointError
@@ -209,22 +206,25 @@ def can_keep_transposed(system: SystemConfig, checkpoint: Checkpoint, config: Mo
         keeps_down_outputs(system.mode, config)
         and system.device == "cpu"
         and not system.weight_dtype
-        and has_down_outputs(checkpoint, config)
+        and has_down_outputs(Checkpoint(Path(system.model_path)), config)
     )
 
 
 def _storage_share(
     system: SystemConfig, shard: Layers, shards: Sequence[Layers]
 ) -> NeuronStorage | None:
-    """One CPU service's storage: its share of the kept rows is its share of the neurons."""
+    """One CPU service's storage: its share of the kept rows is its share of the neurons.
+
+    None where it has no neurons.
+    """
     storage = system.storage
-    if storage is None:
-        return None
     own, total = (sum(ids.size for ids in layers) for layers in (shard, chain(*shards)))
+    if storage is None or not own:
+        return None
     return replace(
         storage,
-        num_gates=storage.num_gates * own // max(1, total),
-        num_up_downs=storage.num_up_downs * own // max(1, total),
+        num_gates=storage.num_gates * own // total,
+        num_up_downs=storage.num_up_downs * own // total,
     )
 
 
@@ -241,21 +241,19 @@ def service_threads(system: SystemConfig) -> tuple[int, ...]:
 
     Services are assigned to hosts round-robin; all hosts are assumed to be like this one.
     """
-    num_hosts = max(1, len(system.hosts))
-    num_services = system.num_cpu_actors // num_hosts
+    num_services = system.num_cpu_actors // system.num_hosts
     root = Path(system.numa_root)
     nodes = nodes_with_memory(read_numa_nodes(root), usable_cores(root, system.num_threads))
     if not_pinned_because(system.pin, nodes, cpu_quota(root)):
         nodes = ()
     threads = thread_counts(nodes, num_services, max(system.num_threads, num_services))
-    return tuple(count for count in threads for _ in range(num_hosts))
+    return tuple(count for count in threads for _ in range(system.num_hosts))
 
 
 def host_share(system: SystemConfig, threads: Sequence[int], service: int | None) -> HostShare:
     """The share of its host that CPU service `service` has; None: the attention service."""
-    num_hosts = max(1, len(system.hosts))
-    index = None if service is None else service // num_hosts
-    return HostShare(tuple(threads[::num_hosts]), index, system.pin, system.numa_root)
+    index = None if service is None else service // system.num_hosts
+    return HostShare(tuple(threads[:: system.num_hosts]), index, system.pin, system.numa_root)
 
 
 def num_kv_pages(system: SystemConfig) -> int:

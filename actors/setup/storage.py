@@ -9,14 +9,12 @@ import numpy as np
 
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage, OffloadedShare
-from hotcold.actors.setup.account import CUDA_BYTES, Account, in_memory_account, more_process_bytes
+from hotcold.actors.setup.account import CUDA_BYTES, account, expected_gpu
 from hotcold.actors.setup.placement_choice import own_profile
 from hotcold.actors.setup.storage_shares import (
     divided,
     more_slot_neurons,
-    offloaded_ffn_bytes,
     reads_whole,
-    resident_parts,
 )
 from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
@@ -26,49 +24,55 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.placement.profile import ActivationProfile, rates_of
-from hotcold.placement.storage import least_in_memory
+from hotcold.placement.storage import Resident, least_in_memory
 
 _GIB = 1 << 30
 
 
 def fit_storage(
     profile: ActivationProfile | None,
-    need: Account,
     system: SystemConfig,
     config: ModelConfig,
     free_bytes: int,
+    extra_bytes: int = 0,
 ) -> NeuronStorage | None:
-    """How much of the FFN to keep in memory where `need` does not fit in `free_bytes`.
+    """How much of the FFN to keep in memory where the system does not fit in `free_bytes`.
 
-    Both are those of the driver's host, which needs most; the FFN is shared equally among hosts.
+    They are those of the driver's host, which needs most; the FFN is shared equally among hosts.
+    `extra_bytes` of processes come on top of what the system takes.
     None where offloading is not possible (a GPU with several hosts) or would not save memory.
     Errors:  MemoryBudgetError naming the least budget that would do
     """
     if system.device == "cuda" and system.hosts:
         return None
-    if _least(need, system, config)[1] >= need.total_bytes:
+    least = replace(system, storage=_least(system, config))
+    if account(least, config).total_bytes >= _in_memory_bytes(system, config, 0):
         return None
-    return storage_within(profile, need, system, config, free_bytes)
+    return storage_within(profile, system, config, free_bytes, extra_bytes)
 
 
 def storage_within(
     profile: ActivationProfile | None,
-    need: Account,
     system: SystemConfig,
     config: ModelConfig,
     free_bytes: int,
+    extra_bytes: int = 0,
 ) -> NeuronStorage:
     """`fit_storage` without its checks. Errors: MemoryBudgetError."""
-    least, least_bytes = _least(need, system, config)
-    num_hosts = max(1, len(system.hosts))
+    storage = _least(system, config)
+    least = expected_gpu(replace(system, storage=storage), config)
+    least_bytes = account(least, config, extra_bytes=extra_bytes).total_bytes
     if least_bytes > free_bytes:
         each = " on each host" if system.hosts else ""
+        all_bytes = _in_memory_bytes(system, config, extra_bytes)
         raise MemoryBudgetError(
-            f"this model needs {binary_text(need.total_bytes)} of memory{each}, or at least "
+            f"this model needs {binary_text(all_bytes)} of memory{each}, or at least "
             f"{binary_text(least_bytes)} ({least_bytes} bytes) with its neurons on storage, and "
             f"{binary_text(free_bytes)} are allowed; use --cpu-memory {_rounded_up(least_bytes)}"
         )
-    return divided(profile, system, config, least, num_hosts * (free_bytes - least_bytes))
+    spare = system.num_hosts * (free_bytes - least_bytes)
+    found = divided(profile, least, config, storage, spare)
+    return replace(found, memory_bytes=free_bytes - extra_bytes)
 
 
 def storage_beside_gpu(system: SystemConfig, config: ModelConfig) -> NeuronStorage | None:
@@ -79,29 +83,27 @@ def storage_beside_gpu(system: SystemConfig, config: ModelConfig) -> NeuronStora
     storage = system.storage
     if storage is None or not storage.memory_bytes:
         return storage
-    need = in_memory_account(system, config)
-    if system.device == "cpu":  # the GPU was tried: its service keeps that memory
-        need = replace(need, process_bytes=need.process_bytes + CUDA_BYTES)
-    path, free = Path(system.model_path), storage.memory_bytes
-    profile = own_profile(path, config)
-    found = storage_within(profile, need, system, config, free)
-    return replace(found, memory_bytes=free)
+    # Where the GPU was tried in vain, its service keeps that memory.
+    tried_bytes = CUDA_BYTES if system.device == "cpu" else 0
+    profile = own_profile(Path(system.model_path), config)
+    return storage_within(profile, system, config, storage.memory_bytes, tried_bytes)
 
 
-def _least(need: Account, system: SystemConfig, config: ModelConfig) -> tuple[NeuronStorage, int]:
-    """The smallest storage: slots for one whole layer, and the memory that the host then needs.
+def _in_memory_bytes(system: SystemConfig, config: ModelConfig, extra_bytes: int) -> int:
+    """What the host needs with all cold neurons in memory."""
+    in_memory = replace(system, storage=None)
+    return account(in_memory, config, is_sure=True, extra_bytes=extra_bytes).total_bytes
 
-    For a whole layer, as a GPU may turn out to hold few of its neurons.
-    """
-    geometry, num_hosts = BundleGeometry.of(config), max(1, len(system.hosts))
+
+def _least(system: SystemConfig, config: ModelConfig) -> NeuronStorage:
+    """The smallest storage: slots for one whole layer, as a GPU may hold few of its neurons."""
+    geometry = BundleGeometry.of(config)
     file = bundle_path(system.model_path, geometry)  # absolute: the same on other hosts
     most = max(geometry.layer_bundles)
     if config.experts is not None:
-        most = least_in_memory([layer.ffn for layer in config.layers])
+        most = least_in_memory(config)
         most += more_slot_neurons(system, config, 1)
-    least = NeuronStorage(str(file), most, most)
-    rest = need.total_bytes - need.ffn_bytes + more_process_bytes(system, config)
-    return least, rest + -(-offloaded_ffn_bytes(system, config, least) // num_hosts)
+    return NeuronStorage(str(file), most, most)
 
 
 def _rounded_up(num_bytes: int) -> str:
@@ -126,7 +128,7 @@ def offloaded_share(spec: ServiceSpec, config: ModelConfig) -> OffloadedShare:
         every = wanted.fired if config.experts is None else wanted.chosen
         parts = [layer[ids] for layer, ids in zip(every, shards, strict=True)]
         rates = np.concatenate(parts).astype(np.float32)
-    is_whole = reads_whole(geometry, rates, resident_parts(geometry, num_gates, num_up_downs))
+    is_whole = reads_whole(rates, Resident(geometry, num_gates, num_up_downs))
     return OffloadedShare(num_gates, num_up_downs, rates, is_whole)
 
 

@@ -128,10 +128,10 @@ def token_reads(
     fired = _cold_rates(profile, system, config)
     if not fired.size:
         return Reads(0, 0)
-    parts = resident_parts(geometry, kept.num_gates, kept.num_up_downs)
+    resident = Resident(geometry, kept.num_gates, kept.num_up_downs)
     if system.predictors_path or kept.num_gates >= fired.size:
-        is_whole = bool(system.predictors_path) and reads_whole(geometry, fired, parts)
-        return whole_bundles(fired, parts) if is_whole else gates_first(fired, parts)
+        is_whole = bool(system.predictors_path) and reads_whole(fired, resident)
+        return whole_bundles(fired, resident) if is_whole else gates_first(fired, resident)
     # Gates of all neurons outside of slots, and the bytes between them.
     ones, num_bytes = np.ones_like(fired), geometry.bundle_bytes
     return expected_reads(ones, kept.num_up_downs, num_bytes, in_sequence=True)
@@ -202,7 +202,7 @@ def _readers_of_down(system: SystemConfig, config: ModelConfig) -> float:
     All that have a piece of it read whole rows.
     """
     readers = (_expert_shares(system, config) > 0).sum(axis=0).mean()
-    return max(1.0, float(readers) / max(1, len(system.hosts)))
+    return max(1.0, float(readers) / system.num_hosts)
 
 
 def more_slot_neurons(system: SystemConfig, config: ModelConfig, num_layers: int) -> int:
@@ -232,24 +232,20 @@ def _cold_rates(
     return cold
 
 
-def reads_whole(geometry: BundleGeometry, fired: np.ndarray, kept: Resident) -> bool:
+def reads_whole(fired: np.ndarray, resident: Resident) -> bool:
     """Whether reading a listed neuron's whole bundle at once beats reading its gate first.
 
     `fired` are firing rates, (0,) if unknown. Gates first pays where a listed neuron seldom fires.
     A 4-bit bundle is never read whole: up and down rows take twice as long as the gate.
     """
+    geometry, disk = resident.geometry, Disk()
     row_format = ROW_FORMATS.get(numpy_dtype(geometry.gate_dtype))
     if row_format is not None and row_format.bits <= 4:
         return False
     if not fired.size:
         fired = np.full(geometry.num_bundles, _UNKNOWN_RATE)
-    disk = Disk()
-    return disk.seconds(whole_bundles(fired, kept)) <= disk.seconds(gates_first(fired, kept))
-
-
-def resident_parts(geometry: BundleGeometry, num_gates: int, num_up_downs: int) -> Resident:
-    """`Resident` with the read sizes of `geometry`."""
-    return Resident(num_gates, num_up_downs, geometry.gate_bytes, geometry.up_down_bytes)
+    at_once, in_turn = whole_bundles(fired, resident), gates_first(fired, resident)
+    return disk.seconds(at_once) <= disk.seconds(in_turn)
 
 
 def slot_bytes(geometry: BundleGeometry) -> tuple[int, int]:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from hotcold.actors.setup.account import Account
     from hotcold.jobs.support.doctor_checks import Finding
-    from hotcold.model.config.model_config import ModelConfig
     from hotcold.placement.machine.description import Machine
     from hotcold.placement.machine.survey import MachineSurvey
 
@@ -61,7 +60,10 @@ def doctor(
     With MODEL, also how many bytes `generate` takes for it here, and whether it fits. Nothing is
     loaded. Of systems that run meanwhile it says on which NUMA nodes their memory lies.
     """
-    from hotcold.actors.setup.preflight import read_model
+    from hotcold.actors.protocol.options import SystemOptions
+    from hotcold.actors.setup.account import account
+    from hotcold.actors.setup.choose import choose_system
+    from hotcold.actors.setup.preflight import in_memory, read_model
     from hotcold.jobs.support.doctor_checks import (
         check_machine,
         check_measured,
@@ -80,7 +82,10 @@ def doctor(
     if model is not None:
         path = locate_model(model)
         found = path, read_model(path, weight_dtype)
-    need = None if found is None else _need(*found, context_length, weight_dtype)
+    need = None
+    if found is not None:
+        options = SystemOptions(context_length=context_length, weight_dtype=weight_dtype)
+        need = account(*in_memory(choose_system(*found, options), found[1]))
     machine = survey()
     measured = _measured(measure, fresh)
     if machine_out is not None:
@@ -162,17 +167,6 @@ def _disk(path: Path) -> dict[str, list[float]]:
             f"{largest}: cannot be read ({problem.strerror}); --no-measure leaves that out"
         ) from None
     return rates
-
-
-def _need(
-    path: Path, config: ModelConfig, context: int | None, weight_dtype: str | None
-) -> Account:
-    from hotcold.actors.setup.account import account
-    from hotcold.actors.setup.choose import choose_system
-    from hotcold.actors.setup.preflight import SystemOptions, in_memory
-
-    options = SystemOptions(context_length=context, weight_dtype=weight_dtype)
-    return account(*in_memory(path, choose_system(path, config, options), config))
 
 
 def _print_report(

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from hotcold.actors.protocol.ray_memory import object_store_bytes
 from hotcold.actors.setup.account import Account
 from hotcold.actors.setup.modes import has_thresholds, own_thresholds, promise
 from hotcold.model.byte_sizes import size_text
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from hotcold.numba_kernels.ir.tile_ir import Tiles
 
 Level = Literal["ok", "note", "problem"]
-_NEEDED_SHARED_BYTES = 128 << 20  # Ray's object store, which holds the arena
 _SLOW_EXCHANGE_US = 300.0  # several times what waking a core costs
 # Of a service's memory, what may be on any node: Python and libraries, which are loaded before the
 # process is bound, and pages that two threads share.
@@ -266,7 +266,7 @@ def _huge_pages(machine: MachineSurvey) -> Finding:
 
 
 def _shared_memory(machine: MachineSurvey) -> Finding:
-    free, needed = machine.shared_memory_free_bytes, _NEEDED_SHARED_BYTES
+    free, needed = machine.shared_memory_free_bytes, object_store_bytes()
     text = f"{size_text(free)} free in /dev/shm, {size_text(needed)} needed"
     if free < needed:
         return Finding("problem", "shared memory", f"{text}: in a container give --shm-size=1g")

@@ -20,7 +20,6 @@ from hotcold.model.byte_sizes import size_text
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact_places import place_to_write
-from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.numba_kernels.own_cache import tell_if_full
 
 if TYPE_CHECKING:
@@ -40,7 +39,8 @@ def running_system(
     """
     from hotcold.actors.system import System  # imports Ray
 
-    tell_draft(system)
+    if note := draft_note(system):
+        tell(note, err=True)
     tell_if_full()  # before minutes go by
     require_bundles(system)
     with loading_bar() as bar:
@@ -68,15 +68,6 @@ def make_bundles(path: Path, config: ModelConfig, weight_dtype: str) -> Path:
         return pack_model(path, config, weight_dtype, on_bytes)
 
 
-def tell_draft(system: SystemConfig) -> None:
-    """Print the memory that a draft takes, if it takes some. Errors: CheckpointError."""
-    if system.draft_system is None:
-        return
-    path = Path(system.model_path)
-    config = served_config(system, Checkpoint(path), read_config(path))
-    tell(draft_note(system, config), err=True)
-
-
 def require_bundles(system: SystemConfig) -> None:
     """Write the system's bundle file unless it exists; print how many neurons it holds.
 
@@ -85,7 +76,7 @@ def require_bundles(system: SystemConfig) -> None:
     if system.storage is None:
         return
     path = Path(system.model_path)
-    config = served_config(system, Checkpoint(path), read_config(path))
+    config = served_config(system, read_config(path))
     share, geometry = expected_gpu(system, config), BundleGeometry.of(config)
     kept = bytes_in_memory(config, system.storage)
     total = config.num_neurons * geometry.neuron_bytes

@@ -9,13 +9,11 @@ from typing import Any
 from hotcold.actors.protocol.messages import PREDICTED_MODES
 from hotcold.actors.setup.choose import default_mode
 from hotcold.actors.setup.modes import has_thresholds, keeps_down_outputs, own_thresholds, promise
-from hotcold.actors.setup.preflight import read_model
+from hotcold.actors.setup.placement_choice import own_profile
+from hotcold.actors.setup.preflight import read_model, smaller_dtypes
 from hotcold.model.byte_sizes import binary_text, size_text
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.config.weight_formats import QUANTIZED_NAMES
-from hotcold.model.errors import ArtifactError, HotcoldError
-from hotcold.model.files.artifact import ModelIdentity
-from hotcold.model.files.artifact_places import artifact_path
+from hotcold.model.errors import ArtifactError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.sparsity import known_firing_share
 from hotcold.model.text.tokenizer import Tokenizer
@@ -28,7 +26,7 @@ from hotcold.model.weights.sizes import (
     stored_bytes,
     weight_bytes,
 )
-from hotcold.placement.profile import PROFILE_FILE, firing_share, read_profile
+from hotcold.placement.profile import firing_share
 from hotcold.predictors.powerinfer import has_predictors
 from hotcold.predictors.predictor_file import predictors_path
 
@@ -59,7 +57,9 @@ def facts_of(path: Path) -> dict[str, Any]:
         "window": max(config.windows, default=0),
         "stored_bytes": stored_bytes(checkpoint),
         "weight_bytes": weight_bytes(served),
-        "quantized_bytes": _quantized_bytes(path),
+        "quantized_bytes": {
+            dtype: weight_bytes(smaller) for dtype, smaller in smaller_dtypes(path)
+        },
         "firing_share": _firing_share(path, config) if config.is_sparse else None,
         "published_share": known[0] if known else None,
         "share_source": known[1] if known else None,
@@ -207,18 +207,6 @@ def _thresholds(path: Path, config: ModelConfig) -> str | None:
     return promise(found, config)
 
 
-def _quantized_bytes(path: Path) -> dict[str, int]:
-    """Bytes in memory by --dtype, of those that the model can be loaded with."""
-    found: dict[str, int] = {}
-    casts = ("f16",) if read_model(path).dtype == "float32" else ()
-    for name in (*casts, *QUANTIZED_NAMES):
-        try:
-            found[name] = weight_bytes(read_model(path, name))
-        except HotcoldError:  # rows that are no whole groups, or quantized already
-            continue
-    return found
-
-
 def _predictors(path: Path, config: ModelConfig) -> list[str]:
     """The modes that have predictors: beside the model, or in its checkpoint."""
     found = [kind for kind in PREDICTED_MODES if predictors_path(path, kind).exists()]
@@ -230,7 +218,7 @@ def _predictors(path: Path, config: ModelConfig) -> list[str]:
 def _firing_share(path: Path, config: ModelConfig) -> float | None:
     """The share of neurons that fire at a token, where a profile lies beside the model."""
     try:
-        profile = read_profile(artifact_path(path, PROFILE_FILE), ModelIdentity.of(path), config)
+        profile = own_profile(path, config)
     except ArtifactError:
         return None
-    return firing_share(config, profile)
+    return None if profile is None else firing_share(config, profile)

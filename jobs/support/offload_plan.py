@@ -7,11 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-from hotcold.actors.setup.account import expected_gpu, in_memory_account
+from hotcold.actors.setup.account import account, expected_gpu
 from hotcold.actors.setup.gpu_share import num_cold_neurons
-from hotcold.actors.setup.preflight import SystemOptions, prepare_system
-from hotcold.actors.setup.storage import fit_storage
 from hotcold.actors.setup.storage_shares import routed_layers, token_reads
 from hotcold.model.bundles.direct_io import PAGE_BYTES
 from hotcold.model.bundles.geometry import BundleGeometry
@@ -64,35 +61,37 @@ def offload_plans(
     system, config = stored(given)
     if system.storage is None:
         return []
-    all_bytes = in_memory_account(system, config).total_bytes
+    all_bytes = account(replace(system, storage=None), config, is_sure=True).total_bytes
     file = Path(system.storage.path)
     disk = measured_disk(file, config) if file.exists() else Disk()
-    step = (all_bytes - 1 - given) / (num_sizes - 1)
-    plans = []
+    step, plans = (all_bytes - 1 - given) / (num_sizes - 1), []
     for size in (given + int(step * i) for i in range(num_sizes)):
         system, config = stored(size)
-        if system.storage is None:
+        storage = system.storage
+        if storage is None:
             break
-        plans.append(_plan(size, system, config, system.storage, profile, disk, memory_s, head_s))
+        share = expected_gpu(system, config)
+        num_cold = num_cold_neurons(share, config)
+        reads = token_reads(profile, share, config, storage)
+        disk_s = disk.least_seconds(reads)
+        token_s = token_seconds(memory_s, disk, reads, system.num_threads, head_s)
+        plans.append(
+            OffloadPlan(
+                cpu_memory_bytes=size,
+                reads_ahead=bool(storage.predictors),
+                of_experts=config.experts is not None,
+                by_profile=_knows(profile, config),
+                num_gates=min(num_cold, storage.num_gates),
+                num_up_downs=min(num_cold, storage.num_up_downs),
+                num_neurons=config.num_neurons,
+                num_on_gpu=config.num_neurons - num_cold,
+                read_bytes=reads.num_bytes,
+                read_ms=1e3 * disk_s,
+                tokens_per_s=1 / max(token_s, 1e-9),
+                most_tokens_per_s=1 / max(disk_s, 1e-9),
+            )
+        )
     return plans
-
-
-def stored_model(path: Path, options: SystemOptions) -> Stored:
-    """Systems of the model at `path`."""
-    return lambda size: prepare_system(path, replace(options, cpu_memory_bytes=size))
-
-
-def stored_config(
-    system: SystemConfig, config: ModelConfig, profile: ActivationProfile | None
-) -> Stored:
-    """Systems of a model that is not here: `system` with its neurons on storage."""
-    share = expected_gpu(system, config)
-    need = in_memory_account(share, config)
-
-    def stored(size: int) -> tuple[SystemConfig, ModelConfig]:
-        return replace(system, storage=fit_storage(profile, need, share, config, size)), config
-
-    return stored
 
 
 def measured_disk(file: Path, config: ModelConfig) -> Disk:
@@ -109,39 +108,6 @@ def measured_disk(file: Path, config: ModelConfig) -> Disk:
 
 def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def _plan(
-    size: int,
-    system: SystemConfig,
-    config: ModelConfig,
-    storage: NeuronStorage,
-    profile: ActivationProfile | None,
-    disk: Disk,
-    memory_s: float,
-    head_s: float,
-) -> OffloadPlan:
-    """The plan of a system with these neurons on storage, of so many bytes of memory."""
-    share = expected_gpu(system, config)
-    reads = token_reads(profile, share, config, storage)
-    seconds = disk.least_seconds(reads)
-    num_neurons = config.num_neurons
-    num_cold = num_cold_neurons(share, config)
-    token_s = token_seconds(memory_s, disk, reads, system.num_threads, head_s)
-    return OffloadPlan(
-        size,
-        bool(storage.predictors),
-        config.experts is not None,
-        _knows(profile, config),
-        min(num_cold, storage.num_gates),
-        min(num_cold, storage.num_up_downs),
-        num_neurons,
-        num_neurons - num_cold,
-        reads.num_bytes,
-        1e3 * seconds,
-        1 / max(token_s, 1e-9),
-        1 / max(seconds, 1e-9),
-    )
 
 
 def _knows(profile: ActivationProfile | None, config: ModelConfig) -> bool:

@@ -14,16 +14,14 @@ from pathlib import Path
 from hotcold.actors.protocol.messages import NO_MODEL, PREDICTED_MODES, SystemConfig
 from hotcold.actors.protocol.options import AUTO_DRAFT, QUANTIZED, SystemOptions
 from hotcold.actors.setup.account import account
-from hotcold.actors.setup.choose import choose_system
+from hotcold.actors.setup.choose import choose_system, within
 from hotcold.actors.setup.modes import require_predictable
 from hotcold.actors.setup.placement_choice import own_profile, plan_request, predictor_cost
-from hotcold.actors.setup.preflight import in_memory, read_model
+from hotcold.actors.setup.preflight import in_memory, prepare_system, read_model
+from hotcold.actors.setup.storage import fit_storage
 from hotcold.jobs.support.offload_plan import (
     OffloadPlan,
-    Stored,
     offload_plans,
-    stored_config,
-    stored_model,
 )
 from hotcold.model.config.build import build_config, read_config
 from hotcold.model.config.model_config import ModelConfig
@@ -35,18 +33,16 @@ from hotcold.model.files.locate import locate_model
 from hotcold.model.sparsity import MAX_DENSITY, MIN_DENSITY, known_firing_share
 from hotcold.model.synthetic.shape import DTYPES, config_json, resolve_shape
 from hotcold.placement.machine.description import Machine
-from hotcold.placement.machine.this_machine import this_machine, unmeasured_machine
-from hotcold.placement.plan import PlacementPlan, PlanRequest
-from hotcold.placement.planner import make_plan, require_room
+from hotcold.placement.machine.survey import read_layout
+from hotcold.placement.machine.this_machine import this_machine
+from hotcold.placement.plan import PlacementPlan
+from hotcold.placement.planner import Planner
 from hotcold.placement.profile import ActivationProfile, read_profile, stated_profile
 from hotcold.placement.solver.cost import PredictorCost, assumed_predictors
-from hotcold.placement.solver.plan_devices import RESERVE_BYTES
+from hotcold.placement.solver.plan_devices import gpu_budget
 
 _PLOTTED = 17  # sizes of memory in a plot
 _ROOMY = 1 << 50  # bytes of a node in which every model fits
-Asked = tuple[
-    ModelConfig, Machine, ActivationProfile | None, PlanRequest, PredictorCost | None, int
-]  # arguments of `make_plan`
 
 
 @dataclass(frozen=True)
@@ -159,7 +155,7 @@ class Planning:
 
         Errors:  MemoryBudgetError; those of `system`
         """
-        require_room(*self._asked(self._sizes))
+        self._planner(self._sizes).require_room()
 
     def measured(self, on_stage: Callable[[str], None]) -> Machine:
         """The machine with its speeds. Errors: MemoryBudgetError where it cannot be measured."""
@@ -167,7 +163,7 @@ class Planning:
 
     def plan(self, machine: Machine, time_limit_s: float = 1.0) -> PlacementPlan:
         """The plan on `machine`. Errors: MemoryBudgetError."""
-        return make_plan(*self._asked(machine), time_limit_s=time_limit_s)
+        return self._planner(machine).plan(time_limit_s)
 
     def fitting_dtype(self) -> str:
         """Of a model that is not here the most precise --dtype that fits; "" for none."""
@@ -184,7 +180,7 @@ class Planning:
     def require_least(self) -> None:
         """Raise MemoryBudgetError, naming the least, where --cpu-memory is too little for that."""
         assert self.options.cpu_memory_bytes is not None
-        self._stored_systems()(self.options.cpu_memory_bytes)
+        self._stored_within(self.options.cpu_memory_bytes)
 
     def stored(self, machine: Machine, is_plotted: bool = False) -> list[OffloadPlan]:
         """Plans with neurons on storage, by size of memory from --cpu-memory on; [] if none is.
@@ -199,23 +195,25 @@ class Planning:
         head_s = sum(part["ms"] for part in report["parts"] if part["name"] == "head") / 1e3
         number = {"num_sizes": _PLOTTED} if is_plotted else {}
         return offload_plans(
-            self._stored_systems(), given, self.profile, report["token_s"], head_s=head_s, **number
+            self._stored_within, given, self.profile, report["token_s"], head_s=head_s, **number
         )
 
-    def _stored_systems(self) -> Stored:
-        if self.model.path is not None:
-            return stored_model(self.model.path, self.options)
+    def _stored_within(self, num_bytes: int) -> tuple[SystemConfig, ModelConfig]:
+        """The system with so much memory, and neurons on storage where that takes it."""
+        config, path = self.model.config, self.model.path
+        if path is not None:
+            return prepare_system(path, replace(self.options, cpu_memory_bytes=num_bytes))
         system, gpus = self._planned, self._placed_on(self._sizes).gpus
         if self._uses_gpu:
-            wanted = self.options.gpu_memory_bytes or gpus[0].free_bytes - RESERVE_BYTES
-            budget = max(1, min(wanted, gpus[0].free_bytes))
+            budget = max(1, gpu_budget(self.options.gpu_memory_bytes, gpus[0].free_bytes))
             system = replace(system, device="cuda", gpu_memory_bytes=budget)
-        return stored_config(system, self.model.config, self.profile)
+        storage = fit_storage(self.profile, system, config, num_bytes)
+        return replace(system, storage=storage), config
 
     @cached_property
     def _sizes(self) -> Machine:
         """The machine with its memory; its speeds need not be its own."""
-        return self.described or unmeasured_machine()
+        return self.described or read_layout().unmeasured
 
     @property
     def _uses_gpu(self) -> bool:
@@ -240,11 +238,8 @@ class Planning:
         num_threads = cores if options.num_threads is None else options.num_threads
         if not 1 <= num_threads <= cores:
             raise UsageError(f"--threads is {num_threads}; the machine has 1 to {cores}")
-        num_actors = options.num_cpu_actors
-        if num_actors is None:
-            num_actors = min(len(self.described.nodes), num_threads)
-        if not 1 <= num_actors <= num_threads:
-            raise UsageError(f"--cpu-actors is {num_actors}; give a number from 1 to {num_threads}")
+        fewest = min(len(self.described.nodes), num_threads)
+        num_actors = within("--cpu-actors", options.num_cpu_actors, 1, num_threads, fewest)
         here = _chosen(self.model, replace(options, num_threads=None, num_cpu_actors=None))
         return replace(here, num_threads=num_threads, num_cpu_actors=num_actors)
 
@@ -254,7 +249,7 @@ class Planning:
         system = replace(self._planned, device="cuda" if self._uses_gpu else "cpu")
         if self.model.path is None:
             return system, self.model.config
-        return in_memory(self.model.path, system, self.model.config, self.has_plan)
+        return in_memory(system, self.model.config, self.has_plan)
 
     def _predictors(self, system: SystemConfig) -> PredictorCost | None:
         """What the mode's predictors cost. Errors: ArtifactError"""
@@ -264,17 +259,17 @@ class Planning:
         is_predicted = system.mode in PREDICTED_MODES
         return assumed_predictors(model.config, system.mode) if is_predicted else None
 
-    def _asked(self, machine: Machine) -> Asked:
+    def _planner(self, machine: Machine) -> Planner:
         system, config = self._in_memory
         need = account(self._planned, config)
-        budgets = self.options.gpu_memory_bytes, self.options.cpu_memory_bytes
-        return (
+        return Planner(
             config,
             self._placed_on(machine),
             self.profile,
-            plan_request(system, *budgets, machine.identity, self.profile),
-            self._predictors(system),
+            plan_request(system, self.options, machine.identity, self.profile),
+            need.kv_cache_bytes,
             need.process_bytes + need.arena_bytes + need.draft_bytes,
+            self._predictors(system),
         )
 
 

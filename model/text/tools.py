@@ -49,6 +49,16 @@ For each call write a JSON object with the function's name and its arguments wit
 </tool_call>"""
 
 
+def described(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
+    """A tool with every key that a chat template may read."""
+    function = {
+        "name": name,
+        "description": description or "",
+        "parameters": parameters or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": function}
+
+
 def syntax_of(template: str, knows_tools: bool) -> CallSyntax | None:
     """Return the syntax that a template teaches; None where the system prompt must teach it."""
     if not knows_tools or any(text in template for text in _OTHERS):

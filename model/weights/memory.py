@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike
 
 from hotcold.model.byte_sizes import size_text
 from hotcold.model.errors import MemoryBudgetError
-from hotcold.model.limits import group_folders, memory_nodes
+from hotcold.model.limits import group_folders, memory_nodes, read_text
 
 HUGE_PAGE_BYTES = 2 << 20
 SHARED_MEMORY = Path("/dev/shm")
@@ -71,7 +71,7 @@ def available_bytes(root: Path = Path("/")) -> int:
     if (on_nodes := _free_on_nodes(root)) is not None:
         free = min(free, on_nodes)
     for limit_bytes, folder in _cgroup_limits(root):
-        stats = _numbers(folder / "memory.stat")
+        stats = read_numbers(folder / "memory.stat")
         prefix = "total_" if "total_inactive_file" in stats else ""
         cache = sum(stats.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
         used = _first_number(folder, "memory.current", "memory.usage_in_bytes")
@@ -108,7 +108,7 @@ def _free_on_nodes(root: Path) -> int | None:
     allowed = memory_nodes(root)
     free, is_limited = 0, False
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
-        node = _numbers(folder / "meminfo", skip=2)  # "Node 0 MemFree:  123 kB"
+        node = read_numbers(folder / "meminfo", skip=2)  # "Node 0 MemFree:  123 kB"
         if allowed is None or int(folder.name.removeprefix("node")) in allowed:
             names = ("MemFree", "Active(file)", "Inactive(file)")
             free += sum(node.get(name, 0) for name in names) * 1024
@@ -124,19 +124,18 @@ def _first_number(folder: Path, *names: str) -> int:
     return 0
 
 
-def _numbers(path: Path, skip: int = 0) -> dict[str, int]:
-    """Names and numbers of lines such as "file 123" or "MemFree: 12 kB", after `skip` words."""
+def read_numbers(path: Path, skip: int = 0) -> dict[str, int]:
+    """Return the numbers of lines such as "file 123" or "MemFree: 12 kB", after `skip` words."""
     found = {}
-    with contextlib.suppress(OSError):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError, IndexError):
-                name, number = line.split()[skip:][:2]
-                found[name.rstrip(":")] = int(number)
+    for line in read_text(path).splitlines():
+        with contextlib.suppress(ValueError, IndexError):
+            name, number = line.split()[skip:][:2]
+            found[name.rstrip(":")] = int(number)
     return found
 
 
 def _meminfo(name: str, root: Path) -> int:
-    found = _numbers(root / "proc/meminfo")
+    found = read_numbers(root / "proc/meminfo")
     if name in found:
         return found[name] * 1024
     raise MemoryBudgetError(f"/proc/meminfo has no {name} line; Linux 3.14 or later is needed")

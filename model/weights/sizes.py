@@ -97,11 +97,14 @@ def ffn_bytes(config: ModelConfig, num_neurons_total: int, num_services: int = 1
     return round(num_neurons_total * per_neuron) + down_bias
 
 
-def weight_bytes(config: ModelConfig, loaded_ffn_bytes: int | None = None) -> int:
-    """Bytes of weights that all services load; `loaded_ffn_bytes` of neurons, by default all."""
-    if loaded_ffn_bytes is None:
-        loaded_ffn_bytes = ffn_bytes(config, config.num_neurons)
-    return attention_bytes(config) + head_bytes(config) + loaded_ffn_bytes
+def neuron_bytes(config: ModelConfig) -> int:
+    """Return the bytes of one neuron of `FfnWeights`."""
+    return ffn_bytes(config, 1) - ffn_bytes(config, 0)
+
+
+def weight_bytes(config: ModelConfig) -> int:
+    """Return the bytes of all weights in memory."""
+    return attention_bytes(config) + head_bytes(config) + ffn_bytes(config, config.num_neurons)
 
 
 def predictor_bytes_a_neuron(config: ModelConfig, num_services: int = 1) -> float:

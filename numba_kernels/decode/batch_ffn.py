@@ -155,8 +155,8 @@ def _list_active(masks, tokens, order, lists):
 
 
 @njit(nogil=True, cache=True)
-def _listed_products(weights, ids, token_masks, tokens, x, first, last, products, lists):
-    """products[i - first, t] = weights[ids[i]] . x[t] for the tokens that ids[i] is active for."""
+def _listed_products(weights, ids, offset, token_masks, tokens, x, first, last, products, lists):
+    """products[i - first, t] = weights[ids[i] + offset] . x[t] for the tokens that want ids[i]."""
     distance = rows_ahead(weights)
     lists.counts[:] = 0
     _list_active(token_masks, tokens, range(first, last), lists)
@@ -165,8 +165,10 @@ def _listed_products(weights, ids, token_masks, tokens, x, first, last, products
         for k in range(count):
             i, following = places[k], places[min(k + distance, count - 1)]
             if k + distance + 2 < count:
-                prefetch_row(weights, ids[places[k + distance + 2]])
-            products[i - first, t] = dot_ahead(weights, ids[i], ids[following], x, t)
+                prefetch_row(weights, ids[places[k + distance + 2]] + offset)
+            products[i - first, t] = dot_ahead(
+                weights, ids[i] + offset, ids[following] + offset, x, t
+            )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
@@ -192,25 +194,29 @@ def first_of_rows(ids, token_masks, shift, first, last):
 
 @njit(nogil=True, cache=True)
 def products_kernel(
-    weights, ids, token_masks, tokens, first_row, x, width, first, last, products, lists
+    weights, ids, offset, token_masks, tokens, first_row, x, width, first, last, products, lists
 ):  # fmt: skip
-    """products[i - first, t] = weights[n] . x[t] of candidates i in first..last-1; checks nothing.
+    """products[i - first, t] = weights[n + offset] . x[t] of candidates i in first..last-1.
 
     Candidates are as for `numba_kernels.decode.ffn.gate_values_kernel`, first_row as of
     `first_of_rows`. They are multiplied with `tokens`, listed ones only with those of their masks;
     other products stay as they are. Of vectors (T, width) x, `gather` has copied these tokens',
-    unless they are all, or first_row is -1.
+    unless they are all, or first_row is -1. Checks nothing.
     """
-    num_tokens, end_row = products.shape[1], first_row + last - first
+    num_tokens, begin, end = (
+        products.shape[1],
+        first_row + offset,
+        first_row + offset + last - first,
+    )
     if first_row < 0:
-        _listed_products(weights, ids, token_masks, tokens, x, first, last, products, lists)
+        _listed_products(weights, ids, offset, token_masks, tokens, x, first, last, products, lists)
     elif are_all(tokens, num_tokens):
-        block_products(weights, x, products.T, first_row, end_row, 0)
+        block_products(weights, x, products.T, begin, end, 0)
     else:
         count, row = count_tokens(tokens, num_tokens), 0
         some_x = gathered(x, width, lists)
         some = _own_products(lists, count)
-        block_products(weights, some_x, some, first_row, end_row, 0)
+        block_products(weights, some_x, some, begin, end, 0)
         for t in range(num_tokens):
             if tokens & (np.uint32(1) << np.uint32(t)):
                 for i in range(last - first):

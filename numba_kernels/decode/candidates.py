@@ -12,9 +12,10 @@ from hotcold.numba_kernels.decode.rows import split_range
 
 # Numbers of a span, the candidates of a chosen block. TOKENS: bits of those that chose it; ROW,
 # END_ROW: its rows in the layer; FIRST, LAST: its candidates; FIRED_END: where a thread's neurons
-# that fired in this span and before it end.
-BLOCK, TOKENS, ROW, END_ROW, FIRST, LAST, FIRED_END = range(7)
-NUM_SPAN_NUMBERS = 7
+# that fired in this span and before it end; OFFSET: what is added to a row of the layer for where
+# its weights are, which differs for experts in slots.
+BLOCK, TOKENS, ROW, END_ROW, FIRST, LAST, FIRED_END, OFFSET = range(8)
+NUM_SPAN_NUMBERS = 8
 _ALL_TOKENS = 0xFFFFFFFF
 
 
@@ -47,7 +48,7 @@ def _tokens_of(block_weights, block, num_tokens):
 def list_spans(selection, starts, num_tokens, spans):
     """Write a span for each chosen block, ascending; returns those.
 
-    Shapes:  starts (B + 1,): a layer's of `FfnArrays`; spans (B, 7) int64
+    Shapes:  starts (B + 1,): a layer's of `FfnArrays`; spans (B, 8) int64
     """
     count, candidate, ids = 0, np.int64(0), selection.ids
     for block in range(starts.shape[0] - 1):
@@ -60,7 +61,7 @@ def list_spans(selection, starts, num_tokens, spans):
             first, last = np.int64(_first_from(ids, row)), np.int64(_first_from(ids, end_row))
         span = spans[count]
         span[BLOCK], span[TOKENS], span[ROW], span[END_ROW] = block, tokens, row, end_row
-        span[FIRST], span[LAST], candidate = first, last, last
+        span[FIRST], span[LAST], span[OFFSET], candidate = first, last, 0, last
         count += 1
     return spans[:count]
 

@@ -25,13 +25,13 @@ from hotcold.numba_kernels.ir.vector_ir import (
 
 
 @njit(nogil=True, cache=True)
-def gate_values_kernel(gate, bias, ids, shift, x, function, first, last, end, values):
-    """values[i - first] = fn(gate[n] . x[0] + bias[n]) of candidates i in first..last-1, one token.
+def gate_values_kernel(gate, bias, ids, shift, offset, x, function, first, last, end, values):
+    """values[i - first] = fn(gate[n + offset] . x[0] + bias[n]) of candidates i in first..last-1.
 
     The candidates are rows ids[first:last], or rows first + shift..last + shift - 1 where `ids` is
-    empty; those before `end` may be prefetched. `x` is one token's `quantize_activations`. Checks
-    nothing. One loop without calls that take arrays: such a call costs as much as reading a short
-    row.
+    empty, of one token; those before `end` may be prefetched. `x` is that token's
+    `quantize_activations`. Checks nothing. One loop without calls that take arrays: such a call
+    costs as much as reading a short row.
     """
     listed, distance = ids.shape[0] > 0, rows_ahead(gate)
     for candidate in range(first, last):
@@ -39,10 +39,10 @@ def gate_values_kernel(gate, bias, ids, shift, x, function, first, last, end, va
         if listed:
             n, following = ids[candidate], ids[min(candidate + distance, end - 1)]
             if candidate + distance + 2 < end:
-                prefetch_row(gate, ids[candidate + distance + 2])
-            value = dot_ahead(gate, n, following, x, 0)
+                prefetch_row(gate, ids[candidate + distance + 2] + offset)
+            value = dot_ahead(gate, n + offset, following + offset, x, 0)
         else:
-            value = dot_row(gate, n, x, 0)
+            value = dot_row(gate, n + offset, x, 0)
         if bias.shape[0]:
             value += bias[n]
         values[candidate - first] = activate(function, value)

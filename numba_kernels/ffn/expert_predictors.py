@@ -56,7 +56,7 @@ class PredictorScratch(NamedTuple):
     hidden (T * R,) float32: relu(inner . x), R rows a layer at most
     inputs: for `quantize_activations`
     own_ids, ids (N,) int32, own_masks, masks (N,) uint32: what counts, by thread and of all
-    counts (threads,) int64; spans (threads, B, 7) int64; lists: gathered activations, products
+    counts (threads,) int64; spans (threads, B, 8) int64; lists: gathered activations, products
     """
 
     hidden: np.ndarray

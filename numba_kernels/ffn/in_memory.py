@@ -25,6 +25,7 @@ from hotcold.numba_kernels.decode.batch_ffn import (
 )
 from hotcold.numba_kernels.decode.candidates import (
     NUM_SPAN_NUMBERS,
+    OFFSET,
     TOKENS,
     own_part,
     own_stripes,
@@ -68,7 +69,7 @@ class FfnScratch(NamedTuple):
     that fired, and of up rows read; order (N,) int32: of a thread's neurons that fired, by stripe;
     stripes end at stripe_ends (threads, stripes) int64; added (threads, 2, threads * S) int64: work
     space
-    spans (threads, B, 7) int64: of `decode.candidates`
+    spans (threads, B, 8) int64: of `decode.candidates`
     lists: each token's neurons; inputs: for `quantize_activations`; counters (kinds, threads * 16)
     int32 of blocks taken
     rows (threads, S, T, 240) float32: of transposed ones, sums of stripes of some rows
@@ -234,7 +235,7 @@ def take_products(
         taken, passed = next_block(counters, part), 0  # of this part's blocks, span after span
         for span in spans:
             first, last = own_part(span, selection, stripes, part, num_threads)
-            shift, tokens = shift_of(span), np.uint32(span[TOKENS])
+            shift, offset, tokens = shift_of(span), span[OFFSET], np.uint32(span[TOKENS])
             count = num_blocks(last - first, size, least)
             is_gathered = are_all(tokens, num_tokens)
             while taken < passed + count:
@@ -242,7 +243,7 @@ def take_products(
                 begin, end = first + begin, first + end
                 if activates_one:
                     gate_values_kernel(
-                        weights, bias, places, shift, x, function, begin, end, last,
+                        weights, bias, places, shift, offset, x, function, begin, end, last,
                         values[begin:end],
                     )  # fmt: skip
                 else:
@@ -251,7 +252,7 @@ def take_products(
                         gather(x, tokens, width, lists)
                         is_gathered = True
                     products_kernel(
-                        weights, places, masks, tokens, row, x, width, begin, end,
+                        weights, places, offset, masks, tokens, row, x, width, begin, end,
                         products[begin:end], lists,
                     )  # fmt: skip
                 taken = next_block(counters, part)

@@ -42,8 +42,7 @@ from hotcold.numba_kernels.ffn import in_memory as rows
 from hotcold.numba_kernels.ffn.in_memory import Share, stripes_of
 from hotcold.numba_kernels.ffn_arrays import FfnArrays, TransposedArrays
 from hotcold.numba_kernels.loops.mailbox import barrier_wait
-from hotcold.numba_kernels.storage.offloaded_experts import OffloadedExperts
-from hotcold.numba_kernels.storage.offloaded_neurons import OffloadedNeurons
+from hotcold.numba_kernels.storage.offloaded_units import OffloadedExperts, OffloadedNeurons
 
 _SOURCES = FfnArrays, TransposedArrays, OffloadedNeurons, OffloadedExperts
 _TRANSPOSED_EXPERTS = len(_SOURCES)
@@ -80,32 +79,32 @@ _clear = _step(rows.clear, transposed.clear, rows.clear, rows.clear, transposed.
 _compute_gates = _step(
     rows.compute_gates, rows.compute_gates, offloaded.compute_gates, experts.compute_gates
 )
-_is_well = _step(rows.is_well, rows.is_well, offloaded.is_well, experts.is_well)
+_is_well = _step(rows.is_well, rows.is_well, offloaded.is_well, offloaded.is_well)
 _find_fired = _step(rows.find_fired, rows.find_fired, offloaded.find_fired, experts.find_fired)
 _scale = _step(rows.scale, rows.scale, offloaded.scale, rows.scale)
-_add = _step(rows.add, transposed.add, rows.add, experts.add, experts.add_transposed)
-_add_up = _step(rows.add_up, transposed.add_up, rows.add_up, rows.add_up, experts.add_up_transposed)
+_add = _step(rows.add, transposed.add, rows.add, rows.add, transposed.add)
+_add_up = _step(rows.add_up, transposed.add_up, rows.add_up, rows.add_up, transposed.add_up)
 
 
 @inlined_by_types
 def _layer_rows(source, layer):  # type: ignore[no-untyped-def]
     """`FfnArrays` of a layer; for compiled code."""
     return _choice(
-        source, rows.layer_rows, transposed.layer_rows, offloaded.layer_rows, experts.layer_rows
+        source, rows.layer_rows, transposed.layer_rows, offloaded.layer_rows, offloaded.layer_rows
     )
 
 
 @inlined_by_types
 def _places(source, fired_ids, first):  # type: ignore[no-untyped-def]
     """Places of up and down rows of `fired_ids`, a thread's; for compiled code."""
-    return _choice(source, rows.places, rows.places, offloaded.places, experts.places)
+    return _choice(source, rows.places, rows.places, offloaded.places, offloaded.places)
 
 
 @inlined_by_types
 def note_reads(source, reply):  # type: ignore[no-untyped-def]
     """The reply says what was read so far; for compiled code."""
     return _choice(
-        source, rows.note_reads, rows.note_reads, offloaded.note_reads, experts.note_reads
+        source, rows.note_reads, rows.note_reads, offloaded.note_reads, offloaded.note_reads
     )
 
 

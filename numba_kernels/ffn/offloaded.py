@@ -5,20 +5,22 @@ rows looked up in slots. Reads of missing gates are submitted first; one token's
 computed meanwhile, the others as their reads complete. Then reads of the fired neurons' up and down
 rows are submitted. Each thread multiplies with up rows as they are loaded, and adds down rows in
 ascending order at the end.
+
+`layer_rows`, `is_well`, `places` and `note_reads` are of offloaded experts too.
 """
 
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.activations import activate_up
-from hotcold.numba_kernels.decode.candidates import FIRST, LAST
+from hotcold.numba_kernels.decode.vectors import copy_numbers
 from hotcold.numba_kernels.ffn import in_memory
 from hotcold.numba_kernels.ffn.in_memory import GATES, layer_span, share_products, with_matrices
 from hotcold.numba_kernels.ir.vector_ir import dot_ahead
 from hotcold.numba_kernels.loops.doorbell import atomic_load
 from hotcold.numba_kernels.loops.mailbox import (
     BYTES_READ,
-    PARTS_AHEAD,
+    PARTS_GUESSABLE,
     PARTS_LOOKED_UP,
     PARTS_MISSED,
     PARTS_USEFUL,
@@ -26,71 +28,55 @@ from hotcold.numba_kernels.loops.mailbox import (
     barrier_wait,
 )
 from hotcold.numba_kernels.storage import MAX_GAP
-from hotcold.numba_kernels.storage.offloaded_neurons import (
-    await_rows,
-    locate_up_downs,
-    rescore_ahead,
-    submit_ahead,
-    submit_marked,
-)
-from hotcold.numba_kernels.storage.pending_gates import loaded_values, pending_values, submit_gates
-from hotcold.numba_kernels.storage.read_ahead import (
-    NUM_AHEAD,
-    NUM_USEFUL,
-    adapt,
-    next_layer_ahead,
-    note_started,
-    score_ahead,
-)
-from hotcold.numba_kernels.storage.read_queue import (
-    FAILED,
-    LOADED,
-    cancel_reads,
-    drop_reads,
-    num_completed,
-)
-from hotcold.numba_kernels.storage.slots import (
+from hotcold.numba_kernels.storage.offloaded_units import (
     NUM_LOOKUPS,
     NUM_MISSES,
-    await_timed,
-    await_unit,
-    begin_epoch,
-    has_all,
+    await_units,
+    begin_request,
+    cancel_ahead,
+    claim,
+    locate,
+    request_units,
+    submit_marked,
 )
+from hotcold.numba_kernels.storage.pending_gates import loaded_values, pending_values
+from hotcold.numba_kernels.storage.read_ahead import (
+    adapt,
+    next_layer_ahead,
+    read_likeliest,
+    rescore_ahead,
+    score_ahead,
+)
+from hotcold.numba_kernels.storage.read_queue import FAILED, LOADED, num_completed
+from hotcold.numba_kernels.storage.slots import await_timed, has_all, keep, unit_at
 
 
 @njit(nogil=True, cache=True, inline="always")
 def layer_rows(source, layer):
-    """`FfnArrays` of one layer, with all slots' rows."""
+    """`FfnArrays` of one layer, with all rows in memory."""
     arrays = source.arrays
     return with_matrices(arrays, layer, arrays.gate, arrays.up, arrays.down)
 
 
 @njit(nogil=True, cache=True)
-def _begin_request(shard, first, last):
-    """Start a request of neurons first..last-1; reads ahead stay in flight."""
-    begin_epoch(shard.gates, last - first)
-    begin_epoch(shard.up_downs, last - first)
-    if shard.queue.failure[0]:
-        drop_reads(shard.queue, shard.gates.requested, shard.up_downs.requested)
+def _request_gates(shard, first, last, selection, keeps_all):
+    """Submit reads of the candidates' gates that are not in memory; by one thread alone.
 
-
-@njit(nogil=True, cache=True)
-def _cancel_ahead(shard):
-    """Cancel reads ahead that have not started, before the layer's own lookups."""
-    cancel_reads(shard.queue, shard.gates.requested, shard.up_downs.requested)
-    note_started(shard.ahead, shard.gates, shard.up_downs)
-
-
-@njit(nogil=True, cache=True)
-def _await_gates(shard, spans):
-    """Wait for all candidates' gates; False where a read failed."""
-    for span in spans:
-        for i in range(span[FIRST], span[LAST]):
-            row = np.int64(shard.gates.unit_of[shard.gate_slots[i]])
-            if not await_unit(shard.gates, shard.queue, row, shard.waited_ns, 0):
-                return False
-    return True
+    Up and down rows are read with them where all are needed (`keeps_all`), or where one read of a
+    whole bundle is faster. No use of those is counted: which neurons fire is not known yet.
+    """
+    ids, up_downs, order = selection.ids, shard.up_downs, shard.order
+    count = ids.shape[0] if selection.is_listed else last - first
+    num_missing = request_units(shard, first, ids, count)
+    if keeps_all or (selection.is_listed and shard.reads_whole[0]):
+        for i in range(count):
+            keep(up_downs, unit_at(first, ids, i))
+        for k in range(num_missing):
+            claim(shard, up_downs, unit_at(first, ids, np.int64(order[k])))
+    if num_missing:
+        submit_marked(shard, MAX_GAP)
+    shard.counters[:] = 0
+    return count
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -100,18 +86,18 @@ def begin(source, share, scratch):
     Returns False where a read failed; then `source.queue.failure` says why.
     """
     first, last = layer_span(source.arrays, share.layer)
-    gates_stay, thread = has_all(source.gates), share.thread
-    awaits_gates = share.x.shape[0] > 1
-    source.failed[thread] = 0
-    if thread == 0:
-        _begin_request(source, first, last)
+    gates_stay, awaits_gates = has_all(source.gates), share.x.shape[0] > 1
+    if share.thread == 0:
+        begin_request(source, last - first)
         if not gates_stay:
-            _cancel_ahead(source)
-            submit_gates(
-                source, first, share.selection, share.spans, share.thresholds.gate < 0
+            cancel_ahead(source)
+            count = _request_gates(
+                source, first, last, share.selection, share.thresholds.gate < 0
             )  # fmt: skip
             if awaits_gates:
-                source.failed[0] = not _await_gates(source, share.spans)
+                source.failed[0] = not await_units(
+                    source, 0, source.gates, first, share.selection.ids, count
+                )  # fmt: skip
     if gates_stay:
         return True
     barrier_wait(share.cells, share.service, share.num_threads)
@@ -141,7 +127,7 @@ def compute_gates(source, share, scratch):
             values,
         )  # fmt: skip
     elif num_tokens > 1:
-        share_products(counters, share, rows.gate, rows.gate_bias, source.gate_slots, False, values)
+        share_products(counters, share, rows.gate, rows.gate_bias, source.slots, False, values)
     else:
         loaded_values(source, x, share.function, values)
     if following >= 0:
@@ -161,18 +147,22 @@ def is_well(source, share, scratch):
 def _submit_up_downs(shard, first, scratch, num_threads):
     """Submit reads of all fired neurons' up and down rows; called by one thread alone."""
     if has_all(shard.gates):
-        _cancel_ahead(shard)
+        cancel_ahead(shard)
+    num_missing = 0
     for thread in range(num_threads):
         begin, count = scratch.firsts[thread], scratch.counts[thread]
-        ids, slots = scratch.fired_ids[begin:], shard.up_down_slots[begin:]
-        locate_up_downs(shard, first, ids, count, slots)
-    submit_marked(shard, MAX_GAP)
+        num_missing += locate(
+            shard, shard.up_downs, first, scratch.fired_ids[begin:], count, shard.places[begin:],
+            shard.order[begin:],
+        )  # fmt: skip
+    if num_missing:
+        submit_marked(shard, MAX_GAP)
 
 
 @njit(nogil=True, cache=True, inline="always")
 def places(source, fired_ids, first):
-    """Slots of up and down rows of the thread's neurons that fired."""
-    return source.up_down_slots[first:]
+    """Rows in memory of the thread's neurons that fired."""
+    return source.places[first:]
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -183,14 +173,15 @@ def find_fired(source, share, scratch):
     if thread == 0:
         first, _ = layer_span(source.arrays, share.layer)
         _submit_up_downs(source, first, scratch, num_threads)
-        adapt(source.ahead, share.layer, source.gates, source.up_downs)
+        adapt(source, share.layer)
     if following >= 0:
         rescore_ahead(
             source, following, thread, num_threads, share.vectors, share.function, share.x.shape[0]
         )
     barrier_wait(share.cells, share.service, num_threads)
     if thread == 0 and following >= 0:
-        submit_ahead(source, following)
+        first, last = layer_span(source.arrays, following)
+        read_likeliest(source, following, first, last)
 
 
 @njit(nogil=True, cache=True)
@@ -233,12 +224,12 @@ def scale(source, share, scratch):
     first, _ = layer_span(source.arrays, share.layer)
     is_loaded = True
     if not is_one:
-        is_loaded = await_rows(source, thread, source.up_downs, first, share.fired_ids, num_fired)
+        is_loaded = await_units(source, thread, source.up_downs, first, share.fired_ids, num_fired)
     if is_loaded and is_one:
-        pending = source.pending[scratch.firsts[thread] :]
         is_loaded = _scale_pending(
-            source, share.rows, thread, first, share.fired_ids, share.places, pending, num_fired,
-            share.vectors, share.function, share.flat_gates,
+            source, share.rows, thread, first, share.fired_ids, share.places,
+            source.order[scratch.firsts[thread] :], num_fired, share.vectors, share.function,
+            share.flat_gates,
         )  # fmt: skip
     elif is_loaded:
         in_memory.scale(source, share, scratch)
@@ -249,10 +240,8 @@ def scale(source, share, scratch):
 @njit(nogil=True, cache=True, inline="always")
 def note_reads(source, reply):
     """The reply says what was read and awaited so far."""
-    gates, up_downs = source.gates.state, source.up_downs.state
     reply[BYTES_READ] = source.queue.counts[:, 0].sum()
     reply[READ_WAIT_NS] = source.waited_ns.max()
-    reply[PARTS_LOOKED_UP] = gates[NUM_LOOKUPS] + up_downs[NUM_LOOKUPS]
-    reply[PARTS_MISSED] = gates[NUM_MISSES] + up_downs[NUM_MISSES]
-    reply[PARTS_AHEAD] = source.ahead.counts[NUM_AHEAD]
-    reply[PARTS_USEFUL] = source.ahead.counts[NUM_USEFUL]
+    reply[PARTS_LOOKED_UP] = source.counts[NUM_LOOKUPS]
+    reply[PARTS_MISSED] = source.counts[NUM_MISSES]
+    copy_numbers(source.ahead.counts, reply[PARTS_GUESSABLE : PARTS_USEFUL + 1])

@@ -13,7 +13,7 @@ from n * T on.
 import numpy as np
 
 from hotcold.numba_kernels.block_rows import IS_SECOND, ROW_ITEMS
-from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.compiler import inlined_by_types, njit
 from hotcold.numba_kernels.decode.batch_ffn import count_tokens
 from hotcold.numba_kernels.decode.block_vectors import block_vectors, matrix_at, quantize_block
 from hotcold.numba_kernels.decode.candidates import BLOCK, END_ROW, ROW, TOKENS
@@ -116,18 +116,21 @@ def _scatter(spans, cuts, fired_ids, gates, h):
         begin += (span[END_ROW] - span[ROW]) * num_tokens
 
 
-@njit(nogil=True, cache=True, inline="always")
-def add_to_columns(arrays, share, scratch):
-    """`add` of `arrays` with the layer's cuts."""
-    count, h = scratch.counts[share.thread], scratch.sums.reshape(scratch.sums.size)
-    cuts = arrays.cuts[min(share.layer, arrays.cuts.shape[0] - 1)]
-    _scatter(share.spans, cuts, share.fired_ids[:count], share.gates[:count], h)
+@inlined_by_types
+def _arrays_of(source):  # type: ignore[no-untyped-def]
+    """`TransposedArrays` of a source: itself, or of offloaded experts; for compiled code."""
+    if "arrays" in source.fields:
+        return lambda source: source.arrays
+    return lambda source: source
 
 
 @njit(nogil=True, cache=True, inline="always")
 def add(source, share, scratch):
     """Bring the products of what fired into the order of down's columns."""
-    add_to_columns(source, share, scratch)
+    arrays = _arrays_of(source)
+    count, h = scratch.counts[share.thread], scratch.sums.reshape(scratch.sums.size)
+    cuts = arrays.cuts[min(share.layer, arrays.cuts.shape[0] - 1)]
+    _scatter(share.spans, cuts, share.fired_ids[:count], share.gates[:count], h)
 
 
 @njit(nogil=True, cache=True)
@@ -265,8 +268,9 @@ def _add_all(
 
 
 @njit(nogil=True, cache=True, inline="always")
-def add_columns(arrays, share, scratch):
-    """`add_up` of `arrays` with the layer's cuts."""
+def add_up(source, share, scratch):
+    """What is left over of down . h of each stripe, and biases, in rows shared by work stealing."""
+    arrays = _arrays_of(source)
     down, layer, thread = share.rows.down, share.layer, share.thread
     _add_all(
         scratch.counters[DOWN], thread, share.num_threads, down, down.places[layer], share.spans,
@@ -275,9 +279,3 @@ def add_columns(arrays, share, scratch):
         scratch.sums.reshape(scratch.sums.size), scratch.inputs, share.lists.products,
         scratch.rows[thread], scratch.first_stripes[thread], share.out, share.more,
     )  # fmt: skip
-
-
-@njit(nogil=True, cache=True, inline="always")
-def add_up(source, share, scratch):
-    """What is left over of down . h of each stripe, and biases, in rows shared by work stealing."""
-    add_columns(source, share, scratch)

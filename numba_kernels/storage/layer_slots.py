@@ -7,10 +7,10 @@ decode step in between may evict them again.
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN, copy_row
-from hotcold.numba_kernels.storage.offloaded_neurons import submit_marked
+from hotcold.numba_kernels.storage.neuron_file import copy_row
+from hotcold.numba_kernels.storage.offloaded_units import claim, submit_marked
 from hotcold.numba_kernels.storage.read_queue import NOW, await_batch
-from hotcold.numba_kernels.storage.slots import assign_slot, claim, evict, has_all, load_state
+from hotcold.numba_kernels.storage.slots import assign_slot, evict, has_all, load_state
 
 
 @njit(nogil=True, cache=True)
@@ -37,18 +37,11 @@ def request_layer(shard, first, last, gate_base, up_down_base, max_gap):
     if not gates_stay:
         _assign_places(shard.gates, first, last, gate_base)
     _assign_places(shard.up_downs, first, last, up_down_base)
-    gates, up_downs, in_file, num_missing = shard.gates, shard.up_downs, shard.file.places, 0
     for row in range(first, last):
-        part = 0
-        if not gates_stay and claim(gates, row)[1]:
-            part = GATE
-        if claim(up_downs, row)[1]:
-            part |= UP_DOWN
-        if part:
-            shard.marks[in_file[row]], shard.mark_parts[in_file[row]] = row + 1, part
-            num_missing += 1
-    if num_missing:
-        submit_marked(shard, max_gap)
+        if not gates_stay:
+            claim(shard, shard.gates, row)
+        claim(shard, shard.up_downs, row)
+    submit_marked(shard, max_gap)
 
 
 @njit(nogil=True, cache=True)

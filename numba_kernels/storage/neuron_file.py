@@ -32,7 +32,7 @@ class NeuronFile(NamedTuple):
     begins (L,) int64: each layer's first byte; sizes (L, 2) int64: bytes of both parts of its
     bundles, with their padding
     layers, places (N,) int32: a bundle's layer, and its index within that layer
-    checksums (N, 2) uint32: of both parts
+    parts (N,) uint8: what is read of it; checksums (N, 2) uint32: of both parts
     """
 
     facts: np.ndarray
@@ -40,6 +40,7 @@ class NeuronFile(NamedTuple):
     sizes: np.ndarray
     layers: np.ndarray
     places: np.ndarray
+    parts: np.ndarray
     checksums: np.ndarray
 
 
@@ -47,8 +48,9 @@ class RowBytes(NamedTuple):
     """Rows in memory as bytes, and where each bundle's are.
 
     gate, up, down (rows, row bytes) uint8; in a two-matrix FFN `up` has rows of no bytes
-    gate_slots, up_down_slots (N,) int32: the row from which those of a bundle are counted
-    offsets (patterns, K) int32: which row from there each of its neurons has, -1 for none;
+    units (N,) int32: the unit that a bundle is of; (0,) where each is its own
+    gate_rows, up_down_rows (E,) int32: `Slots.row_of`, from which rows of a unit are counted
+    offsets (patterns, K) int32: which row from there each of a bundle's neurons has, -1 for none;
     patterns (N,) int32: which of these a bundle has
     outputs: down rows that are an output each, which `down` then has none of
     """
@@ -56,8 +58,9 @@ class RowBytes(NamedTuple):
     gate: np.ndarray
     up: np.ndarray
     down: np.ndarray
-    gate_slots: np.ndarray
-    up_down_slots: np.ndarray
+    units: np.ndarray
+    gate_rows: np.ndarray
+    up_down_rows: np.ndarray
     offsets: np.ndarray
     patterns: np.ndarray
     outputs: OutputRows
@@ -159,32 +162,33 @@ def _copy_rows(part, at, target, first, offsets):
 @njit(nogil=True, cache=True)
 def copy_span(file, reads, first, last, begin, staging, target):
     """Copy rows from `staging`, the file from `begin` on; the index of a damaged one, or -1."""
-    has_outputs = target.outputs.units.shape[0] > 0
+    has_outputs = target.outputs.turns.shape[0] > 0
     for i in range(first, last):
         row, parts = reads.rows[i], reads.parts[i]
         gate, up_down = file.sizes[file.layers[row], 0], file.sizes[file.layers[row], 1]
         offsets = target.offsets[target.patterns[row]]
+        unit = np.int64(target.units[row] if target.units.shape[0] else row)
         at = part_span(file, row, parts)[0] - begin
         if parts & GATE:
             part = staging[at : at + gate]
             if part_checksum(part) != file.checksums[row, 0]:
                 return i
-            slot = np.int64(target.gate_slots[row])
-            up_at = _copy_rows(part, np.int64(0), target.gate, slot, offsets)
+            own = np.int64(target.gate_rows[unit])
+            up_at = _copy_rows(part, np.int64(0), target.gate, own, offsets)
             if has_outputs and target.up.shape[0]:
-                _copy_rows(part, up_at, target.up, slot, offsets)
+                _copy_rows(part, up_at, target.up, own, offsets)
             at += gate
         if parts & UP_DOWN:
             part = staging[at : at + up_down]
             if part_checksum(part) != file.checksums[row, 1]:
                 return i
             if has_outputs:
-                copy_outputs(part, row, target.outputs)
+                copy_outputs(part, unit, target.outputs.turns[row], target.outputs)
                 continue
-            slot, down_at = np.int64(target.up_down_slots[row]), np.int64(0)
+            own, down_at = np.int64(target.up_down_rows[unit]), np.int64(0)
             if target.up.shape[0]:
-                down_at = _copy_rows(part, down_at, target.up, slot, offsets)
-            _copy_rows(part, down_at, target.down, slot, offsets)
+                down_at = _copy_rows(part, down_at, target.up, own, offsets)
+            _copy_rows(part, down_at, target.down, own, offsets)
     return -1
 
 

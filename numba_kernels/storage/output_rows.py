@@ -45,14 +45,13 @@ class OutputRows(NamedTuple):
     them, of each of n lanes
     begins (S,) int64: where each slot's matrices begin
     cuts (E, n, 8) int64: the words above, of each unit's lanes
-    units, turns (N,) int32: a bundle's unit, and which of its block's bundles it is
+    turns (N,) int32: which of its block's bundles each is
     """
 
     rows: np.ndarray
     places: np.ndarray
     begins: np.ndarray
     cuts: np.ndarray
-    units: np.ndarray
     turns: np.ndarray
 
 
@@ -62,7 +61,7 @@ def no_outputs() -> OutputRows:
     places, cuts = (
         np.zeros((0, 0, count), np.int64) for count in (NUM_PLACE_NUMBERS, NUM_CUT_NUMBERS)
     )
-    return OutputRows(np.zeros(0, np.uint8), places, nothing, cuts, none, none)
+    return OutputRows(np.zeros(0, np.uint8), places, nothing, cuts, none)
 
 
 def new_cut(
@@ -162,15 +161,14 @@ def cut_row(source, cut, target):
 
 
 @njit(nogil=True, cache=True)
-def copy_outputs(part, bundle, outputs):
-    """Copy a bundle's rows, which are `part`, into its unit's matrices."""
-    unit = np.int64(outputs.units[bundle])
+def copy_outputs(part, unit, turn, outputs):
+    """Copy the rows of a unit's bundle, which are `part`, into the unit's matrices."""
     for lane in range(outputs.cuts.shape[1]):
         cut, place = outputs.cuts[unit, lane], outputs.places[unit, lane]
         if cut[NUM_GROUPS] == 0:
             continue
         row_bytes, items = cut[ROW_BYTES], place[ROW_ITEMS]
-        first = np.int64(outputs.turns[bundle]) * cut[ROWS]
+        first = np.int64(turn) * cut[ROWS]
         count = min(cut[ROWS], cut[HEIGHT] - first)
         begin = place[BEGIN] + first * items
         if cut[NUM_GROUPS] == cut[GROUPS]:

@@ -4,6 +4,7 @@ Computing threads poll or wait for the neurons that they need; reading threads j
 Spans that no thread has taken can be cancelled, so reads ahead never delay what is needed now.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,6 +52,8 @@ class ReadQueue(NamedTuple):
     spans (S, 3) int32, S a power of two: batch, first, last; span k is spans[k % S];
     firsts (M + 1,) int32: work space
     rows (batches, M) int32, parts (batches, M) uint8: `NeuronReads` of each batch
+    requested_gates, requested_up_downs (N,) uint8, loaded_gates, loaded_up_downs (N,) int32: of
+    `Slots`, of bundles' both parts; the same twice where units are whole bundles
     failure (2,) int64: of the last read that failed, as in `neuron_file.read_span`
     counts (threads, 8) int64: each thread's bytes read, nanoseconds, and whether it is running
     """
@@ -60,12 +63,18 @@ class ReadQueue(NamedTuple):
     firsts: np.ndarray
     rows: np.ndarray
     parts: np.ndarray
+    requested_gates: np.ndarray
+    requested_up_downs: np.ndarray
+    loaded_gates: np.ndarray
+    loaded_up_downs: np.ndarray
     failure: np.ndarray
     counts: np.ndarray
 
 
-def new_queue(num_threads: int, most: int) -> ReadQueue:
-    """An empty queue for batches of up to `most` neurons."""
+def new_queue(
+    num_threads: int, most: int, requested: Sequence[np.ndarray], loaded: Sequence[np.ndarray]
+) -> ReadQueue:
+    """An empty queue for batches of up to `most` bundles; states of gates, of up and down rows."""
     num_spans = 1 << max(1, NUM_BATCHES * most).bit_length()
     return ReadQueue(
         cells=np.zeros(_NUM_CELLS * INTS_A_CELL, np.int32),
@@ -73,6 +82,10 @@ def new_queue(num_threads: int, most: int) -> ReadQueue:
         firsts=np.zeros(most + 1, np.int32),
         rows=np.zeros((NUM_BATCHES, most), np.int32),
         parts=np.zeros((NUM_BATCHES, most), np.uint8),
+        requested_gates=requested[0],
+        requested_up_downs=requested[1],
+        loaded_gates=loaded[0],
+        loaded_up_downs=loaded[1],
         failure=np.zeros(2, np.int64),
         counts=np.zeros((num_threads, 8), np.int64),
     )
@@ -106,11 +119,8 @@ def submit_reads(queue, file, batch, count, max_gap):
 
 
 @njit(nogil=True, cache=True)
-def cancel_reads(queue, requested_gates, requested_up_downs):
-    """Cancel all spans that no thread has taken.
-
-    requested_gates, requested_up_downs (N,) uint8: `Slots.requested` of both parts, cleared
-    """
+def cancel_reads(queue):
+    """Cancel all spans that no thread has taken: their bundles are not requested any more."""
     cells, spans = queue.cells, queue.spans
     submitted = atomic_load(cells, _SUBMITTED * INTS_A_CELL)
     taken = atomic_load(cells, _TAKEN * INTS_A_CELL)
@@ -122,9 +132,9 @@ def cancel_reads(queue, requested_gates, requested_up_downs):
         for i in range(span[FIRST], span[LAST]):
             row, parts = queue.rows[batch, i], queue.parts[batch, i]
             if parts & GATE:
-                requested_gates[row] = np.uint8(0)
+                queue.requested_gates[row] = np.uint8(0)
             if parts & UP_DOWN:
-                requested_up_downs[row] = np.uint8(0)
+                queue.requested_up_downs[row] = np.uint8(0)
         atomic_add(cells, (_PENDING + batch) * INTS_A_CELL, np.int32(-1))
         taken = np.int32(taken + 1)
 
@@ -167,17 +177,17 @@ def read_all(queue, file, count, max_gap):
 
 
 @njit(nogil=True, cache=True)
-def drain(queue, requested_gates, requested_up_downs):
+def drain(queue):
     """`cancel_reads`, and wait for those in flight."""
-    cancel_reads(queue, requested_gates, requested_up_downs)
+    cancel_reads(queue)
     for batch in range(NUM_BATCHES):
         await_batch(queue, batch)
 
 
 @njit(nogil=True, cache=True)
-def drop_reads(queue, requested_gates, requested_up_downs):
+def drop_reads(queue):
     """`drain`, and forget what failed."""
-    drain(queue, requested_gates, requested_up_downs)
+    drain(queue)
     queue.failure[:] = 0
 
 
@@ -230,15 +240,15 @@ def _count_completed(queue, batch):
 
 
 @njit(nogil=True, cache=True)
-def complete_span(queue, span, num_bytes, loaded_gates, loaded_up_downs):
+def complete_span(queue, span, num_bytes):
     """Mark a span's neurons as LOADED, or FAILED if it has no bytes, in `Slots.loaded`."""
     batch, found = np.int64(span[BATCH]), LOADED if num_bytes else FAILED
     for i in range(span[FIRST], span[LAST]):
         row, parts = np.int64(queue.rows[batch, i]), queue.parts[batch, i]
         if parts & GATE:
-            atomic_store(loaded_gates, row, found)
+            atomic_store(queue.loaded_gates, row, found)
         if parts & UP_DOWN:
-            atomic_store(loaded_up_downs, row, found)
+            atomic_store(queue.loaded_up_downs, row, found)
     _count_completed(queue, batch)
 
 
@@ -261,7 +271,7 @@ def await_spans(queue, seen):
 
 
 @njit(nogil=True, cache=True)
-def serve_reads(thread, queue, file, loaded_gates, loaded_up_downs, staging, target, span):
+def serve_reads(thread, queue, file, staging, target, span):
     """A reading thread's loop until `stop_readers`; `staging` and `span` are this thread's own.
 
     Spans are read into rows of `target` and completed by `complete_span`; span (3,) int32.
@@ -280,4 +290,4 @@ def serve_reads(thread, queue, file, loaded_gates, loaded_up_downs, staging, tar
         num_bytes = read_span(file, reads, span[FIRST], span[LAST], staging, target, queue.failure)
         counts[BYTES_READ] += num_bytes
         counts[READ_NS] += now_ns() - started
-        complete_span(queue, span, num_bytes, loaded_gates, loaded_up_downs)
+        complete_span(queue, span, num_bytes)

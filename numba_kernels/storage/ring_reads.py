@@ -51,7 +51,7 @@ def _finish_read(queue, file, span, result, staging, target):
 
 
 @njit(nogil=True, cache=True)
-def go_on_without_ring(queue, file, loaded_gates, loaded_up_downs, staging, target, spans, busy):
+def go_on_without_ring(queue, file, staging, target, spans, busy):
     """Read the spans in flight of a ring that failed, then go on as `serve_reads`.
 
     `staging` is not the ring's: the kernel may still write there.
@@ -62,12 +62,12 @@ def go_on_without_ring(queue, file, loaded_gates, loaded_up_downs, staging, targ
         span = spans[k]
         reads = batch_reads(queue, np.int64(span[BATCH]))
         num_bytes = read_span(file, reads, span[FIRST], span[LAST], staging, target, queue.failure)
-        complete_span(queue, span, num_bytes, loaded_gates, loaded_up_downs)
-    serve_reads(0, queue, file, loaded_gates, loaded_up_downs, staging, target, spans[0])
+        complete_span(queue, span, num_bytes)
+    serve_reads(0, queue, file, staging, target, spans[0])
 
 
 @njit(nogil=True, cache=True)
-def serve_ring(queue, file, loaded_gates, loaded_up_downs, staging, target, ring, spans, busy):
+def serve_ring(queue, file, staging, target, ring, spans, busy):
     """`serve_reads` with as many spans in flight as `staging` has rows.
 
     staging (D, bytes of the longest span) uint8, rows aligned to the file's unit; spans (D, 3)
@@ -96,7 +96,7 @@ def serve_ring(queue, file, loaded_gates, loaded_up_downs, staging, target, ring
             span = spans[k]
             num_bytes = _finish_read(queue, file, span, result, staging[k], target)
             counts[BYTES_READ] += num_bytes
-            complete_span(queue, span, num_bytes, loaded_gates, loaded_up_downs)
+            complete_span(queue, span, num_bytes)
             busy[k] = 0
             k, result = next_completion(ring)
         counts[READ_NS] += now_ns() - started

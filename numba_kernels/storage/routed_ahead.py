@@ -27,7 +27,7 @@ from hotcold.numba_kernels.loops.mailbox import (
     SPINS,
     cell,
 )
-from hotcold.numba_kernels.storage.offloaded_experts import request_routed
+from hotcold.numba_kernels.storage.read_ahead import request_routed
 
 _POLL_NS = 100_000_000
 _LOCK, _STOP = range(2)  # cells of `OffloadedExperts.lock`
@@ -85,7 +85,7 @@ def read_routed(shard, attention, cells, requests, block_weights, number):
     From its end on, the arrays may be of another request, and the layer's own is coming.
     """
     layer, num_tokens = requests[attention, LAYER], requests[attention, NUM_TOKENS]
-    if num_tokens > shard.guessed.shape[0]:
+    if num_tokens > shard.ahead.guessed.shape[0]:
         return
     weights = block_weights[:num_tokens].copy()
     asked = atomic_load(cells, np.int64(cell(attention, REQUEST) * INTS_A_CELL))

@@ -20,6 +20,7 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.loops.doorbell import atomic_load, atomic_store, now_ns
+from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN
 from hotcold.numba_kernels.storage.read_queue import (
     FAILED,
     LOADED,
@@ -32,7 +33,7 @@ from hotcold.numba_kernels.storage.read_queue import (
 NEURON_DECAY, EXPERT_DECAY = 1 / 64, 1 / 16
 CANDIDATES = 16  # slots of neurons compared by one eviction
 
-HAND, EPOCH, NUM_LOOKUPS, NUM_MISSES = range(4)  # words of `state`
+HAND, EPOCH = range(2)  # words of `state`
 NO_SLOT, STAYS = -1, -2  # in `slot_of`
 _LARGE = 1e18  # a weight at which all are rescaled
 
@@ -41,19 +42,23 @@ class Slots(NamedTuple):
     """E units of all layers, N bundles, and S slots that hold a unit each.
 
     firsts (E + 1,) int64: unit e has bundles firsts[e]:firsts[e + 1]; (0,) where each has its own
-    slot_of (E,) int32: NO_SLOT without one, STAYS where it needs none; weights (E,) float32:
-    frequencies of use, in units of weight[0]
+    slot_of (E,) int32: NO_SLOT without one, STAYS where it needs none; row_of (E,) int32: the first
+    of its rows in memory, of units of a row the same array; weights (E,) float32: frequencies of
+    use, in units of weight[0]
     loaded (N,) int32: NOT_LOADED, LOADED or FAILED, written by reading threads; requested (N,)
     uint8: whether a read was requested
     unit_of (S,) int32: -1 where empty; used (S,) int64: epoch of the last use; slot_weights (S,)
     float32: the weights of the slots' units
-    state (4,) int64: the clock hand, the epoch (a request of a layer), lookups and misses so far
+    state (2,) int64: the clock hand, the epoch (a request of a layer)
     weight (1,) float64: of a unit used by every token; it grows instead of all others decaying
+    part: which part of its bundles a unit is, as bits; slot s has `rows_a_slot` rows from
+    first_row + s * rows_a_slot on
     decay: of the weights, by one token; candidates: slots compared by one eviction
     """
 
     firsts: np.ndarray
     slot_of: np.ndarray
+    row_of: np.ndarray
     weights: np.ndarray
     loaded: np.ndarray
     requested: np.ndarray
@@ -62,35 +67,52 @@ class Slots(NamedTuple):
     slot_weights: np.ndarray
     state: np.ndarray
     weight: np.ndarray
+    part: int
+    first_row: int
+    rows_a_slot: int
     decay: float
     candidates: int
 
 
-def neuron_slots(rates: np.ndarray, num_slots: int) -> Slots:
+def neuron_slots(rates: np.ndarray, num_slots: int, part: int = UP_DOWN) -> Slots:
     """Empty slots of one part of neurons; rates (E,): as far as they are known."""
     slots = _new_slots(rates, np.empty(0, np.int64), rates.size, num_slots)
-    return slots._replace(decay=NEURON_DECAY, candidates=CANDIDATES)
+    return slots._replace(
+        row_of=slots.slot_of, part=part, decay=NEURON_DECAY, candidates=CANDIDATES
+    )
 
 
-def expert_slots(firsts: np.ndarray, rates: np.ndarray, stays: np.ndarray, num_slots: int) -> Slots:
-    """Empty slots of units with bundles `firsts`, of which some stay: (E,) bool."""
+def expert_slots(
+    firsts: np.ndarray, rates: np.ndarray, sizes: np.ndarray, stays: np.ndarray, num_slots: int
+) -> Slots:
+    """Empty slots of units with bundles `firsts` and `sizes` rows each; some stay: (E,) bool.
+
+    The rows of those come first, then those of slots, each as large as the largest other unit.
+    """
     slots = _new_slots(rates, firsts.astype(np.int64), int(firsts[-1]), num_slots)
     slots.slot_of[stays] = STAYS
-    return slots
+    ends = np.cumsum(sizes * stays)
+    slots.row_of[stays] = (ends - sizes)[stays]
+    first_row, most = int(ends[-1]), int(sizes[~stays].max(initial=0))
+    return slots._replace(first_row=first_row, rows_a_slot=most)
 
 
 def _new_slots(rates: np.ndarray, firsts: np.ndarray, num_bundles: int, num_slots: int) -> Slots:
     return Slots(
         firsts=firsts,
         slot_of=np.full(rates.size, NO_SLOT, np.int32),
+        row_of=np.zeros(rates.size, np.int32),
         weights=rates.astype(np.float32),
         loaded=np.zeros(num_bundles, np.int32),
         requested=np.zeros(num_bundles, np.uint8),
         unit_of=np.full(num_slots, -1, np.int32),
         used=np.zeros(num_slots, np.int64),
         slot_weights=np.zeros(num_slots, np.float32),
-        state=np.zeros(4, np.int64),
+        state=np.zeros(2, np.int64),
         weight=np.ones(1, np.float64),
+        part=GATE | UP_DOWN,
+        first_row=0,
+        rows_a_slot=1,
         decay=EXPERT_DECAY,
         candidates=num_slots,
     )
@@ -98,7 +120,8 @@ def _new_slots(rates: np.ndarray, firsts: np.ndarray, num_bundles: int, num_slot
 
 def fill_slots(slots: Slots, units: np.ndarray) -> None:
     """Give `units` the first slots, which are empty; nothing is requested yet."""
-    slots.slot_of[units] = np.arange(units.size, dtype=np.int32)
+    slots.slot_of[units] = own = np.arange(units.size, dtype=np.int32)
+    slots.row_of[units] = slots.first_row + own * slots.rows_a_slot
     slots.unit_of[: units.size] = units
     slots.slot_weights[: units.size] = slots.weights[units]
 
@@ -147,42 +170,38 @@ def begin_epoch(slots, num_units):
         slots.weight[0] = 1.0
 
 
-@njit(nogil=True, cache=True)
-def look_up(slots, first, ids, count, places, missing):
-    """Look up units first + ids[:count], or first..first + count - 1 where `ids` is empty.
+@njit(nogil=True, cache=True, inline="always")
+def unit_at(first, ids, i):
+    """Unit i of those from `first` on, or of first + ids."""
+    return first + (np.int64(ids[i]) if ids.shape[0] else i)
 
-    Each has a bundle of its own. Counts a use of each. places[i] = the slot of unit i if it is
-    loaded or its read is pending; missing[:n] are the others' indices i. Returns n.
+
+@njit(nogil=True, cache=True)
+def look_up(slots, first, ids, count, places, order):
+    """Look up `count` units (`unit_at`), which this request must not evict; counts a use of each.
+
+    places[i] = the slot of unit i, or below 0. order[:n] are indices i of units that are not
+    loaded, order[n:count] the others'. Returns n.
     """
-    slot_of, loaded, requested = slots.slot_of, slots.loaded, slots.requested
-    weights, used, slot_weights = slots.weights, slots.used, slots.slot_weights
-    state = slots.state
-    epoch, more = state[EPOCH], np.float32(slots.decay * slots.weight[0])
-    num_missing, num_pending, is_listed = 0, 0, ids.shape[0] > 0
+    slot_of, weights, used, slot_weights = (
+        slots.slot_of, slots.weights, slots.used, slots.slot_weights,
+    )  # fmt: skip
+    epoch, more = slots.state[EPOCH], np.float32(slots.decay * slots.weight[0])
+    num_missing, num_loaded = 0, 0
     for i in range(count):
-        unit = first + (np.int64(ids[i]) if is_listed else i)
+        unit = unit_at(first, ids, i)
+        slot = np.int64(slot_of[unit])
         weights[unit] += more
-        if requested[unit] and loaded[unit] != FAILED:
-            slot = slot_of[unit]
-            used[slot], slot_weights[slot], places[i] = epoch, weights[unit], slot
-            num_pending += loaded[unit] != LOADED
+        if slot >= 0:
+            used[slot], slot_weights[slot] = epoch, weights[unit]
+        places[i] = slot
+        if load_state(slots, unit) > 0:
+            num_loaded += 1
+            order[count - num_loaded] = i
         else:
-            missing[num_missing] = i
+            order[num_missing] = i
             num_missing += 1
-    state[NUM_LOOKUPS] += count
-    state[NUM_MISSES] += num_missing + num_pending
     return num_missing
-
-
-@njit(nogil=True, cache=True)
-def use(slots, unit):
-    """Count a use of one unit, which this request must not evict; whether it is loaded."""
-    slots.weights[unit] += np.float32(slots.decay * slots.weight[0])
-    keep(slots, unit)
-    is_loaded = load_state(slots, unit) > 0
-    slots.state[NUM_LOOKUPS] += 1
-    slots.state[NUM_MISSES] += not is_loaded
-    return is_loaded
 
 
 @njit(nogil=True, cache=True)
@@ -233,6 +252,15 @@ def was_used(slots, unit):
 
 
 @njit(nogil=True, cache=True)
+def is_requested(slots, unit):
+    """Whether reads of all of the unit were requested."""
+    found = True
+    for bundle in bundles_of(slots, unit):
+        found = found and slots.requested[bundle] != 0
+    return found
+
+
+@njit(nogil=True, cache=True)
 def _is_pending(slots, unit):
     """Whether a read of the unit is pending."""
     for bundle in bundles_of(slots, unit):
@@ -246,6 +274,7 @@ def assign_slot(slots, unit, slot):
     """Assign the slot to a unit that has none; nothing is loaded yet."""
     evict(slots, slot)
     slots.unit_of[slot], slots.slot_of[unit] = unit, slot
+    slots.row_of[unit] = slots.first_row + slot * slots.rows_a_slot
 
 
 @njit(nogil=True, cache=True)
@@ -277,28 +306,6 @@ def request(slots, bundle):
     is_missing = slots.requested[own] == 0
     slots.requested[own] = np.uint8(1)
     return is_missing
-
-
-@njit(nogil=True, cache=True)
-def claim(slots, unit):
-    """`give_slot` of a unit of one bundle, and whether that has to be read: see `request`.
-
-    Fewer units may be in use at once than there are slots; reads in flight are waited for.
-    """
-    slot = give_slot(slots, unit)
-    while slot < 0:
-        slot = give_slot(slots, unit)
-    return slot, request(slots, unit)
-
-
-@njit(nogil=True, cache=True)
-def list_missing(slots, unit, bundles, count):
-    """Append a unit's bundles that have to be read, now requested; returns the new count."""
-    for bundle in bundles_of(slots, unit):
-        if request(slots, bundle):
-            bundles[count] = bundle
-            count += 1
-    return count
 
 
 @njit(nogil=True, cache=True)

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hotcold.model.limits import parse_core_list
-from hotcold.placement.machine.sysfs import read_text
+from hotcold.model.limits import parse_core_list, read_text
 
 _FAST = 2 / 3  # of the fastest core's capacity: below it is an efficiency core
 _ENOUGH = 4  # cores that together read about as fast as two channels of memory give

@@ -15,7 +15,6 @@ required. By hand, for one NUMA node and one GPU (an empty date: not measured):
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from hotcold.model.files.atomic_write import write_atomic
 _MAX_JSON_BYTES = 1 << 20
 _MAX_BYTES = 2**60
 _LEAST_NUMBER, _MAX_NUMBER = 1e-9, 1e9  # GB/s, µs, cores: others are a typing error
-UNNAMED = "unknown"  # a processor whose name the kernel does not say
 _BUSY_SHARE = 0.05  # of all cores: less is an idle desktop
 _HOW_TO_MAKE = "`hotcold doctor --machine-out FILE` writes a description"
 
@@ -76,9 +74,12 @@ class Machine:
 
     @property
     def identity(self) -> str:
-        """What the machine is: see `machine_identity`."""
-        nodes = [(node.name, node.num_cores) for node in self.nodes]
-        return machine_identity(self.name, nodes, [(gpu.name, gpu.model) for gpu in self.gpus])
+        """The machine in words: its processor, usable cores of each node, the model of each GPU.
+
+        Neither memory, which a hypervisor adds and takes, nor speeds, which are measured anew.
+        """
+        cores = [f"{node.name} of {node.num_cores} cores" for node in self.nodes]
+        return ", ".join((self.name, *cores, *(f"{gpu.name} {gpu.model}" for gpu in self.gpus)))
 
     @property
     def read_gb_per_s(self) -> float:
@@ -103,18 +104,6 @@ class Machine:
         busy = reader.number("busy_cores", 0.0, low=0.0, high=_MAX_NUMBER)
         exchange_us = _checked(reader, "exchange_us")
         return cls(_name(reader, "name"), nodes, gpus, exchange_us, reader.text("date"), busy)
-
-
-def machine_identity(
-    cpu_name: str, nodes: Iterable[tuple[str, int]], gpus: Iterable[tuple[str, str]]
-) -> str:
-    """A machine in words: its processor, the usable cores of each node, the model of each GPU.
-
-    Neither memory, which a hypervisor adds and takes, nor speeds, which are measured anew.
-    """
-    cores = [f"{name} of {num_cores} cores" for name, num_cores in nodes]
-    cards = [f"{name} {model}" for name, model in gpus]
-    return ", ".join((cpu_name, *cores, *cards))
 
 
 def read_machine(path: Path) -> Machine:

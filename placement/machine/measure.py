@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
-from hotcold.cuda_kernels.device import Gpu
 from hotcold.cuda_kernels.timing import measure_gpu_bandwidth
-from hotcold.placement.machine.description import UNNAMED, CpuNode, GpuDevice, Machine
+from hotcold.placement.machine.description import CpuNode, GpuDevice, Machine
 from hotcold.placement.machine.measure_exchange import measure_exchange_us
 from hotcold.placement.machine.measure_node import measure_node
 from hotcold.placement.machine.survey import MachineLayout, NodeLayout
@@ -35,20 +35,19 @@ def measure_machine(
     Units:   about five seconds a node, two more for the exchange, one a GPU
     Errors:  MemoryBudgetError where there is no memory to measure with
     """
-    nodes = []
+    machine, nodes, gpus = layout.unmeasured, list[CpuNode](), list[GpuDevice]()
     watch = BusyWatch(tuple(core for node in layout.nodes for core in node.cores), root)
-    for node in layout.nodes:
+    for node, place in zip(machine.nodes, layout.nodes, strict=True):
         on_stage(f"measuring how fast {node.name} reads memory")
-        nodes.append(_node(node))
+        nodes.append(replace(node, **_rates_of_node(place)))
     on_stage("measuring how fast services answer")
     exchange_us = measure_exchange_us([node.cores for node in layout.nodes])
     busy_cores = watch.busy_cores()
-    gpus = []
-    for gpu in layout.gpus:
-        on_stage(f"measuring how fast GPU {gpu.device_id} reads memory")
-        gpus.append(_gpu(gpu))
-    return Machine(
-        name=layout.cpu_name or UNNAMED,
+    for gpu, card in zip(machine.gpus, layout.gpus, strict=True):
+        on_stage(f"measuring how fast GPU {card.device_id} reads memory")
+        gpus.append(replace(gpu, **_rates_of_gpu(card.device_id)))
+    return replace(
+        machine,
         nodes=tuple(nodes),
         gpus=tuple(gpus),
         exchange_us=_rounded(exchange_us),
@@ -57,27 +56,17 @@ def measure_machine(
     )
 
 
-def _node(node: NodeLayout) -> CpuNode:
-    rates = measure_node(node.cores, node.free_bytes, node.cache_bytes)
-    sizes = len(node.cores), node.total_bytes, node.free_bytes
-    return CpuNode(node.name, *sizes, *map(_rounded, astuple(rates)))
+def _rates_of_node(node: NodeLayout) -> dict[str, Any]:
+    rates = asdict(measure_node(node.cores, node.free_bytes, node.cache_bytes))
+    return {name: _rounded(rate) for name, rate in rates.items()}
 
 
-def _gpu(gpu: Gpu) -> GpuDevice:
+def _rates_of_gpu(device_id: int) -> dict[str, Any]:
     try:
-        rates = measure_gpu_bandwidth(gpu.device_id)
-        read, link, measured = _rounded(rates.read_gb_per_s), _rounded(rates.link_gb_per_s), True
+        rates = asdict(measure_gpu_bandwidth(device_id))
     except RuntimeError:
-        read, link, measured = ASSUMED_GPU_READ_GB_PER_S, ASSUMED_LINK_GB_PER_S, False
-    return GpuDevice(
-        name=f"gpu{gpu.device_id}",
-        model=gpu.name,
-        total_bytes=gpu.total_bytes,
-        free_bytes=gpu.free_bytes,
-        read_gb_per_s=read,
-        link_gb_per_s=link,
-        measured=measured,
-    )
+        return {"read_gb_per_s": ASSUMED_GPU_READ_GB_PER_S, "link_gb_per_s": ASSUMED_LINK_GB_PER_S}
+    return {name: _rounded(rate) for name, rate in rates.items()} | {"measured": True}
 
 
 def _rounded(value: float) -> float:

@@ -168,8 +168,8 @@ def _owner(pid: int, root: Path) -> int:
     return pid if pid > 1 else 0
 
 
-def anonymous_bytes(numa_maps: str, least_bytes: int = HUGE_PAGE_BYTES) -> dict[int, int]:
-    """Bytes by node of anonymous mappings of at least `least_bytes`, from /proc/PID/numa_maps.
+def anonymous_bytes(numa_maps: str) -> dict[int, int]:
+    """Bytes by node of anonymous mappings of a huge page or more, from /proc/PID/numa_maps.
 
     These are weights, KV cache and large workspaces; libraries and the arena are file mappings.
     """
@@ -180,7 +180,7 @@ def anonymous_bytes(numa_maps: str, least_bytes: int = HUGE_PAGE_BYTES) -> dict[
         page = _PAGE_KIB.search(line)
         page_bytes = int(page[1]) << 10 if page else 4096
         sizes = {int(node): int(count) * page_bytes for node, count in _PAGES.findall(line)}
-        if sum(sizes.values()) >= least_bytes:
+        if sum(sizes.values()) >= HUGE_PAGE_BYTES:
             found.update(sizes)
     return dict(sorted(found.items()))
 

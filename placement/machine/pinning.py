@@ -64,12 +64,10 @@ def not_pinned_because(pin: str, nodes: Sequence[NodeCores], quota: float | None
 
 def find_place(share: HostShare, num_threads: int) -> ServicePlace | None:
     """The place on this host of a service with so many threads; None where nothing is pinned."""
-    root = Path(share.root)
-    nodes = nodes_with_memory(read_numa_nodes(root), usable_cores(root, sum(share.threads)))
-    if not_pinned_because(share.pin, nodes, cpu_quota(root)):
+    nodes = _nodes(share)
+    if not_pinned_because(share.pin, nodes, cpu_quota(Path(share.root))):
         return None
-    places = place_services(nodes, share.threads)
-    return place_of_all(places, num_threads) if share.index is None else places[share.index]
+    return _place(share, nodes, num_threads)
 
 
 def find_cores(share: HostShare, num_threads: int) -> tuple[int, ...]:
@@ -78,13 +76,21 @@ def find_cores(share: HostShare, num_threads: int) -> tuple[int, ...]:
     It is used where `--pin auto` pins nothing because there is one node, and each of several
     threads can have its own core.
     """
-    root = Path(share.root)
-    nodes = nodes_with_memory(read_numa_nodes(root), usable_cores(root, sum(share.threads)))
-    if share.pin != "auto" or len(nodes) != 1 or cpu_quota(root) is not None:
+    nodes = _nodes(share)
+    if share.pin != "auto" or len(nodes) != 1 or cpu_quota(Path(share.root)) is not None:
         return ()
-    places = place_services(nodes, share.threads)
-    place = place_of_all(places, num_threads) if share.index is None else places[share.index]
+    place = _place(share, nodes, num_threads)
     return place.cores if 1 < num_threads == len(place.cores) else ()
+
+
+def _nodes(share: HostShare) -> tuple[NodeCores, ...]:
+    root = Path(share.root)
+    return nodes_with_memory(read_numa_nodes(root), usable_cores(root, sum(share.threads)))
+
+
+def _place(share: HostShare, nodes: Sequence[NodeCores], num_threads: int) -> ServicePlace:
+    places = place_services(nodes, share.threads)
+    return place_of_all(places, num_threads) if share.index is None else places[share.index]
 
 
 def pin_process(cores: Sequence[int]) -> None:

@@ -12,13 +12,15 @@ from hotcold.cuda_kernels.device import Gpu, list_gpus
 from hotcold.model.limits import cpu_quota, num_cpus, parse_core_list
 from hotcold.model.weights.memory import available_bytes, free_shared_memory, memory_limit
 from hotcold.placement.machine.core_kinds import core_kinds
-from hotcold.placement.machine.description import UNNAMED, machine_identity
+from hotcold.placement.machine.description import CpuNode, GpuDevice, Machine
 from hotcold.placement.machine.sysfs import (
     NumaNode,
     read_cpu,
     read_huge_page_setting,
     read_numa_nodes,
 )
+
+_UNNAMED = "unknown"  # a processor whose name the kernel does not say
 
 
 @dataclass(frozen=True)
@@ -118,11 +120,23 @@ class MachineLayout:
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
-    def identity(self) -> str:
-        """That of the machine's description, which is made by measuring."""
-        nodes = [(node.name, len(node.cores)) for node in self.nodes]
-        gpus = [(f"gpu{gpu.device_id}", gpu.name) for gpu in self.gpus]
-        return machine_identity(self.cpu_name or UNNAMED, nodes, gpus)
+    def unmeasured(self) -> Machine:
+        """The machine's description, with speeds that say nothing."""
+        return Machine(
+            name=self.cpu_name or _UNNAMED,
+            nodes=tuple(
+                CpuNode(node.name, len(node.cores), node.total_bytes, node.free_bytes, 1, 1, 1)
+                for node in self.nodes
+            ),
+            gpus=tuple(
+                GpuDevice(
+                    f"gpu{gpu.device_id}", gpu.name, gpu.total_bytes, gpu.free_bytes, 1, 1, False
+                )
+                for gpu in self.gpus
+            ),
+            exchange_us=1,
+            date="",
+        )
 
 
 def read_layout(root: Path = Path("/")) -> MachineLayout:
@@ -133,14 +147,20 @@ def read_layout(root: Path = Path("/")) -> MachineLayout:
     """
     cores = usable_cores(root)
     nodes = [node for node in nodes_of(cores, read_numa_nodes(root)) if node.total_bytes]
-    if nodes:
-        free_bytes = free_bytes_of(nodes, available_bytes())
-        layouts = [_layout(node, cores, free_bytes[i], root) for i, node in enumerate(nodes)]
-    else:
+    if not nodes:
         total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        whole = NumaNode(0, cores, total_bytes, 0)
-        layouts = [_layout(whole, cores, min(available_bytes(), total_bytes), root)]
-    return MachineLayout(read_cpu(root).name, tuple(layouts), list_gpus()[0])
+        nodes = [NumaNode(0, cores, total_bytes, 0)]
+    layouts = tuple(
+        NodeLayout(
+            name=f"node{node.node_id}",
+            cores=tuple(core for core in node.cores if core in cores),
+            total_bytes=node.total_bytes,
+            free_bytes=free_bytes,
+            cache_bytes=last_level_cache_bytes(node.cores, root),
+        )
+        for node, free_bytes in zip(nodes, free_bytes_of(nodes, available_bytes()), strict=True)
+    )
+    return MachineLayout(read_cpu(root).name, layouts, list_gpus()[0])
 
 
 def free_bytes_of(nodes: list[NumaNode], available: int) -> list[int]:
@@ -158,16 +178,6 @@ def free_bytes_of(nodes: list[NumaNode], available: int) -> list[int]:
     return [
         node.free_bytes + (node.total_bytes - node.free_bytes) * cache // used for node in nodes
     ]
-
-
-def _layout(node: NumaNode, cores: tuple[int, ...], free_bytes: int, root: Path) -> NodeLayout:
-    return NodeLayout(
-        name=f"node{node.node_id}",
-        cores=tuple(core for core in node.cores if core in cores),
-        total_bytes=node.total_bytes,
-        free_bytes=free_bytes,
-        cache_bytes=last_level_cache_bytes(node.cores, root),
-    )
 
 
 def last_level_cache_bytes(cores: tuple[int, ...], root: Path = Path("/")) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hotcold.model.limits import memory_nodes, parse_core_list
+from hotcold.model.limits import memory_nodes, parse_core_list, read_text
+from hotcold.model.weights.memory import read_numbers
 
 # Those that kernels use, as spelled in /proc/cpuinfo.
 RELEVANT_FEATURES = (
@@ -98,18 +99,14 @@ def read_huge_page_setting(root: Path = Path("/"), name: str = "enabled") -> str
 
 
 def _read_node(folder: Path) -> NumaNode:
-    memory = {}
-    for line in read_text(folder / "meminfo").splitlines():  # "Node 0 MemFree:  123 kB"
-        words = line.split()
-        if len(words) >= 4:
-            memory[words[2].rstrip(":")] = int(words[3]) * 1024
+    memory = read_numbers(folder / "meminfo", skip=2)  # "Node 0 MemFree:  123 kB"
     return NumaNode(
         node_id=int(folder.name.removeprefix("node")),
         cores=parse_core_list(read_text(folder / "cpulist")),
-        total_bytes=memory.get("MemTotal", 0),
-        free_bytes=memory.get("MemFree", 0),
+        total_bytes=memory.get("MemTotal", 0) << 10,
+        free_bytes=memory.get("MemFree", 0) << 10,
         distances=tuple(map(int, read_text(folder / "distance").split())),
-        file_bytes=memory.get("Active(file)", 0) + memory.get("Inactive(file)", 0),
+        file_bytes=(memory.get("Active(file)", 0) + memory.get("Inactive(file)", 0)) << 10,
     )
 
 
@@ -120,11 +117,3 @@ def _key_values(path: Path) -> dict[str, str]:
         if colon:
             entries.setdefault(key.strip(), value.strip())
     return entries
-
-
-def read_text(path: Path) -> str:
-    """A file's text; "" where it cannot be read."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from hotcold.model.errors import HotcoldError
 from hotcold.model.files.atomic_write import write_atomic
 from hotcold.numba_kernels.own_cache import own_folder
-from hotcold.placement.machine.description import UNNAMED, CpuNode, GpuDevice, Machine
+from hotcold.placement.machine.description import Machine
 from hotcold.placement.machine.survey import MachineLayout, read_layout
 
 
@@ -39,26 +39,6 @@ def this_machine(
     if kept is None or not machine.was_busy or _worth(machine) > _worth(kept):
         write_cached(layout, machine)
     return machine
-
-
-def unmeasured_machine(root: Path = Path("/")) -> Machine:
-    """This machine with the memory that is free now, and speeds that say nothing."""
-    layout = read_layout(root)
-    return Machine(
-        name=layout.cpu_name or UNNAMED,
-        nodes=tuple(
-            CpuNode(node.name, len(node.cores), node.total_bytes, node.free_bytes, 1.0, 1.0, 1.0)
-            for node in layout.nodes
-        ),
-        gpus=tuple(
-            GpuDevice(
-                f"gpu{gpu.device_id}", gpu.name, gpu.total_bytes, gpu.free_bytes, 1.0, 1.0, False
-            )
-            for gpu in layout.gpus
-        ),
-        exchange_us=1.0,
-        date="",
-    )
 
 
 def measured_before(root: Path = Path("/")) -> Machine | None:

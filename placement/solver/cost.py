@@ -16,7 +16,13 @@ from hotcold.model.config import neurons
 from hotcold.model.config.families import tensor_names
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import mean_row_bytes, row_bytes
-from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
+from hotcold.model.weights.sizes import (
+    attention_bytes,
+    ffn_bytes,
+    head_bytes,
+    kv_cache_bytes,
+    neuron_bytes,
+)
 from hotcold.placement.profile import Rates
 from hotcold.placement.solver.problem import ATTENTION, GROUP_SIZE, HEAD, PREDICTOR, Problem
 
@@ -260,22 +266,26 @@ class PartCost:
 
 
 def part_costs(
-    config: ModelConfig, context_length: int, kv_dtype: str, predictor: PredictorCost | None
+    config: ModelConfig,
+    context_length: int,
+    kv_dtype: str,
+    kv_bytes: int,
+    predictor: PredictorCost | None,
 ) -> PartCost:
-    """Attention with its KV cache, head, predictors.
+    """Attention with its KV cache, of `kv_bytes` in all layers, head, predictors.
 
-    A cache that fills is half full on average, so half of it counts as read; of a windowed layer,
+    A context that fills is half full on average, so half of it counts as read; of a windowed layer,
     what lies in the window on average. A layer's bias that
     belongs to no neuron (the down projection's) counts with its attention. The input embedding of a
     token is one row and not counted.
     """
     layers = config.num_layers
-    kv = kv_cache_bytes(config, context_length, kv_dtype) // layers
+    context = kv_cache_bytes(config, context_length, kv_dtype) // layers
     weights = (attention_bytes(config) + ffn_bytes(config, 0)) // layers
     kinds = [ATTENTION] * layers + [HEAD]
-    held = [weights + kv] * layers + [head_bytes(config)]
+    held = [weights + kv_bytes // layers] * layers + [head_bytes(config)]
     read = [
-        weights + round(kv * seen_share(layer.attention.window, context_length))
+        weights + round(context * seen_share(layer.attention.window, context_length))
         for layer in config.layers
     ]
     read.append(head_bytes(config))
@@ -326,7 +336,7 @@ def make_problem(
     return Problem(
         num_gpus=num_gpus,
         budget_bytes=np.array([device.budget_bytes for device in devices], np.int64),
-        neuron_bytes=ffn_bytes(config, 1) - ffn_bytes(config, 0),
+        neuron_bytes=neuron_bytes(config),
         group_sizes=groups.sizes,
         group_seconds=groups.sums(seconds),
         group_frequency=groups.sums(hotness(config, rates)) / np.maximum(groups.sizes, 1),

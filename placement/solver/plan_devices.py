@@ -25,10 +25,9 @@ def make_plan_devices(
 ) -> tuple[PlanDevice, ...]:
     """The GPUs with memory left, named gpu0.. as in `machine`, then the CPU actors, cpu0...
 
-    A GPU's budget is min(gpu_memory_bytes, free) - GPU_RESERVE_BYTES, without a limit
-    free - RESERVE_BYTES - GPU_RESERVE_BYTES. A CPU actor has the memory and bandwidth of its nodes
-    (`placement.machine.numa.node_groups`), or its fraction of a shared node; cpu_memory_bytes and
-    host_reserve_bytes are divided among actors in proportion to free memory:
+    A GPU's budget is `gpu_budget` - GPU_RESERVE_BYTES. A CPU actor has the memory and bandwidth of
+    its nodes (`placement.machine.numa.node_groups`), or its fraction of a shared node;
+    cpu_memory_bytes and host_reserve_bytes are divided among actors in proportion to free memory:
     min(share, free) - reserve. A limit of None is all of the host's free memory.
     """
     gpus = [
@@ -38,13 +37,16 @@ def make_plan_devices(
     return (*(device for device in gpus if device.budget_bytes > 0), *cpus)
 
 
+def gpu_budget(limit_bytes: int | None, free_bytes: int) -> int:
+    """What a system may take of a GPU: the limit, without one all that is free but a reserve."""
+    return min(free_bytes - RESERVE_BYTES if limit_bytes is None else limit_bytes, free_bytes)
+
+
 def _gpu_device(name: str, gpu: GpuDevice, limit_bytes: int | None) -> PlanDevice:
-    wanted = gpu.free_bytes - RESERVE_BYTES if limit_bytes is None else limit_bytes
-    allowed = min(wanted, gpu.free_bytes)
     return PlanDevice(
         name=name,
         is_gpu=True,
-        budget_bytes=max(0, allowed - GPU_RESERVE_BYTES),
+        budget_bytes=max(0, gpu_budget(limit_bytes, gpu.free_bytes) - GPU_RESERVE_BYTES),
         free_bytes=gpu.free_bytes,
         rows_gb_per_s=gpu.read_gb_per_s,
         gather_gb_per_s=gpu.read_gb_per_s,

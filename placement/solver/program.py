@@ -29,14 +29,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hotcold.placement.solver.problem import HEAD, HOST, Assignment, Problem
-
-if TYPE_CHECKING:
-    from scipy.sparse import coo_array
 
 MAX_CLASSES = 32
 
@@ -53,19 +50,6 @@ class Classes:
     count: np.ndarray
     size: np.ndarray
     seconds: np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """Arguments of scipy.optimize.milp; seconds are divided by `unit_s`, bytes by a group's."""
-
-    cost: np.ndarray
-    matrix: coo_array
-    row_low: np.ndarray
-    row_high: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-    integrality: np.ndarray
 
 
 def make_classes(problem: Problem) -> Classes:
@@ -203,8 +187,9 @@ class _Builder:
         self.add(least, budget[:gpus], (on_gpu, n[:, :gpus], size), (on_gpu, p, part))
         self.add(-np.inf, host, (0, n[:, gpus:], size), (0, p, -part))
 
-    def program(self) -> Program:
+    def arguments(self) -> dict[str, Any]:
         """The cost of the variables and their bounds, beside the constraints."""
+        from scipy.optimize import Bounds, LinearConstraint
         from scipy.sparse import coo_array
 
         problem, gpus, unit_s = self.problem, self.problem.num_gpus, self.unit_s
@@ -225,16 +210,24 @@ class _Builder:
         high[self.p] = problem.may_leave_host[:, None]
         rows, columns, values = (np.concatenate(part) for part in zip(*self.parts, strict=True))
         shape = self.num_rows, self.num_columns
-        matrix = coo_array((values.astype(float), (rows, columns)), shape)
+        matrix = coo_array((values.astype(float), (rows, columns)), shape).tocsc()
         row_low, row_high = np.concatenate(self.low), np.concatenate(self.high)
-        return Program(cost, matrix, row_low, row_high, low, high, integrality)
+        return {
+            "c": cost,
+            "integrality": integrality,
+            "bounds": Bounds(low, high),
+            "constraints": LinearConstraint(matrix, row_low, row_high),
+        }
 
 
-def build_program(problem: Problem, classes: Classes, unit_s: float) -> Program:
-    """The program of this module's docstring, as matrices."""
+def build_program(problem: Problem, classes: Classes, unit_s: float) -> dict[str, Any]:
+    """The program of this module's docstring: arguments of scipy.optimize.milp.
+
+    Seconds are divided by `unit_s`, bytes by a group's.
+    """
     builder = _Builder(problem, classes, unit_s)
     builder.add_all()
-    return builder.program()
+    return builder.arguments()
 
 
 def read_solution(problem: Problem, classes: Classes, values: np.ndarray) -> Assignment:

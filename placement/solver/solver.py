@@ -121,7 +121,7 @@ def _solve(problem: Problem, deadline: float, mip_gap: float) -> tuple[Assignmen
 
     Seconds are in units of about a layer's, so that the solver's absolute tolerances are small.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.optimize import milp
 
     unit_s = float(problem.group_seconds.mean(axis=2).sum()) / problem.num_layers or 1.0
     classes = make_classes(problem)
@@ -130,13 +130,7 @@ def _solve(problem: Problem, deadline: float, mip_gap: float) -> tuple[Assignmen
     any_in_time = {"time_limit": left_s, "mip_rel_gap": mip_gap}
     first_found = {"mip_rel_gap": 1.0}
     for options in (any_in_time, first_found):
-        result = milp(
-            program.cost,
-            integrality=program.integrality,
-            bounds=Bounds(program.low, program.high),
-            constraints=LinearConstraint(program.matrix.tocsc(), program.row_low, program.row_high),
-            options=options,
-        )
+        result = milp(**program, options=options)
         if result.x is not None:
             bound = result.get("mip_dual_bound")
             known = bound is not None and np.isfinite(bound)

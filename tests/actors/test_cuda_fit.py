@@ -16,7 +16,7 @@ from hotcold.actors.attention.cuda.service import CudaAttentionService
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.messages import Fitted, SystemConfig
 from hotcold.actors.setup import gpu_share
-from hotcold.actors.setup.account import account
+from hotcold.actors.setup.account import GpuParts, account
 from hotcold.actors.setup.gpu_share import choose_device
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
 from hotcold.actors.setup.shards import served_config, service_specs
@@ -26,9 +26,9 @@ from hotcold.model.config.build import read_config
 from hotcold.model.errors import MemoryBudgetError, ServiceError, UsageError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
-from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
+from hotcold.placement.solver import plan_devices
 from hotcold.placement.solver.plan_devices import make_plan_devices
 from tests import tiny_models
 from tests.actors.numpy_device import NumpyDevice
@@ -42,7 +42,8 @@ CONTEXT_BYTES = 10_000
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SystemConfig:
     """A small model; what is left aside of a real GPU would be larger than all of it."""
-    for name in ("RESERVE_BYTES", "LATE_BYTES", "_MATMUL_BYTES"):
+    monkeypatch.setattr(plan_devices, "RESERVE_BYTES", 0)
+    for name in ("LATE_BYTES", "_MATMUL_BYTES"):
         monkeypatch.setattr(cuda_fit, name, 0)
     wide = {"wide": tiny_models.Variant(tiny_models._opt, ffn_dim=1500)}
     with mock.patch.dict(tiny_models.VARIANTS, wide):
@@ -98,6 +99,25 @@ def test_the_budget_is_kept_and_used(system: SystemConfig) -> None:
     assert {entry[2] for entry in found} == {0, -1} and len({entry[1] for entry in found}) > 1
 
 
+@pytest.mark.parametrize("share", [1, 3])
+def test_parts_are_counted_as_they_are_allocated(
+    share: int, system: SystemConfig, tmp_path: Path
+) -> None:
+    """Beside the workspace, which is an upper bound; of float and of padded quantized rows."""
+    quantized = replace(system, model_path=str(make_mxfp4(tmp_path / "mxfp4")))
+    for one in (system, quantized):
+        config = served_config(one, read_config(one.model_path))
+        parts, work = GpuParts.of(one, config), cuda_fit.work_bytes(one, config, NumpyDevice())
+        budget = bytes_of_all(one) - config.num_neurons * parts.neuron * (share - 1) // share
+        device, fitted, loading = fit(replace(one, gpu_memory_bytes=budget))
+        held = fitted.system
+        num_bytes = (config.num_layers - held.num_host_layers) * parts.layer
+        num_bytes += parts.head * (not held.head_on_host) + held.num_hot_neurons * parts.neuron
+        assert loading and held.num_hot_neurons > 0
+        beside, aligned = device.used_bytes() - CONTEXT_BYTES - num_bytes, num_bytes // 100
+        assert -aligned <= beside <= work + aligned
+
+
 class NoGpuService(ServiceActor):
     """A service's process on a machine whose GPU cannot be opened."""
 
@@ -130,9 +150,9 @@ def test_a_plan_counts_on_no_more_memory_than_there_is(gpu_memory_bytes: int, sc
         vocab_size=32000 * scale,
     )
     system = SystemConfig("", device="cuda", gpu_memory_bytes=gpu_memory_bytes)
-    budget = gpu_memory_bytes or free - cuda_fit.RESERVE_BYTES
-    sizes = cuda_fit._Sizes.of(system, config, NumpyDevice(free, context_bytes))
-    there = budget - context_bytes - cuda_fit.LATE_BYTES - sizes.work
+    budget = plan_devices.gpu_budget(gpu_memory_bytes or None, free)
+    work = cuda_fit.work_bytes(system, config, NumpyDevice(free, context_bytes))
+    there = budget - context_bytes - cuda_fit.LATE_BYTES - work
     (gpu, _) = make_plan_devices(
         make_machine((free,)), num_cpu_actors=1, gpu_memory_bytes=gpu_memory_bytes or None
     )
@@ -203,7 +223,8 @@ def test_hot_neurons_are_those_of_the_driver(
     """Which depend on how many bytes rows have in the formats that are loaded: here down rows have
     more than the others.
     """
-    for name in ("RESERVE_BYTES", "LATE_BYTES", "_MATMUL_BYTES"):
+    monkeypatch.setattr(plan_devices, "RESERVE_BYTES", 0)
+    for name in ("LATE_BYTES", "_MATMUL_BYTES"):
         monkeypatch.setattr(cuda_fit, name, 0)
     path = make_mxfp4(tmp_path)
     system = SystemConfig(
@@ -219,7 +240,7 @@ def test_hot_neurons_are_those_of_the_driver(
     _, fitted, loading = fit(
         replace(system, gpu_memory_bytes=whole - ffn_bytes(config, config.num_neurons) // 16)
     )
-    served = served_config(system, Checkpoint(path), config)
+    served = served_config(system, config)
     assert 0 < fitted.system.num_hot_neurons < config.num_neurons
     assert loading.is_of(service_specs(fitted.system, served)[0])
     assert not loading.is_of(service_specs(fitted.system, config)[0])

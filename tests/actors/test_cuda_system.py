@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotcold.actors.attention.cuda import fit as cuda_fit
+from hotcold.actors.attention.cuda.fit import LATE_BYTES, work_bytes
 from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.setup.account import GpuParts
 from hotcold.actors.system import System
 from hotcold.model.config.build import read_config
 from hotcold.model.sampling import SamplingParams
@@ -53,9 +54,9 @@ def system(checkpoint: TinyCheckpoint, broken: Path, share: int) -> Iterator[Sys
         prefill_chunk=64,
         device="cuda",
     )
-    sizes = cuda_fit._Sizes.of(asked, config, NumpyDevice())
-    parts = config.num_layers * sizes.layer + sizes.head + sizes.work + cuda_fit.LATE_BYTES
-    budget = parts + config.num_neurons // share * sizes.neuron
+    parts, work = GpuParts.of(asked, config), work_bytes(asked, config, NumpyDevice())
+    whole = config.num_layers * parts.layer + parts.head + work + LATE_BYTES
+    budget = whole + config.num_neurons // share * parts.neuron
     with start_stand_in(SystemConfig(**vars(asked) | {"gpu_memory_bytes": budget}), broken) as it:
         yield it
 

@@ -13,7 +13,6 @@ from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.setup.shards import can_keep_transposed, service_specs
-from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.ir.target import has_feature
 from tests.actors.in_process import InProcessSystem
@@ -124,7 +123,7 @@ def test_rows_of_outputs(tmp_path: Path, kind: str, pieces: int) -> None:
 
     def start(services: int, threads: int) -> InProcessSystem:
         system = replace(one, num_cpu_actors=services, num_threads=services * threads)
-        assert can_keep_transposed(system, Checkpoint(path), config)
+        assert can_keep_transposed(system, config)
         specs = service_specs(system, config)
         return InProcessSystem(path, specs=specs, max_tokens=120, num_positions=128)
 

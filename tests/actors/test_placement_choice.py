@@ -22,11 +22,10 @@ from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.sampling import SamplingParams
 from hotcold.placement.machine.description import CpuNode, GpuDevice, Machine
 from hotcold.placement.plan import PlacementPlan, plan_path, write_plan
-from hotcold.placement.planner import make_plan
 from tests.actors.batching import complete
 from tests.actors.in_process import InProcessSystem
 from tests.conftest import TinyCheckpoint
-from tests.placement_cases import layout_of
+from tests.placement_cases import layout_of, make_plan
 from tests.reference import relative_difference
 from tests.tiny_models import make_tiny
 
@@ -45,9 +44,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def planned(model: Path, options: SystemOptions, machine: Machine = MACHINE) -> PlacementPlan:
     """The plan that `hotcold plan` would make with these options."""
     system, config = prepare_system(model, options)
-    request = plan_request(
-        system, options.gpu_memory_bytes, options.cpu_memory_bytes, machine.identity, None
-    )
+    request = plan_request(system, options, machine.identity, None)
     return make_plan(config, machine, None, request)
 
 

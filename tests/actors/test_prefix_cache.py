@@ -460,7 +460,7 @@ def test_options(copied: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def chosen(given: Any, device: str = "cpu", **others: Any) -> int | None:
         monkeypatch.setattr("hotcold.actors.setup.choose.choose_device", lambda *_: device)
-        options = SystemOptions.of_keywords(nothing | {"prefix_cache": given, "device": device})
+        options = SystemOptions.of_keywords(**nothing | {"prefix_cache": given, "device": device})
         return choose_system(copied.path, config, replace(options, **others)).prefix_cache_bytes
 
     assert [chosen(given) for given in (None, "off", "2GiB", 0)] == [None, 0, 2 << 30, 0]

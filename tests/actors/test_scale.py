@@ -22,6 +22,7 @@ import ray
 from hotcold.actors.driver.draft_policy import FixedPolicy
 from hotcold.actors.driver.drafts import Speculation
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
+from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.placement_choice import plan_request
 from hotcold.actors.system import System
 from hotcold.model.config.build import read_config
@@ -29,7 +30,6 @@ from hotcold.model.errors import CheckpointError, MemoryBudgetError, ServiceErro
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.sampling import SamplingParams
 from hotcold.placement.plan import plan_path, write_plan
-from hotcold.placement.planner import make_plan
 from tests.actors.batching import Background
 from tests.actors.kept_system import (
     KeptSystem,
@@ -41,6 +41,7 @@ from tests.actors.kept_system import (
 from tests.actors.stand_in_host import Forgetful, WithoutGpu, start_stand_in
 from tests.actors.test_placement_choice import WITH_GPU
 from tests.conftest import TinyCheckpoint
+from tests.placement_cases import make_plan
 from tests.predictor_layers import write_sign_predictors
 from tests.quantized_models import make_model
 
@@ -258,7 +259,7 @@ def test_a_service_that_lacks_a_neuron(copied: TinyCheckpoint, tmp_path: Path) -
 def test_a_gpus_plan_that_the_cpu_carries_out(copied: TinyCheckpoint, tmp_path: Path) -> None:
     """It counts no neuron twice, with any number of CPU services, whatever plan comes later."""
     system, config = config_of(copied.path, device="cuda"), read_config(copied.path)
-    plan = make_plan(config, WITH_GPU, None, plan_request(system, None, None, "", None))
+    plan = make_plan(config, WITH_GPU, None, plan_request(system, SystemOptions(), "", None))
     file = plan_path(copied.path, plan.request)
     for seed in (1, 2):
         places = np.random.default_rng(seed).choice(2, plan.neuron_device.shape).astype(np.int16)

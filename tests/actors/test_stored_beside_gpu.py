@@ -16,13 +16,14 @@ from hotcold.actors.attention.cuda.load import CudaLoading
 from hotcold.actors.protocol.messages import THRESHOLD, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.setup import account as accounts
-from hotcold.actors.setup import gpu_share, storage, storage_shares
-from hotcold.actors.setup.account import account, expected_gpu, in_memory_account
+from hotcold.actors.setup import gpu_share, storage_shares
+from hotcold.actors.setup.account import account, expected_gpu
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.setup.shards import service_specs
 from hotcold.actors.setup.storage import storage_beside_gpu
-from hotcold.jobs.support.offload_plan import offload_plans, offload_text, stored_model
+from hotcold.jobs.support.offload_plan import offload_plans, offload_text
 from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError, UsageError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
@@ -118,9 +119,8 @@ def roomy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, System
     monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", 8 << 30))
     monkeypatch.setattr(accounts, "GPU_RESERVE_BYTES", 1000)
     monkeypatch.setattr(storage_shares, "READ_BYTES", 4096)
-    for module in (storage, accounts):
-        monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 7)
-        monkeypatch.setattr(module, "offloaded_ffn_bytes", kept_bytes)
+    monkeypatch.setattr(accounts, "more_process_bytes", lambda system, config: 7)
+    monkeypatch.setattr(accounts, "offloaded_ffn_bytes", kept_bytes)
     alone, config = prepare_system(path, SystemOptions(device="cpu"))
     need = account(alone, config)
     budget = 1000 + need.attention_bytes + need.kv_cache_bytes + need.head_bytes
@@ -136,14 +136,14 @@ def test_what_the_gpu_does_not_hold_stays_in_memory_as_far_as_that_goes(
     uploads, _ = prepare_system(path, options)
     assert uploads.storage is None and uploads.neuron_upload_tokens > 0
     system = replace(uploads, neuron_upload_tokens=0)
-    need = in_memory_account(system, config)
+    need = account(system, config, is_sure=True)
     assert need.attention_bytes == need.kv_cache_bytes == need.head_bytes == 0
     assert need.ffn_bytes == num_cold * NEURON_BYTES
 
     def prepared(num_bytes: int, **changes: Any) -> SystemConfig:
         return prepare_system(path, replace(options, cpu_memory_bytes=num_bytes, **changes))[0]
 
-    assert prepared(in_memory_account(uploads, config).total_bytes) == uploads
+    assert prepared(account(uploads, config, is_sure=True).total_bytes) == uploads
     assert prepared(need.total_bytes) == system  # what is uploaded takes room in the arena
     least = need.total_bytes - need.ffn_bytes + 7 + config.ffn_size * SLOT_BYTES
     for limit in (need.total_bytes - 1, least):
@@ -153,7 +153,11 @@ def test_what_the_gpu_does_not_hold_stays_in_memory_as_far_as_that_goes(
         assert limit - SLOT_BYTES < account(found, config).total_bytes <= limit
     with pytest.raises(MemoryBudgetError, match=rf"at least .* \({least} bytes\) with its"):
         prepared(least - 1)
-    plans = offload_plans(stored_model(path, options), least, None, 0.5)
+
+    def of_size(num_bytes: int) -> tuple[SystemConfig, ModelConfig]:
+        return prepare_system(path, replace(options, cpu_memory_bytes=num_bytes))
+
+    plans = offload_plans(of_size, least, None, 0.5)
     assert [plan.num_on_gpu for plan in plans] == [100] * 5
     assert plans[-1].num_up_downs < num_cold and plans[0].read_bytes > plans[-1].read_bytes > 0
     assert offload_text(plans).count("% on the GPU") == 5
@@ -172,7 +176,7 @@ def test_memory_is_divided_anew_when_the_gpu_has_been_filled(
     config = read_model(path)
     every = config.num_neurons
     system = replace(prepare_system(path, options)[0], neuron_upload_tokens=0)
-    whole = in_memory_account(system, config).total_bytes
+    whole = account(system, config, is_sure=True).total_bytes
     options = replace(options, cpu_memory_bytes=whole - 50 * NEURON_BYTES)
     system, _ = prepare_system(path, options)
     sizes = []
@@ -198,7 +202,7 @@ def test_a_gpu_that_was_tried_in_vain_costs_memory(roomy: tuple[Path, SystemOpti
     path, options = roomy
     config = read_model(path)
     system, _ = prepare_system(path, options)
-    limit = in_memory_account(replace(system, neuron_upload_tokens=0), config).total_bytes - 1
+    limit = account(replace(system, neuron_upload_tokens=0), config, is_sure=True).total_bytes - 1
     system, _ = prepare_system(path, replace(options, cpu_memory_bytes=limit))
     no_gpu = replace(system, device="cpu")
     with pytest.raises(MemoryBudgetError, match="with its neurons on storage") as refused:
@@ -256,7 +260,7 @@ def test_no_more_is_expected_of_a_gpu_than_it_has(
     assert expected_gpu(system, config).num_hot_neurons == config.num_neurons
     monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", budget))
     assert expected_gpu(system, config).num_hot_neurons == 100
-    beside = in_memory_account(replace(system, neuron_upload_tokens=0), config).total_bytes
+    beside = account(replace(system, neuron_upload_tokens=0), config, is_sure=True).total_bytes
     asked = replace(options, gpu_memory_bytes=4 << 30, cpu_memory_bytes=beside - 1)
     assert prepare_system(path, asked)[0].storage is not None
     monkeypatch.setattr(gpu_share, "first_gpu", lambda: "no driver")

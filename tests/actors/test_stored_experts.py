@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks import random_gguf
-from hotcold.actors.cpu.offloaded_service import OffloadedExpertService
+from hotcold.actors.cpu.offloaded_service import OffloadedService
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.modes import step_mode
 from hotcold.actors.protocol.failures import AnswerFailed
@@ -72,7 +72,7 @@ class StoredExperts(StoredSystem):
     more: int = 0
 
     def _share(self, index: int, shard: Sequence[np.ndarray]) -> OffloadedShare:
-        kept = least_in_memory([layer.ffn for layer in self.config.layers]) + self.more
+        kept = least_in_memory(self.config) + self.more
         return OffloadedShare(kept, kept // self.num_services)
 
 
@@ -123,8 +123,8 @@ def test_the_same_bits_with_experts_read_ahead(tiny: Tiny, variant: str) -> None
         for found, expected in zip(answers(stored, ["dense"]), wanted, strict=True):
             np.testing.assert_array_equal(found, expected)
         service = stored.services[1]
-        assert isinstance(service, OffloadedExpertService)
-        chosen, guessed, read, useful = service.store.stored.ahead_counts.tolist()
+        assert isinstance(service, OffloadedService)
+        chosen, guessed, read, useful = service.store.stored.ahead.counts.tolist()
         assert chosen >= guessed > 0.5 * chosen  # layers of random weights change little
         assert read >= useful > 0
         told = stored.exchange.buffers.replies[1, PARTS_GUESSABLE : PARTS_USEFUL + 1]

@@ -18,7 +18,7 @@ import pytest
 
 from hotcold.actors.cpu import bundle_reads
 from hotcold.actors.cpu.bundle_reads import BundleReads
-from hotcold.actors.cpu.offloaded_service import OffloadedCpuService, load_offloaded_service
+from hotcold.actors.cpu.offloaded_service import OffloadedService, load_offloaded_service
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import AnswerFailed
 from hotcold.actors.protocol.messages import PREDICTED_MODES, THRESHOLD
@@ -51,7 +51,8 @@ from hotcold.numba_kernels.loops.mailbox import (
 from hotcold.numba_kernels.loops.predict_team import bit_rows
 from hotcold.numba_kernels.storage import io_ring
 from hotcold.numba_kernels.storage.io_ring import DESCRIPTOR, IoRing, new_ring
-from hotcold.numba_kernels.storage.read_ahead import NUM_AHEAD, NUM_USEFUL, ReadAhead
+from hotcold.numba_kernels.storage.offloaded_units import ReadAhead
+from hotcold.numba_kernels.storage.read_ahead import NUM_AHEAD, NUM_USEFUL
 from hotcold.numba_kernels.storage.read_queue import NOW, num_pending
 from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.predictor_file import Predictors, read_predictors, write_predictors
@@ -93,7 +94,7 @@ class StoredSystem(InProcessSystem):
     shares_bits: bool = False  # of predictors, which `sign_predictor` lays into the arena
 
     def _cpus(self) -> list[Service]:
-        config = served_config(self.system(), Checkpoint(self.path), self.config)
+        config = served_config(self.system(), self.config)
         file = bundle_path(self.path, BundleGeometry.of(config))
         sizes = self.topology.num_neurons.T[self.topology.cpu_services]
         if self.shares_bits:
@@ -138,7 +139,7 @@ class StoredSystem(InProcessSystem):
 
     def ahead(self) -> list[ReadAhead]:
         """What each CPU service reads ahead by."""
-        return [s.store.stored.ahead for s in self.services if isinstance(s, OffloadedCpuService)]
+        return [s.store.stored.ahead for s in self.services if isinstance(s, OffloadedService)]
 
     def counted(self, word: int) -> int:
         """A word of the CPU services' replies, added up."""
@@ -288,7 +289,7 @@ def test_a_disk_that_does_not_answer_is_waited_for(
     with stored, ThreadPoolExecutor(1) as pool:
         found = pool.submit(stored.logits, "exact", IDS[:2], [1])
         service = stored.services[1]
-        assert isinstance(service, OffloadedCpuService)
+        assert isinstance(service, OffloadedService)
         while not num_pending(service.store.stored.queue, NOW):
             time.sleep(0.001)
         assert not found.done()

@@ -19,7 +19,7 @@ from hotcold.actors.processes.host_setup import HostSetup
 from hotcold.actors.protocol.messages import GenerateRequest, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.setup import account as accounts
-from hotcold.actors.setup import storage, storage_shares
+from hotcold.actors.setup import storage_shares
 from hotcold.actors.setup.account import account as need_of
 from hotcold.actors.setup.choose import choose_system
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
@@ -27,7 +27,7 @@ from hotcold.actors.setup.shards import service_specs
 from hotcold.actors.setup.storage import offloaded_share, pack_model
 from hotcold.actors.system import System
 from hotcold.jobs.profile.plot import plot_offload
-from hotcold.jobs.support.offload_plan import offload_plans, offload_text, stored_model
+from hotcold.jobs.support.offload_plan import offload_plans, offload_text
 from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.model_config import ModelConfig
@@ -70,7 +70,7 @@ def test_down_rows_that_are_an_output_also_after_a_service_was_lost(tmp_path: Pa
     path = quantized("Q4_0", tmp_path)
     system, config = prepare_system(path, SystemOptions(context_length=64, num_cpu_actors=1))
     assert system.down_transposed
-    kept = least_in_memory([layer.ffn for layer in config.layers])
+    kept = least_in_memory(config)
     kept_storage = NeuronStorage(str(pack_model(path, config)), kept, kept)
     sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     request = GenerateRequest(sampling, prompt_ids=[3, 1, 4, 1, 5, 9])
@@ -100,9 +100,8 @@ def _neuron_bytes(config: ModelConfig) -> int:
 
 
 def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (storage, storage_shares):
-        monkeypatch.setattr(module, "offloaded_ffn_bytes", kept_bytes)
-    monkeypatch.setattr(storage, "more_process_bytes", lambda system, config: 0)
+    monkeypatch.setattr(accounts, "offloaded_ffn_bytes", kept_bytes)
+    monkeypatch.setattr(accounts, "more_process_bytes", lambda system, config: 0)
     config = read_model(wide)
     total = need_of(choose_system(wide, config, SystemOptions()), config).total_bytes
     assert prepare_system(wide, SystemOptions(cpu_memory_bytes=total))[0].storage is None
@@ -119,7 +118,10 @@ def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) 
     assert system.storage.num_gates == system.storage.num_up_downs == config.ffn_size
     with pytest.raises(MemoryBudgetError, match=rf"at least .* \({rest + least} bytes\) with its"):
         prepare_system(wide, SystemOptions(cpu_memory_bytes=rest + least - 1))
-    of_size = stored_model(wide, SystemOptions())
+
+    def of_size(num_bytes: int) -> tuple[SystemConfig, ModelConfig]:
+        return prepare_system(wide, SystemOptions(cpu_memory_bytes=num_bytes))
+
     plans = offload_plans(of_size, rest + least, None, 0.5)
     slots = [plan.num_gates + 2 * plan.num_up_downs for plan in plans]
     read = [plan.read_bytes for plan in plans]
@@ -142,10 +144,8 @@ def test_what_fits_stays_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_memory_is_that_of_each_host(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts hold half of the neurons each, and as many processes as one with half of both."""
-    for module in (accounts, storage, storage_shares):
-        monkeypatch.setattr(module, "offloaded_ffn_bytes", kept_bytes)
-    for module in (accounts, storage):
-        monkeypatch.setattr(module, "more_process_bytes", lambda system, config: 0)
+    monkeypatch.setattr(accounts, "offloaded_ffn_bytes", kept_bytes)
+    monkeypatch.setattr(accounts, "more_process_bytes", lambda system, config: 0)
     config, two = read_model(wide), SystemOptions(hosts=("a", "b"), num_cpu_actors=4)
     need = need_of(choose_system(wide, config, two), config)
     alone = need_of(choose_system(wide, config, SystemOptions(num_cpu_actors=2)), config)

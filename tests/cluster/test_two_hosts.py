@@ -18,8 +18,9 @@ from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup import host_files
+from hotcold.actors.setup.account import service_bytes
 from hotcold.actors.setup.connection import node_ids, service_nodes
-from hotcold.actors.setup.host_files import require_same_model, service_weight_bytes
+from hotcold.actors.setup.host_files import require_same_model
 from hotcold.actors.setup.preflight import read_model
 from hotcold.actors.setup.shards import service_specs
 from hotcold.model.bundles.bundle_file import bundle_path, read_bundle_file
@@ -237,7 +238,8 @@ def test_the_copy_of_the_model_is_checked(
         with pytest.raises(MemoryBudgetError, match="give less --cpu-memory, which is of each"):
             require_same_model(stored)
         config = read_config(path)
-        assert service_weight_bytes(stored, config) == 4 * config.hidden_size * (3 + 2 * 2)
+        slots = 4 * config.hidden_size * (3 + 2 * 2) + 24 * (3 + 2)  # rows and tables
+        assert service_bytes(stored, config) == slots
     alone = service_specs(SystemConfig(str(path), num_cpu_actors=2), read_config(path))[2]
     require_same_model(alone)
     weights = path / "model.safetensors"

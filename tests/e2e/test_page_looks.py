@@ -24,9 +24,10 @@ PHONE = {"width": 390, "height": 844, "has_touch": True, "is_mobile": True}
 
 
 def violations(page: Any, rules: Sequence[str] = ()) -> list[str]:
-    """What axe finds wrong, by rule and place; `rules` instead of all."""
+    """What axe finds wrong once all parts are there, by rule and place; `rules` instead of all."""
     from axe_playwright_python.sync_playwright import Axe
 
+    page.wait_for_selector("p.loading", state="detached")  # of a part that is not there yet
     options = {"resultTypes": ["violations"], **({"runOnly": list(rules)} if rules else {})}
     found = Axe().run(page, options=options).response["violations"]
     return [f"{rule['id']}: {node['html'][:200]}" for rule in found for node in rule["nodes"]]
@@ -47,7 +48,6 @@ def settled(page: Any) -> None:
 )
 def test_axe_finds_no_violation(open_page, book, scheme, rules) -> None:
     page = open_page(color_scheme=scheme)
-    page.wait_for_selector("p.loading", state="detached")  # of a part that is not there yet
     assert violations(page, rules) == []
     book.held_at = 50
     ask(page, QUESTION)

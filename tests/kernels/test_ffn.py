@@ -57,6 +57,12 @@ SOURCES = [
     *(f"transposed {kind}" for kind in (*BITS, *KINDS)),
     *(f"{device} {kind}" for device in backends.DEVICES for kind in (*BITS, *IN_LAYERS)),
 ]
+# Kernels are compiled for each of a format and a layout: the default run has each format once.
+IN_SWEEPS = [
+    *(f"rows {kind}" for kind in ("bf16", "q8", "q4_1", "q5")),
+    *(f"transposed {kind}" for kind in ("f32", "f16", "q4", "q6", "mxfp4")),
+    *(one for one in SOURCES if one.endswith("_k")),
+]
 # Computes the output, and whether each neuron fires: by so many threads.
 Ffn = Callable[[np.ndarray, Selection, str, Thresholds, int], tuple[np.ndarray, np.ndarray]]
 
@@ -110,7 +116,7 @@ def drawn_thresholds(
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "source",
-    [pytest.param(one, marks=[pytest.mark.thorough] * one.endswith("_k")) for one in SOURCES],
+    [pytest.param(one, marks=[pytest.mark.thorough] * (one in IN_SWEEPS)) for one in SOURCES],
 )
 def test_random_layers(source: str, seed: int, request: pytest.FixtureRequest) -> None:
     """A token has the bits of its own request, of any threads where rows are transposed."""

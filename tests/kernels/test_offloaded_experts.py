@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hotcold.actors.cpu.bundle_reads import BundleReads
-from hotcold.actors.cpu.expert_store import ExpertStore
+from hotcold.actors.cpu.unit_store import ExpertStore
 from hotcold.actors.protocol.offloaded_neurons import OffloadedShare
 from hotcold.actors.setup.assignment import cold_shards, service_stripes
 from hotcold.model.bundles import geometry as geometries
@@ -37,17 +37,16 @@ from hotcold.numba_kernels.loops.mailbox import (
     NUM_TOKENS,
     REQUEST,
 )
-from hotcold.numba_kernels.storage.offloaded_experts import (
+from hotcold.numba_kernels.storage.offloaded_units import NUM_MISSES, OffloadedNeurons
+from hotcold.numba_kernels.storage.read_ahead import (
     NUM_CHOSEN,
     NUM_GUESSED,
     note_guesses,
     read_guessed,
-    request_ahead,
     request_routed,
 )
 from hotcold.numba_kernels.storage.read_queue import NOW, NUM_BATCHES, num_pending
 from hotcold.numba_kernels.storage.routed_ahead import read_routed, release_lock, take_lock
-from hotcold.numba_kernels.storage.slots import NUM_MISSES
 from tests.conftest import TinyCheckpoint
 from tests.kernels.arrays import random_floats
 from tests.kernels.neurons import Source
@@ -187,14 +186,17 @@ def test_a_choice_that_comes_late_leaves_what_is_awaited(unread: Stored) -> None
     unread.store.await_blocks(1, blocks)
 
 
-AHEAD = {
-    "prompt": lambda shard, layer, weights: request_ahead(
-        shard, layer, np.arange(weights.shape[1])
+def guessing(shard: OffloadedNeurons, weights: np.ndarray) -> OffloadedNeurons:
+    """The same, where routers write their guesses to `weights`."""
+    return shard._replace(ahead=shard.ahead._replace(guessed=weights))
+
+
+AHEAD: dict[str, Callable[[ExpertStore, int, np.ndarray], object]] = {
+    "prompt": lambda store, layer, weights: store.request_ahead(layer, np.arange(weights.shape[1])),
+    "guess": lambda store, layer, weights: read_guessed(
+        guessing(store.stored, weights), layer, len(weights)
     ),
-    "guess": lambda shard, layer, weights: read_guessed(
-        shard._replace(guessed=weights), layer, len(weights)
-    ),
-    "choice": request_routed,
+    "choice": lambda store, layer, weights: request_routed(store.stored, layer, weights),
 }
 
 
@@ -204,7 +206,7 @@ def test_reading_a_layer_ahead_evicts_none_of_it(
 ) -> None:
     """Six slots, three of another layer that was used more."""
     one = stored(tiny("smallthinker").path)
-    slots, blocks = one.store.stored.slots, np.arange(3, 6)
+    slots, blocks = one.store.stored.gates, np.arange(3, 6)
     one.store.request(1, blocks)
     one.store.await_blocks(1, blocks)
     for _ in range(4):
@@ -214,7 +216,7 @@ def test_reading_a_layer_ahead_evicts_none_of_it(
     one.store.request(2, np.zeros(0, np.int64))
     units = 6 + blocks
     before = slots.slot_of[units].tolist()
-    AHEAD[way](one.store.stored, 1, routed_to(one, np.arange(6)))
+    AHEAD[way](one.store, 1, routed_to(one, np.arange(6)))
     assert slots.slot_of[units].tolist() == before
     assert sorted(slots.unit_of) == list(range(6, 12))
 
@@ -222,7 +224,7 @@ def test_reading_a_layer_ahead_evicts_none_of_it(
 def test_a_choice_is_read_only_while_attention_is_computed(unread: Stored) -> None:
     """Else its layer and weights may be another request's; nothing waits for the lock."""
     weights = routed_to(unread, np.array([0, 2]))
-    shard = unread.store.stored._replace(guessed=np.zeros_like(weights))
+    shard = guessing(unread.store.stored, np.zeros_like(weights))
     requests = np.zeros((1, NUM_REQUEST_WORDS), np.int64)
     requests[0, [LAYER, NUM_TOKENS]] = 1, 1
     cells = np.zeros((CELLS_A_SERVICE, INTS_A_CELL), np.int32)
@@ -248,8 +250,8 @@ def test_a_service_without_neurons(tiny: Tiny, stored: Callable[..., Stored]) ->
     x, chosen = random_floats(3, 3, one.config.hidden_size), one.choose(rng, 0, 3)
     found, _ = one.source.ffn(0, x, chosen, ALL_FIRE, one.config.activation_fn, 3)
     assert found.shape == x.shape and not found.any()
-    state = one.store.stored.slots.state
-    assert state[NUM_MISSES] == 0 and one.store.stored.queue.counts[:, 0].sum() == 0
+    counts = one.store.stored.counts
+    assert counts[NUM_MISSES] == 0 and one.store.stored.queue.counts[:, 0].sum() == 0
 
 
 def test_a_choice_replaces_guesses_only_where_it_can_be_read(unread: Stored) -> None:
@@ -257,9 +259,9 @@ def test_a_choice_replaces_guesses_only_where_it_can_be_read(unread: Stored) -> 
     unread.store.request_ahead(1, np.array([1]))
     request_routed(shard, 1, routed_to(unread, blocks))
     units = blocks + (unread.plain.starts.shape[1] - 1)
-    firsts = shard.slots.firsts
-    assert all(shard.slots.requested[firsts[unit]] for unit in units)
-    assert not shard.slots.requested[firsts[units[0] + 1]]  # the guess was cancelled
+    firsts = shard.gates.firsts
+    assert all(shard.gates.requested[firsts[unit]] for unit in units)
+    assert not shard.gates.requested[firsts[units[0] + 1]]  # the guess was cancelled
     unread.store.request_ahead(1, np.array([1]))  # in the other batch: now none is free
     pending = [num_pending(shard.queue, batch) for batch in range(NUM_BATCHES)]
     request_routed(shard, 1, routed_to(unread, np.array([3])))
@@ -283,8 +285,8 @@ def test_blocks_without_neurons_take_no_slots(
     """A service may hold no neuron of an expert."""
     one = stored(tiny("smallthinker").path, without=2)
     assert one.store.units.sizes[6:12].tolist() == [24, 24, 0, 24, 24, 24]
-    AHEAD[way](one.store.stored, 1, routed_to(one, np.arange(6)))
-    has_slot = one.store.stored.slots.slot_of[6:12] >= 0
+    AHEAD[way](one.store, 1, routed_to(one, np.arange(6)))
+    has_slot = one.store.stored.gates.slot_of[6:12] >= 0
     assert has_slot.tolist() == [True, True, False, True, True, True]
 
 
@@ -294,13 +296,13 @@ def test_a_guess_is_compared_with_the_choice_of_its_layer(
     """By then there is one for the next layer; more tokens than are guessed for count nothing."""
     one = stored(tiny("smallthinker").path)
     guessed = routed_to(one, np.array([0, 2]))
-    shard = one.store.stored._replace(guessed=guessed)
+    shard = guessing(one.store.stored, guessed)
     read_guessed(shard, 1, 1)
     guessed[:] = routed_to(one, np.array([3]))
     note_guesses(shard, 1, np.array([2, 3, 4]))
-    counted = shard.ahead_counts[[NUM_CHOSEN, NUM_GUESSED]].tolist()
+    counted = shard.ahead.counts[[NUM_CHOSEN, NUM_GUESSED]].tolist()
     assert counted == [3, 1]
     read_guessed(shard, 2, 1)
     read_guessed(shard, 2, 5)
     note_guesses(shard, 2, np.array([3]))
-    assert shard.ahead_counts[[NUM_CHOSEN, NUM_GUESSED]].tolist() == counted
+    assert shard.ahead.counts[[NUM_CHOSEN, NUM_GUESSED]].tolist() == counted

@@ -58,14 +58,13 @@ def test_columns_of_a_matrix_from_its_bundles(
         cuts=np.array(
             [[[0] * 8], [new_cut(block.loaded_as, width, first, count, ROWS, HEIGHT)]], np.int64
         ),
-        units=np.full(len(bundles), 1, np.int32),
         turns=np.arange(len(bundles), dtype=np.int32),
     )
     place_unit(outputs, 1, 64)
     for number, rows in enumerate(bundles):
         part = np.zeros(ROWS * whole.shape[1] + 100, np.uint8)
         part[: rows.size] = rows.view(np.uint8).reshape(-1)
-        copy_outputs(part, number, outputs)
+        copy_outputs(part, 1, outputs.turns[number], outputs)
     assert outputs.rows[64 : 64 + wanted.size].tobytes() == wanted.tobytes()
     outside = np.delete(outputs.rows, np.arange(64, 64 + wanted.size))
     assert (outside == 0xA5).all()

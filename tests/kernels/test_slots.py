@@ -8,13 +8,19 @@ from hotcold.numba_kernels.storage.neuron_file import bundle_checksums
 from hotcold.numba_kernels.storage.read_queue import FAILED, LOADED, NOT_LOADED
 from hotcold.numba_kernels.storage.slots import (
     EPOCH,
+    Slots,
     begin_epoch,
-    claim,
     give_slot,
     keep,
     look_up,
     neuron_slots,
+    request,
 )
+
+
+def claim(slots: Slots, unit: int) -> tuple[int, bool]:
+    """The slot of a neuron, and whether it has to be read."""
+    return give_slot(slots, unit), request(slots, unit)
 
 
 def test_a_neuron_with_a_pending_read_is_not_evicted() -> None:

@@ -24,6 +24,7 @@ from hotcold.actors.setup.account import (
 from hotcold.actors.setup.choose import choose_system
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
 from hotcold.actors.setup.shards import arena_layout, service_specs
+from hotcold.actors.setup.storage import storage_within
 from hotcold.jobs.cli import main
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import MemoryBudgetError
@@ -110,6 +111,27 @@ def test_what_processes_take(tmp_path: Path) -> None:
     assert rests[0] == rests[1]
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     assert account(system, config).process_bytes - plain.process_bytes == (2 + 3) * (130 << 20)
+
+
+def test_with_neurons_on_storage_the_cache_is_that_of_such_a_system(tmp_path: Path) -> None:
+    """Long prompts go in larger steps then, so layers with a window have more pages."""
+    path = make_tiny("gemma3", tmp_path)
+    config = read_model(path)
+    system = choose_system(path, config, SystemOptions(kv_positions=20_000, num_cpu_actors=1))
+    with pytest.raises(MemoryBudgetError) as refused:
+        storage_within(None, system, config, 0)
+    told = re.search(r"at least .* \((\d+) bytes\)", str(refused.value))
+    assert told is not None
+    limit = int(told[1]) + 1000
+    stored = replace(system, storage=storage_within(None, system, config, limit))
+    need = account(stored, config)
+    assert limit - 1000 <= need.total_bytes <= limit
+    assert need.kv_cache_bytes > account(system, config).kv_cache_bytes
+    spec = service_specs(stored, config)[0]
+    arrays = load_attention_service(spec, read_config(path), lambda count: None).arrays
+    assert spec.cache is not None  # pages beyond these are never written
+    num_pages = sum(spec.cache.pages_of(window) for window in config.windows)
+    assert need.kv_cache_bytes == 2 * num_pages * arrays.keys[0, 0].nbytes
 
 
 def test_doctor_and_generate_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

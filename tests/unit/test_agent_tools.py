@@ -27,7 +27,7 @@ from hotcold.model.text.tools import TAGGED
 from hotcold.ui.api.tools.grammar import Callable, Function, calls_grammar
 from hotcold.ui.api.tools.json_schema import enforced
 from hotcold.ui.api.tools.lark_regex import regex_of
-from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, CallReader, InputReader
+from hotcold.ui.api.tools.reader import AnswerReader, InputReader
 from hotcold.ui.api.tools.schemas import arguments_of, pattern_of
 from tests.documents import ROOT
 from tests.unit.ollama_routes import (
@@ -231,6 +231,7 @@ def test_a_tool_is_chosen_by_either_name(choice: dict[str, Any], name: str) -> N
 GRAMMARS = [
     PATCH_GRAMMAR,
     'start: "x"+',
+    'start: ["a" "b"]~1..3 "c" ["d"]+',
     'start: A~2..3 ["b"i] // ends\nA: /[a\\/]/i | "0".."9"\n',
     '?start: pair ("," pair)* | "[]"\n!pair: NAME "=" (INT | ESCAPED_STRING)\nNAME: /[a-c]+/\n'
     "%import common.INT\n%import common.ESCAPED_STRING",
@@ -362,10 +363,10 @@ def call_of(grammar: str, rng: np.random.Generator) -> tuple[str, Any] | None:
     text = drawn(matcher_of(LLMatcher.grammar_from_lark(grammar)), rng)
     if text is None:
         return None
-    called, *argued = CallReader(TAGGED).push(text, is_last=True)
-    assert isinstance(called, CallPart)
-    arguments = "".join(part.text for part in argued if isinstance(part, ArgumentsPart))
-    return called.name, json.loads(arguments)
+    reader = AnswerReader(TAGGED)
+    list(reader.push(TokenEvent(text, RESULT)))
+    (called,) = reader.calls
+    return called.name, json.loads(called.arguments)
 
 
 def validator(tool: dict[str, Any]) -> Any:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request
+from pydantic import BaseModel
 from starlette.testclient import TestClient
 
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
 from hotcold.ui.openapi import add_description, body_of
+from tests.unit.ollama_routes import Recording, send
 
-SCHEMAS = [ChatRequest, CompletionRequest]
+SCHEMAS: list[type[BaseModel]] = [ChatRequest, CompletionRequest]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +29,7 @@ def client() -> TestClient:
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def complete(request: Request) -> None: ...
 
-    add_description(app)
+    add_description(app, SCHEMAS)
     return TestClient(app)
 
 
@@ -38,6 +42,15 @@ def test_every_field_is_there(client: TestClient, schema: Any) -> None:
     page = client.get("/docs").text
     for name in schema.model_fields:
         assert f"<code>{name}</code>" in page
+
+
+def test_types_of_one_name_are_told_apart() -> None:
+    """A custom tool has its name beside its type in responses, and within `custom` in chats."""
+    parts = send(Recording(), "GET", "/openapi.json")[0].json()["components"]["schemas"]
+    for schema, key in (("ResponsesRequest", "name"), ("ChatRequest", "custom")):
+        refs = re.findall(r"[\w/]+CustomTool", json.dumps(parts[schema]["properties"]["tools"]))
+        (name,) = {ref.rsplit("/", 1)[1] for ref in refs}
+        assert key in parts[name]["properties"]
 
 
 def test_the_page_runs_nothing(client: TestClient) -> None:

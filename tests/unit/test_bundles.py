@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.cpu.expert_store import ExpertStore
+from hotcold.actors.cpu.unit_store import ExpertStore
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.protocol.stripes import runs_of_stripes, shard_stripes
-from hotcold.actors.setup import storage
-from hotcold.actors.setup.account import Account, account
+from hotcold.actors.setup import account as accounts
+from hotcold.actors.setup.account import account
 from hotcold.actors.setup.choose import choose_system
 from hotcold.actors.setup.preflight import in_memory, packed_config, prepare_system, read_model
 from hotcold.actors.setup.shards import service_specs
@@ -492,11 +492,10 @@ def test_files_of_other_cuts_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 def least_of(system: SystemConfig, config: ModelConfig) -> SystemConfig:
     """The system with the least on storage that the budget line names."""
-    need = Account(0, 0, config.num_neurons * 10_000, 0, 0, 0)
     with pytest.raises(MemoryBudgetError) as caught:
-        storage_within(None, need, system, config, 0)
+        storage_within(None, system, config, 0)
     least = int(str(caught.value).split("(")[1].split(" bytes")[0])
-    return replace(system, storage=storage_within(None, need, system, config, least))
+    return replace(system, storage=storage_within(None, system, config, least))
 
 
 @pytest.mark.usefixtures("small_bundles")
@@ -508,7 +507,7 @@ def test_slots_take_what_is_promised(name: str, services: int, pieces: int, tmp_
     path = MODELS[name](tmp_path)
     options = SystemOptions(context_length=64, num_threads=2, num_cpu_actors=services)
     config = read_model(path)
-    system, config = in_memory(path, choose_system(path, config, options), config)
+    system, config = in_memory(choose_system(path, config, options), config)
     assert system.down_transposed and system.num_cpu_actors == services
     pack_model(path, config)
     system = least_of(replace(system, expert_pieces=pieces), config)
@@ -539,9 +538,9 @@ def test_a_system_beyond_memory_keeps_them(tmp_path: Path, monkeypatch: pytest.M
     path = MODELS["Q4_K_M"](tmp_path)
     options = SystemOptions(context_length=64, num_cpu_actors=1)
     whole, config = prepare_system(path, options)
-    monkeypatch.setattr(storage, "more_process_bytes", lambda system, config: 0)
+    monkeypatch.setattr(accounts, "more_process_bytes", lambda system, config: 0)
     monkeypatch.setattr(
-        storage,
+        accounts,
         "offloaded_ffn_bytes",
         lambda system, config, kept: bytes_in_memory(config, kept),
     )

@@ -52,16 +52,14 @@ def test_refusals(path: Path, given: dict[str, Any], words: str) -> None:
 def test_its_memory_is_counted(path: Path) -> None:
     options = replace(Q4, draft="auto")
     plain, config = prepare_system(path, options)
-    assert plain.draft_system is None and draft_note(plain, config) == ""
+    assert plain.draft_system is None and draft_note(plain) == ""
     system, _ = prepare_system(path, Q4)
     quantized, q4_config = prepare_system(path, replace(options, weight_dtype="q4"))
     needs = [account(one, config) for one in (plain, system)]
     weights = config_bytes(q4_config)
     assert needs[1] == replace(needs[0], draft_bytes=weights)
     assert loaded_bytes(system, config) == config_bytes(config) + weights
-    assert draft_note(system, config).startswith(
-        "the draft, the model's weights in q4, takes 59.8 kB"
-    )
+    assert draft_note(system).startswith("the draft, the model's weights in q4, takes 59.8 kB")
     assert quantized.draft_system is None
     spare = needs[0].total_bytes + weights // 2
     with pytest.raises(MemoryBudgetError, match="KiB of the draft"):

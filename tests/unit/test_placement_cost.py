@@ -54,8 +54,8 @@ def test_a_window_is_read_and_no_more(window: int) -> None:
     seen = [min(at + 1, window or 10**6) for at in range(100)]
     assert seen_share(window, 100) == pytest.approx(np.mean(seen) / 100, abs=0.006)
     config = replace(llama_config(), windows=(window,) * llama_config().num_layers)
-    found = part_costs(config, 100, "float16", None).read_bytes
-    whole = part_costs(llama_config(), 100, "float16", None).read_bytes
+    found = part_costs(config, 100, "float16", 0, None).read_bytes
+    whole = part_costs(llama_config(), 100, "float16", 0, None).read_bytes
     assert (found[:-1] <= whole[:-1]).all() and found[-1] == whole[-1]
     assert (found[0] < whole[0]) == (0 < window < 100)
 

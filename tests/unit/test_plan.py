@@ -13,11 +13,10 @@ from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity, read_artifact, write_artifact
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
 from hotcold.placement.plan import PlacementPlan, PlanRequest, read_plan, write_plan
-from hotcold.placement.planner import make_plan
 from hotcold.placement.profile import ActivationProfile, read_profile, write_profile
 from hotcold.placement.solver.cost import make_groups
 from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES
-from tests.placement_cases import llama_config, make_machine
+from tests.placement_cases import llama_config, make_machine, make_plan
 
 IDENTITY = ModelIdentity("tiny", "ab" * 32)
 OTHER = ModelIdentity("another", "cd" * 32)

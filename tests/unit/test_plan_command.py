@@ -18,7 +18,7 @@ from hotcold.model.files.artifact_places import ARTIFACTS, artifact_path
 from hotcold.placement.machine.description import Machine, write_machine
 from hotcold.placement.profile import ActivationProfile, write_profile
 from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES
-from tests.placement_cases import make_machine
+from tests.placement_cases import layout_of, make_machine
 
 Plan = Callable[..., tuple[int, str, str]]
 BUDGET = str(GPU_RESERVE_BYTES + 100_000)
@@ -46,7 +46,7 @@ def plan(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         return make_machine()
 
     monkeypatch.setattr(planning, "this_machine", described)
-    monkeypatch.setattr(planning, "unmeasured_machine", described)
+    monkeypatch.setattr(planning, "read_layout", lambda: layout_of(described()))
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()

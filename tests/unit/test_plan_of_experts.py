@@ -19,7 +19,6 @@ from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.numba_kernels.formats import WeightDtype
 from hotcold.placement.plan import PlacementPlan, PlanRequest, read_plan, write_plan
-from hotcold.placement.planner import make_plan
 from hotcold.placement.profile import (
     ActivationProfile,
     rates_of,
@@ -28,7 +27,7 @@ from hotcold.placement.profile import (
 )
 from hotcold.placement.solver.cost import hotness
 from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES
-from tests.placement_cases import make_machine, mixture_config
+from tests.placement_cases import make_machine, make_plan, mixture_config
 
 IDENTITY = ModelIdentity("tiny", "ab" * 32)
 TOKENS = 1000

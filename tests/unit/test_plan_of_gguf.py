@@ -41,7 +41,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return make_machine(gpu_bytes=tuple(gpus))
 
     monkeypatch.setattr(planning, "this_machine", described)
-    monkeypatch.setattr(planning, "unmeasured_machine", described)
+    monkeypatch.setattr(planning, "read_layout", lambda: layout_of(described()))
     monkeypatch.setattr(placement_choice, "read_layout", lambda: layout_of(described()))
     return gpus
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hotcold.model.byte_sizes import binary_text
 from hotcold.model.errors import MemoryBudgetError
+from hotcold.model.weights.sizes import kv_cache_bytes
 from hotcold.placement.profile import Rates
 from hotcold.placement.solver.cost import (
     Groups,
@@ -295,7 +296,8 @@ def test_a_large_model() -> None:
     ]
     factor = np.full(layers, 2.0)
     predictor = PredictorCost("sign", np.full(layers, neurons * 1024), factor)
-    parts = part_costs(config, 4096, "float16", predictor)
+    kv_bytes = kv_cache_bytes(config, 4096, "float16")
+    parts = part_costs(config, 4096, "float16", kv_bytes, predictor)
     rates = Rates(np.ones_like(frequency), frequency)
     groups = make_groups(config, hotness(config, rates))
     problem = make_problem(config, columns, rates, groups, "sign", parts, 15.0, factor)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-from hotcold.actors.setup.account import Account
+from hotcold.actors.setup.account import account
 from hotcold.actors.setup.storage import storage_within
-from hotcold.actors.setup.storage_shares import bytes_in_memory, token_reads
+from hotcold.actors.setup.storage_shares import token_reads
 from hotcold.model.bundles.geometry import BundleGeometry
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
@@ -44,13 +46,14 @@ def test_more_gates_than_other_rows_in_memory() -> None:
     """Of four neurons the first is in memory, the gate alone of the next two."""
     fired = np.array([0.8, 0.4, 0.2, 0.1])
     listed = listed_rates(fired, 2 * fired.mean())
-    kept = Resident(3, 1, 10, 100)
+    geometry: Any = SimpleNamespace(gate_bytes=10, up_down_bytes=100)
+    kept = Resident(geometry, 3, 1)
     first, whole = gates_first(fired, kept), whole_bundles(fired, kept)
     assert first.number == pytest.approx(listed[3] + 0.7)
     assert first.num_bytes == pytest.approx(10 * listed[3] + 70)
     assert whole.number == pytest.approx(listed[3] + 0.6)  # the last is read at once
     assert whole.num_bytes == pytest.approx(110 * listed[3] + 60)
-    assert gates_first(fired, Resident(4, 1, 10, 100)).number == pytest.approx(0.7)
+    assert gates_first(fired, Resident(geometry, 4, 1)).number == pytest.approx(0.7)
 
 
 def test_a_disk_of_two_rates() -> None:
@@ -151,17 +154,18 @@ def config(tmp_path: Path) -> ModelConfig:
 
 def test_the_least_is_what_stays_and_one_layer(config: ModelConfig, tmp_path: Path) -> None:
     system = SystemConfig(str(tmp_path))
-    least = least_in_memory([layer.ffn for layer in config.layers])
+    least = least_in_memory(config)
     assert least == 4096 + EXPERTS * SIZE
-    need = Account(0, 0, config.num_neurons * 3 * 2 * HIDDEN, 0, 0, 0)
     with pytest.raises(MemoryBudgetError, match="use --cpu-memory"):
-        storage_within(None, need, system, config, GIB // 8)
-    found = [storage_within(None, need, system, config, size) for size in (GIB, 3 * GIB // 2)]
+        storage_within(None, system, config, GIB // 8)
+    whole = account(system, config).total_bytes
+    sizes = whole - GIB // 4, whole
+    found = [storage_within(None, system, config, size) for size in sizes]
     kept = [each.num_up_downs for each in found]
     assert least < kept[0] < kept[1] <= config.num_neurons
-    for each, size in zip(found, (GIB, 3 * GIB // 2), strict=True):
+    for each, size in zip(found, sizes, strict=True):
         assert 0 <= each.num_up_downs - each.num_gates <= 2  # whole neurons
-        assert bytes_in_memory(config, each) < size
+        assert account(replace(system, storage=each), config).total_bytes <= size
 
 
 def test_what_a_token_reads_falls_to_nothing(config: ModelConfig, tmp_path: Path) -> None:

@@ -261,8 +261,8 @@ def with_python(served: Served, **options: Any) -> tuple[str, list[str]]:
     asked = chat_request(SamplingParams(temperature=0.0, **options), HELLO, tools, {})
     reader = chat.reader()
     for event in served.driver.generate(replace(asked, grammar=chat.grammar, is_chat=True)):
-        reader.push(event)
-    return reader.said, [call.arguments for call in reader.tool_calls]
+        reader.texts(event)
+    return reader.said, [call.arguments for call in reader.calls]
 
 
 @pytest.mark.parametrize("stop", ["1", "ol_call>", ". <"])

@@ -99,7 +99,7 @@ def read(are_open: bool, pieces: Sequence[str], with_calls: bool) -> tuple[str, 
         "".join(part.text for part in texts if isinstance(part, kind))
         for kind in (ReasoningPart, TextPart)
     )
-    return thought, said, reader.num_calls
+    return thought, said, len(reader.calls)
 
 
 @given(st.sampled_from(ANSWERS), st.lists(st.integers(0, 120), max_size=8))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hotcold.actors.protocol.messages import TokenEvent
 from hotcold.chats import template_messages
 from hotcold.model.errors import PromptError
 from hotcold.model.text.chat_template import ChatTemplate
@@ -18,7 +20,8 @@ from hotcold.model.text.tools import BARE, TAGGED, CallSyntax
 from hotcold.ui.api.responses.schemas import ResponsesRequest
 from hotcold.ui.api.schemas import ChatRequest, parse
 from hotcold.ui.api.tools.grammar import calls_grammar
-from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, CallReader, TextPart
+from hotcold.ui.api.tools.reader import AnswerReader, ArgumentsPart, CallPart, TextPart
+from tests.unit.ollama_routes import RESULT
 from tests.unit.test_enforced_schemas import takes_text
 
 WEATHER = {
@@ -164,10 +167,12 @@ def _read(
     syntax: CallSyntax, pieces: list[str], is_cut: bool = False
 ) -> tuple[str | None, list[tuple[str, str]]]:
     """What an answer of these pieces says and calls; `is_cut`: its tokens came to an end."""
-    reader = CallReader(syntax)
+    reader = AnswerReader(syntax)
+    end = replace(RESULT, finish_reason="length" if is_cut else "stop")
     said, calls = "", []
     for number, piece in enumerate(pieces):
-        for part in reader.push(piece, number == len(pieces) - 1, is_cut):
+        last = end if number == len(pieces) - 1 else None
+        for part in reader.push(TokenEvent(piece, last)):
             match part:
                 case TextPart(text):
                     said += text

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from itertools import chain
 from typing import Any, ClassVar
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -19,7 +18,8 @@ from hotcold.ui.api import sse
 from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.errors import ApiError, as_api_error
 from hotcold.ui.api.logprobs import ContentLogprobs
-from hotcold.ui.api.schemas import ChatRequest
+from hotcold.ui.api.requests import requests_of
+from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
 from hotcold.ui.api.tools.reader import AnswerReader
 
 _FEW = 256
@@ -32,23 +32,28 @@ class Answer(ABC):
     by the same steps, and `whole` gives it after them.
     """
 
-    prompt: ClassVar[str] = "prompt"  # the request's field that holds it
     stream: ClassVar[type[sse.EventStream]] = sse.EventStream
     end: ClassVar[bytes] = b""  # of a stream that did not fail
 
-    def __init__(self, backend: Backend, count: int = 1, stays: bool = True) -> None:
-        """`count` and `stays` as `Backend.start` takes them."""
+    def __init__(
+        self, backend: Backend, asked: ChatRequest | CompletionRequest, stays: bool = True
+    ) -> None:
+        """`asked`: what any API's request comes to; `stays` as in `Backend.start`."""
+        self.prompt = asked.prompt_field
         self._backend = backend
-        self._count = count
+        self._asked = asked
+        self._count = len(asked.prompts) * (asked.n or 1)
         self._stays = stays
+        self._requests: list[GenerateRequest] = []
 
     async def start(self) -> Answers:
         """Queue its requests. Errors: ApiError, HotcoldError."""
         return await self._backend.start(self._count, self.requests, self._stays)
 
-    @abstractmethod
     async def requests(self) -> list[GenerateRequest]:
         """A request for each of its answers. Errors: PromptError, UsageError."""
+        self._requests = made = await requests_of(self._backend, self._asked)
+        return made
 
     def opening(self) -> Iterable[Any]:
         """The pieces before all events."""
@@ -139,12 +144,14 @@ def _joined(events: Sequence[TokenEvent]) -> TokenEvent:
     )
 
 
-def reader_of(backend: Backend, chat: ChatRequest, logprobs: bool | None = None) -> AnswerReader:
-    """What reads an answer to `chat`. Errors: PromptError without a tokenizer for its tools."""
+def reader_of(backend: Backend, asked: ChatRequest | CompletionRequest) -> AnswerReader:
+    """What reads an answer. Errors: PromptError without a tokenizer for its tools."""
+    if not isinstance(asked, ChatRequest):
+        return AnswerReader(None)
     return AnswerReader(
-        backend.call_syntax if chat.callable is not None else None,
-        [tool.custom.name for tool in chat.tools or () if tool.type == "custom"],
-        ContentLogprobs(backend.texts) if logprobs else None,
+        backend.call_syntax if asked.callable is not None else None,
+        [tool.custom.name for tool in asked.tools or () if tool.type == "custom"],
+        ContentLogprobs(backend.texts) if asked.logprobs else None,
     )
 
 
@@ -167,16 +174,6 @@ def usage(
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-async def answered(request: Request, work: Coroutine[Any, Any, Any], prompt: str = "prompt") -> Any:
-    """The result of `work`; its errors as ApiError. `prompt`: the field that holds it."""
-    try:
-        return await sse.unless_gone(request.receive, work)
-    except sse.ClientGoneError:
-        raise
-    except Exception as error:
-        raise as_api_error(error, prompt) from error
 
 
 class JsonAnswer(Response):

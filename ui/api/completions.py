@@ -6,18 +6,24 @@ import asyncio
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from starlette.responses import Response
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from hotcold.ui.api import sse
-from hotcold.ui.api.answer import Answer, usage
+from hotcold.ui.api.answer import Answer, answer_of, usage
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.logprobs import CompletionLogprobs
-from hotcold.ui.api.requests import completion_requests
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
 
 Choice = dict[str, Any]
+
+
+async def complete(backend: Backend, body: CompletionRequest) -> Response:
+    """Continue a text, as OpenAI's completions do."""
+    return await answer_of(CompletionAnswer(backend, body), body.stream)
 
 
 class ChoicesAnswer(Answer):
@@ -25,12 +31,12 @@ class ChoicesAnswer(Answer):
 
     kinds: tuple[str, str, str]  # what ids begin with, of whole answers, of chunks
     end = sse.DONE
+    most_counted = 1 << 31  # new tokens of a choice, in the usage
 
-    def __init__(self, backend: Backend, body: ChatRequest | CompletionRequest, count: int) -> None:
-        super().__init__(backend, count)
+    def __init__(self, backend: Backend, body: ChatRequest | CompletionRequest) -> None:
+        super().__init__(backend, body)
         prefix, self._whole_kind, self._chunk_kind = self.kinds
         self._has_usage_chunk = body.has_usage_chunk
-        self._requests: Sequence[GenerateRequest] = ()
         self._results: dict[int, Generation] = {}
         self._head = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
@@ -55,13 +61,10 @@ class ChoicesAnswer(Answer):
         """A choice of the whole answer."""
 
     @property
-    @abstractmethod
     def usage(self) -> dict[str, Any]:
         """Token counts of all."""
-
-    @property
-    def _in_order(self) -> list[Generation]:
-        return [self._results[index] for index in range(self._count)]
+        results = [self._results[index] for index in range(self._count)]
+        return usage(self._requests, results, self._asked.n or 1, self.most_counted)
 
     def closing(self) -> Iterable[Any]:
         """The usage, where it is asked for."""
@@ -86,16 +89,18 @@ class CompletionAnswer(ChoicesAnswer):
     kinds = ("cmpl", "text_completion", "text_completion")
 
     def __init__(self, backend: Backend, body: CompletionRequest) -> None:
-        super().__init__(backend, body, len(body.prompts) * (body.n or 1))
+        super().__init__(backend, body)
         self._body = body
         self._wants_none = body.max_tokens == 0
+        if self._wants_none:
+            self.most_counted = 0
         self._echoed: list[str] = []
         self._logprobs = [CompletionLogprobs(backend.texts) for _ in range(self._count)]
         self._choices: dict[int, Choice] = {}
 
     async def requests(self) -> list[GenerateRequest]:
-        """A request for each answer to each prompt. Errors: PromptError, UsageError."""
-        self._requests = made = await completion_requests(self._backend, self._body)
+        """A request for each answer to each prompt, whose texts are found where they are echoed."""
+        made = await super().requests()
         if self._body.echo:
             self._echoed = await asyncio.to_thread(lambda: list(map(self._prompt_text, made)))
         return made
@@ -124,12 +129,6 @@ class CompletionAnswer(ChoicesAnswer):
     def whole_choice(self, index: int) -> Choice:
         """A whole answer comes as one event, so that its last piece is all of it."""
         return self._choices[index]
-
-    @property
-    def usage(self) -> dict[str, Any]:
-        """Token counts of all."""
-        most = 0 if self._wants_none else 1 << 31
-        return usage(self._requests, self._in_order, self._body.n or 1, most)
 
     def _prompt_text(self, request: GenerateRequest) -> str:
         """The text of the prompt's tokens, those that the tokenizer added included."""

@@ -36,8 +36,8 @@ class EmbeddingsRequest(Request):
             )
 
 
-async def embedded(backend: Backend, body: EmbeddingsRequest) -> dict[str, Any]:
-    """The whole answer. Errors: ApiError, HotcoldError."""
+async def embed(backend: Backend, body: EmbeddingsRequest) -> dict[str, Any]:
+    """A vector for each text: the mean of the model's last hidden states."""
     prompts = await prompts_to_embed(backend, prompts_of(body.input))
     shown: list[Any] = await embeddings(backend, prompts)
     if body.encoding_format == "base64":
@@ -54,15 +54,9 @@ async def embedded(backend: Backend, body: EmbeddingsRequest) -> dict[str, Any]:
     }
 
 
-async def prompts_to_embed(backend: Backend, inputs: Sequence[str | list[int]]) -> list[list[int]]:
-    """Token ids of each input, checked. Errors: PromptError."""
-    asked = [
-        replace(_request(backend), prompt=one)
-        if isinstance(one, str)
-        else replace(_request(backend), prompt_ids=one)
-        for one in inputs
-    ]
-    return await backend.prompt_ids(asked)
+async def prompts_to_embed(backend: Backend, inputs: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Token ids of each of `prompts_of`, checked. Errors: PromptError."""
+    return await backend.prompt_ids([replace(_request(backend), **one) for one in inputs])
 
 
 async def embeddings(backend: Backend, prompts: Sequence[list[int]]) -> list[list[float]]:

@@ -115,6 +115,8 @@ def as_api_error(error: BaseException, prompt: str = "prompt") -> ApiError:
     match error:
         case ApiError():
             return error
+        case ValidationError():
+            return refusal(error)
         case PromptTooLongError():
             return ApiError(400, str(error), param=prompt, code=TOO_LONG)
         case PromptError():

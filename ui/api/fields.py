@@ -6,7 +6,7 @@ one whose name is nearly that of a field. All others are ignored.
 
 import difflib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import Annotated, Any, ClassVar
 
@@ -164,6 +164,13 @@ class Request(StrictModel):
         others.clear()
         return self
 
+    @property
+    def prompt_field(self) -> str:
+        """The field that holds the prompt: errors of it name that."""
+        fields = ("messages", "input", "tokens")
+        given = (name for name in fields if getattr(self, name, None) is not None)
+        return next(given, "prompt")
+
     @classmethod
     def _does_nothing(cls, name: str, value: Any) -> bool:
         if _is_nothing(value):
@@ -173,21 +180,22 @@ class Request(StrictModel):
 
     def _is_said(self, name: str, value: Any) -> bool:
         """Whether a field of that meaning has the value: some clients send all names of one."""
+        return any(getattr(self, other) == value for other in self._instead(name))
+
+    @classmethod
+    def _instead(cls, name: str) -> Iterator[str]:
+        """The fields of that meaning."""
         other = INSTEAD.get(name)
         while other is not None:
-            if other in type(self).model_fields and getattr(self, other) == value:
-                return True
+            if other in cls.model_fields:
+                yield other
             other = INSTEAD.get(other)
-        return False
 
     @classmethod
     def _unsupported(cls, name: str) -> str:
-        other = INSTEAD.get(name)
-        while other is not None and other not in cls.model_fields:
-            other = INSTEAD.get(other)
-        if other is None:
-            return f"{name} is not supported here; leave it out"
-        return f"{name} is not known here; give {other}"
+        for other in cls._instead(name):
+            return f"{name} is not known here; give {other}"
+        return f"{name} is not supported here; leave it out"
 
 
 def _is_nothing(value: Any) -> bool:

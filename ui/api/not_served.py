@@ -1,6 +1,6 @@
 """What is not served: other methods of a route, known routes of other servers, all else."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Collection
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -11,6 +11,15 @@ from hotcold.ui.api.errors import ApiError
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"))
 _TEXT_ALONE = "models are given text alone here, and answer with text"
 _NO_RANKS = "texts are not ranked here; /v1/embeddings gives their vectors"
+# Ollama's routes that change models.
+_CHANGING = {
+    ("POST", "/api/pull"): "models are not fetched here: use `hotcold pull`, then `hotcold serve`",
+    ("POST", "/api/push"): "models are not sent anywhere from here",
+    ("POST", "/api/create"): "models are not made here",
+    ("POST", "/api/copy"): "models are not copied here",
+    ("DELETE", "/api/delete"): "models are not deleted here: use `hotcold rm`",
+    ("POST", "/api/blobs/{digest}"): "files are not kept here",
+}
 # Routes of other servers, each with what to use instead.
 _ELSEWHERE = {
     "/v1/messages": "Anthropic's API is not served here; use /v1/chat/completions",
@@ -47,46 +56,39 @@ def add_not_served(app: FastAPI) -> None:
 
     To be called after all its routes are there. What is left is the page's.
     """
-    routes = [route for route in app.routes if isinstance(route, APIRoute)]
+    for (method, path), text in _CHANGING.items():
+        _refuse(app, path, [method], 403, text)
     methods: dict[str, set[str]] = {}
-    for route in routes:
-        served = route.methods or set()
-        if "GET" in served:
-            served.add("HEAD")  # monitors use it
-        methods.setdefault(route.path, set()).update(served)
+    for route in app.routes:
+        if isinstance(route, APIRoute):
+            served = route.methods or set()
+            if "GET" in served:
+                served.add("HEAD")  # monitors use it
+            methods.setdefault(route.path, set()).update(served)
     for path, text in _ELSEWHERE.items():
-        app.add_api_route(path, _elsewhere(text), methods=sorted(_METHODS), include_in_schema=False)
+        _refuse(app, path, _METHODS, 404, f"there is no {{path}} here: {text}")
     for path, known in methods.items():
-        if others := sorted(_METHODS - known):
-            app.add_api_route(path, _wrong_method(known), methods=others, include_in_schema=False)
+        wanted = " or ".join(sorted(known - {"HEAD"}))
+        text = f"{{method}} is not for {{path}}; send {wanted}"
+        _refuse(app, path, _METHODS - known, 405, text, {"Allow": ", ".join(sorted(known))})
     for path in ("/v1/{rest:path}", "/api/{rest:path}"):
-        app.add_api_route(path, _unknown, methods=sorted(_METHODS), include_in_schema=False)
+        _refuse(app, path, _METHODS, 404, "there is no {method} {path} here")
 
 
-_Answering = Callable[[Request], Awaitable[Response]]
-
-
-def _wrong_method(served: set[str]) -> _Answering:
-    allowed = sorted(served)
+def _refuse(
+    app: FastAPI,
+    path: str,
+    methods: Collection[str],
+    status: int,
+    text: str,
+    headers: dict[str, str] | None = None,
+) -> None:
+    """Refuse these methods of a path; `text` may hold the request's {method} and {path}."""
 
     async def refuse(request: Request) -> Response:
-        wanted = " or ".join(method for method in allowed if method != "HEAD")
-        text = f"{request.method} is not for {_path_of(request)}; send {wanted}"
-        raise ApiError(405, text, headers={"Allow": ", ".join(allowed)})
+        shown = ascii(request.url.path)[1:-1]
+        told = text.format(method=request.method, path=shown)
+        raise ApiError(status, told, headers=headers)
 
-    return refuse
-
-
-def _elsewhere(text: str) -> _Answering:
-    async def refuse(request: Request) -> Response:
-        raise ApiError(404, f"there is no {_path_of(request)} here: {text}")
-
-    return refuse
-
-
-async def _unknown(request: Request) -> Response:
-    raise ApiError(404, f"there is no {request.method} {_path_of(request)} here")
-
-
-def _path_of(request: Request) -> str:
-    return ascii(request.url.path)[1:-1]
+    if methods:
+        app.add_api_route(path, refuse, methods=sorted(methods), include_in_schema=False)

@@ -47,17 +47,7 @@ class LeftOut(StrictModel):
     @property
     def text(self) -> str:
         """The line in its place."""
-        return left_out(_KINDS[self.type])
-
-    @classmethod
-    def of(cls, kind: object) -> LeftOut | None:
-        """The part of this kind; None for one that is text, or not known."""
-        return cls(type=kind) if isinstance(kind, str) and kind in _KINDS else None
-
-
-def left_out(what: str) -> str:
-    """What a model is told in place of something that it cannot be given."""
-    return f"[{what} left out]"
+        return f"[{_KINDS[self.type]} left out]"
 
 
 def text_of(content: str | Sequence[Part] | None) -> str:

@@ -1,5 +1,6 @@
 """Schemas of completion requests, by OpenAI's and vLLM's names."""
 
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
@@ -27,6 +28,7 @@ from hotcold.ui.api.tools.schemas import (
     callable_functions,
 )
 
+_COMPLETION_TOKENS = 16  # without max_tokens, as OpenAI's
 _MAX_CHOICES = 128
 _MAX_TOP = 20
 _MAX_PROMPTS = 2048
@@ -209,27 +211,23 @@ class Rendered(Request):
         thinks = reasoning.enabled if self.enable_thinking is None else self.enable_thinking
         if thinks is None and self.thinking is not None:
             thinks = self.thinking.type == "enabled"
-        found = thinking_variables(effort, thinks) | (self.chat_template_kwargs or {})
+        if thinks is None and effort is not None:
+            thinks = effort != "none"
+        found: dict[str, Any] = {} if effort in (None, "none") else {"reasoning_effort": effort}
+        if thinks is not None:
+            found |= {"enable_thinking": thinks, "thinking": thinks}
+        found |= self.chat_template_kwargs or {}
         if self.continue_final_message:
-            found["continue_final_message"] = True
-        writes_head = self.add_generation_prompt
-        if writes_head is None and self.continue_final_message:
-            writes_head = False
-        return found | ({} if writes_head is None else {"add_generation_prompt": writes_head})
+            found |= {"continue_final_message": True, "add_generation_prompt": False}
+        elif self.add_generation_prompt is not None:
+            found["add_generation_prompt"] = self.add_generation_prompt
+        return found
 
     @model_validator(mode="after")
     def _is_renderable(self) -> "Rendered":
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         return self
-
-
-def thinking_variables(effort: str | None, thinks: bool | None) -> dict[str, Any]:
-    """The variables by which chat templates turn thinking on, with its effort."""
-    if thinks is None and effort is not None:
-        thinks = effort != "none"
-    found: dict[str, Any] = {} if effort in (None, "none") else {"reasoning_effort": effort}
-    return found if thinks is None else {**found, "enable_thinking": thinks, "thinking": thinks}
 
 
 class ChatRequest(SamplingRequest, Rendered):
@@ -257,19 +255,34 @@ class ChatRequest(SamplingRequest, Rendered):
             found["thinking_token_budget"] = reasoning if thinking is None else thinking
         return found
 
-    @property
+    @cached_property
     def callable(self) -> Callable | None:
         """The functions that the answer may call."""
         return callable_functions(self.tools, self.tool_choice, self.parallel_tool_calls)
 
-    @model_validator(mode="after")
-    def _has_tools(self) -> "ChatRequest":
-        if self.callable is not None and not all(wanted.is_json for wanted in self.constraints()):
-            raise ValueError("tools and grammar were both given; leave one out")
-        return self
+    @cached_property
+    def prompts(self) -> list[dict[str, Any]]:
+        """The conversation, as fields of a `GenerateRequest`."""
+        tools = [tool.for_template for tool in self.tools or ()] if self.callable else None
+        messages = [message.for_template for message in self.messages]
+        variables = self.template_variables
+        return [{"messages": messages, "tools": tools, "template_variables": variables}]
+
+    @property
+    def most_new_tokens(self) -> int | None:
+        """None: as many as there is room for."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def request_fields(self) -> dict[str, Any]:
+        """What more of it a `GenerateRequest` says."""
+        num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return {"is_chat": True, "num_logprobs": num_logprobs, **self.caching()}
 
     @model_validator(mode="after")
-    def _has_logprobs(self) -> "ChatRequest":
+    def _fits(self) -> "ChatRequest":
+        if self.callable is not None and not all(wanted.is_json for wanted in self.constraints()):
+            raise ValueError("tools and grammar were both given; leave one out")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is for requests with logprobs true")
         return self
@@ -283,16 +296,33 @@ class CompletionRequest(SamplingRequest):
     logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP)] | None = None
     echo: bool | None = None
 
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """Each prompt, a text or token ids."""
+    callable: ClassVar[None] = None  # there are no tools
+
+    @cached_property
+    def prompts(self) -> list[dict[str, Any]]:
+        """Each prompt, a text or token ids, as fields of a `GenerateRequest`."""
         return prompts_of(self.prompt)
 
+    @property
+    def most_new_tokens(self) -> int | None:
+        """None: as many as there is room for; for 0 one is dropped, free beside the prompt."""
+        wanted = _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return None if wanted < 0 else max(wanted, 1)
 
-def prompts_of(prompt: Any) -> list[str | list[int]]:
-    """Each of a `Prompt`, a text or token ids."""
+    @property
+    def request_fields(self) -> dict[str, Any]:
+        """What more of it a `GenerateRequest` says."""
+        of_prompt = self.logprobs if self.echo else None
+        return {
+            "num_logprobs": self.logprobs, "num_prompt_logprobs": of_prompt, **self.caching(),
+        }  # fmt: skip
+
+
+def prompts_of(prompt: Any) -> list[dict[str, Any]]:
+    """Each of a `Prompt`, a text or token ids, as fields of a `GenerateRequest`."""
     is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
-    return [prompt] if is_one else prompt
+    inputs = [prompt] if is_one else prompt
+    return [{"prompt" if isinstance(one, str) else "prompt_ids": one} for one in inputs]
 
 
 class TokenizeRequest(Rendered):

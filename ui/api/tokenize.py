@@ -13,7 +13,7 @@ _MAX_CHARS = 1 << 20  # a tokenizer takes about a second for them
 
 
 async def tokenize(backend: Backend, body: TokenizeRequest) -> dict[str, Any]:
-    """The ids of a text or a rendered conversation, of any length. Errors: PromptError."""
+    """The ids of a text, or of a conversation."""
     _tokenizer(backend.prompts)
 
     def work(unwanted: threading.Event) -> list[int]:
@@ -29,7 +29,7 @@ async def tokenize(backend: Backend, body: TokenizeRequest) -> dict[str, Any]:
 
 
 async def detokenize(backend: Backend, body: DetokenizeRequest) -> dict[str, Any]:
-    """The text of ids, special tokens by their names. Errors: PromptError."""
+    """The text of ids."""
     tokenizer = _tokenizer(backend.prompts)
 
     def decoded(unwanted: threading.Event) -> str:

@@ -205,22 +205,24 @@ class Chat:
 
     def _view(self, history: ChatHistory) -> dict[Any, Any]:
         """The thread, its state, the list of conversations, whether one can be brought back."""
-        listed, open_id = history.listed(), history.open_id
+        shown, listed, open_id = history.open, history.listed(), history.open_id
         rows = [(f"● {one.title}" if one.is_answering else one.title, one.id) for one in listed]
         chosen = open_id if any(one.id == open_id for one in listed) else None
-        return self._thread(history) | {
+        return {
+            self._chatbot: shown_messages(shown),
+            self._state: thread_state(shown),
             self._rows: gr.Radio(rows, value=chosen),
             self._undo: gr.Button(interactive=history.removed is not None),
         }
 
-    def _thread(self, history: ChatHistory) -> dict[Any, Any]:
-        shown = history.open
-        return {self._chatbot: shown_messages(shown), self._state: thread_state(shown)}
-
     async def _follow(
         self, history: ChatHistory, asked: Conversation | None
     ) -> AsyncIterator[dict[Any, Any]]:
-        """Paint the open conversation until `asked` has its answer, when something changes."""
+        """Paint until `asked` has its answer, when something changes in the open conversation.
+
+        All is painted each time: Gradio sends what is new of it, and a browser that is busy may
+        have lost what came a moment before.
+        """
         painted = None
         while asked is not None and asked.is_answering:
             shown = history.open
@@ -228,7 +230,7 @@ class Chat:
             now = (shown.id, len(shown.messages), len(content), shown.is_answering)
             if now != painted:
                 painted = now
-                yield self._thread(history)
+                yield self._view(history)
             await asyncio.sleep(_PAINT_S)
         if asked is not None:
             yield self._view(history)

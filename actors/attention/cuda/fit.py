@@ -7,87 +7,48 @@ token; then neurons, the hottest first. The rest stays on the CPU.
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from hotcold.actors.attention.cuda.device import GRAPH_BYTES, MAX_GRAPHS, Device
 from hotcold.actors.attention.cuda.load import CudaLoading
+from hotcold.actors.attention.cuda.prompt import BLOCK_BYTES
 from hotcold.actors.protocol.failures import is_out_of_memory
 from hotcold.actors.protocol.messages import Fitted, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.neuron_bundles import ROUND_BYTES
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
+from hotcold.actors.setup.account import GpuParts
 from hotcold.actors.setup.assignment import system_plan
-from hotcold.actors.setup.shards import (
-    arena_layout,
-    attention_spec,
-    served_config,
-    system_kv_bytes,
-)
-from hotcold.cuda_kernels.matrix import padded_items
+from hotcold.actors.setup.shards import arena_layout, attention_spec, served_config
 from hotcold.model.byte_sizes import binary_text
-from hotcold.model.config.model_config import MatrixKind, ModelConfig
+from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError
-from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
+from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
-from hotcold.numba_kernels.formats import DTYPES, row_items
-from hotcold.placement.solver.plan_devices import RESERVE_BYTES
+from hotcold.placement.solver.plan_devices import gpu_budget
 
 # Allocated after the trial: graphs, kernels of other step sizes, a second event.
 LATE_BYTES = MAX_GRAPHS * GRAPH_BYTES + (96 << 20)
-_MATMUL_BYTES = 96 << 20  # of cuBLAS, and a block of dequantized weights
+_MATMUL_BYTES = (32 << 20) + BLOCK_BYTES  # of cuBLAS, and a block of dequantized weights
 _GIB = 1 << 30
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Bytes of a model's parts on a GPU, and of the workspace."""
-
-    layer: int  # attention of one, with its KV cache
-    head: int
-    neuron: int
-    work: int
-
-    @classmethod
-    def of(cls, system: SystemConfig, config: ModelConfig, device: Device) -> _Sizes:
-        cache = system_kv_bytes(system, config)
-        layout, kernels = arena_layout(system, config), device.kernels
-        tokens = layout.max_tokens
-        width, qkv, neurons = config.hidden_size, config.qkv_rows, config.largest_ffn
-        block = max(max(layer.ffn.block_sizes) for layer in config.layers)
-        own = 2 * width * (config.experts is not None)  # tokens of one expert, and its output
-        prompt = tokens * max(7 * width + 2 * qkv, 3 * width + 3 * block + own)
-        step = KERNEL_TOKENS * (8 * width + 2 * qkv + config.vocab_size)
-        blocks = layout.num_blocks * (config.num_layers + 1)  # what they weigh, a router's logits
-        step += KERNEL_TOKENS * (blocks + 1)
-        step += kernels.ffn_scratch_items(KERNEL_TOKENS, neurons, width)
-        step += kernels.attention_scratch_items(
-            KERNEL_TOKENS,
-            config.num_heads,
-            config.head_dim,
-            layout.pages_a_slot * PAGE_POSITIONS,
-        )
-        qkv_padding = qkv * _padding(config, width, "qkv")
-        qkv_padding += width * _padding(config, config.attention_size, "out")
-        neuron_padding = (1 + config.has_gate) * _padding(config, width, "gate")
-        neuron_padding += _padding(config, width, "down")
-        return cls(
-            layer=-(-(attention_bytes(config) + cache) // config.num_layers) + qkv_padding,
-            head=head_bytes(config)
-            + config.vocab_size * _padding(config, config.embed_size, "head"),
-            neuron=ffn_bytes(config, 1) - ffn_bytes(config, 0) + neuron_padding,
-            work=4 * (prompt + step)
-            + ffn_bytes(config, 0)
-            + _MATMUL_BYTES
-            + 2 * ROUND_BYTES * bool(system.neuron_upload_tokens),
-        )
-
-
-def _padding(config: ModelConfig, width: int, kind: MatrixKind) -> int:
-    """Unused bytes of a row on the device."""
-    dtype = DTYPES[config.dtype_of(kind)]
-    items = row_items(dtype, width)
-    return (padded_items(dtype, items) - items) * dtype.itemsize
+def work_bytes(system: SystemConfig, config: ModelConfig, device: Device) -> int:
+    """Bytes of the workspace; `config` has the formats that matrices are loaded in."""
+    layout, kernels = arena_layout(system, config), device.kernels
+    tokens = layout.max_tokens
+    width, qkv, neurons = config.hidden_size, config.qkv_rows, config.largest_ffn
+    block = max(max(layer.ffn.block_sizes) for layer in config.layers)
+    own = 2 * width * (config.experts is not None)  # tokens of one expert, and its output
+    prompt = tokens * max(7 * width + 2 * qkv, 3 * width + 3 * block + own)
+    step = KERNEL_TOKENS * (8 * width + 2 * qkv + config.vocab_size)
+    blocks = layout.num_blocks * (config.num_layers + 1)  # what they weigh, a router's logits
+    step += KERNEL_TOKENS * (blocks + 1)
+    step += kernels.ffn_scratch_items(KERNEL_TOKENS, neurons, width)
+    step += kernels.attention_scratch_items(
+        KERNEL_TOKENS, config.num_heads, config.head_dim, layout.pages_a_slot * PAGE_POSITIONS
+    )
+    uploaded = 2 * ROUND_BYTES * bool(system.neuron_upload_tokens)
+    return 4 * (prompt + step) + ffn_bytes(config, 0) + _MATMUL_BYTES + uploaded
 
 
 def fit_system(
@@ -100,17 +61,21 @@ def fit_system(
     Errors:  MemoryBudgetError where nothing fits, CheckpointError, ArtifactError
     """
     free = device.used_bytes() + device.free_bytes()
-    budget = system.gpu_memory_bytes or free - RESERVE_BYTES
-    available = min(budget, free) - device.used_bytes() - LATE_BYTES
-    served = served_config(system, Checkpoint(Path(system.model_path)), config)
-    sizes = _Sizes.of(system, served, device)
+    budget = gpu_budget(system.gpu_memory_bytes or None, free)
+    available = budget - device.used_bytes() - LATE_BYTES
+    served = served_config(system, config)
+    parts, work = GpuParts.of(system, served), work_bytes(system, served, device)
     wanted = _wanted(system, config)
-    guess, less = available, max(available // 20, 16 * sizes.neuron, 1)
+    guess, less = available, max(available // 20, 16 * parts.neuron, 1)
     while True:
-        found = _within(guess, wanted, config, sizes)
-        if found is None and guess == available:
-            raise MemoryBudgetError(_too_small(device, budget, sizes))
-        if found is None:
+        found = parts.within(guess - work, wanted, config)
+        if _is_empty(found, config) and guess == available:
+            least = device.used_bytes() + LATE_BYTES + work + parts.layer
+            raise MemoryBudgetError(
+                f"{binary_text(budget)} of GPU memory hold no layer of this model; give "
+                f"--gpu-memory {least / _GIB:.2f}GiB or more, or --device cpu"
+            )
+        if _is_empty(found, config):
             raise MemoryBudgetError(
                 f"{device.name} refused memory for even a part of what {binary_text(budget)} "
                 "should hold; end what else uses that GPU, or use --device cpu"
@@ -152,36 +117,10 @@ def _wanted(system: SystemConfig, config: ModelConfig) -> SystemConfig:
     )
 
 
-def _within(
-    num_bytes: int, wanted: SystemConfig, config: ModelConfig, sizes: _Sizes
-) -> SystemConfig | None:
-    """The most of `wanted` that fits into `num_bytes` by calculation; None if nothing does."""
-    left = num_bytes - sizes.work
-    head_on_host, num_host_layers = wanted.head_on_host, wanted.num_host_layers
-    left -= 0 if head_on_host else sizes.head
-    left -= (config.num_layers - num_host_layers) * sizes.layer
-    if left < 0 and not head_on_host:
-        head_on_host, left = True, left + sizes.head
-    if left < 0:
-        more = min(-(left // sizes.layer), config.num_layers - num_host_layers)
-        num_host_layers, left = num_host_layers + more, left + more * sizes.layer
-    num_hot = max(0, min(left // sizes.neuron, wanted.num_hot_neurons))
-    if left < 0 or (num_hot == 0 and num_host_layers == config.num_layers and head_on_host):
-        return None
-    return replace(
-        wanted,
-        num_hot_neurons=num_hot,
-        num_host_layers=num_host_layers,
-        head_on_host=head_on_host,
-    )
-
-
-def _too_small(device: Device, budget: int, sizes: _Sizes) -> str:
-    least = device.used_bytes() + LATE_BYTES + sizes.work + sizes.layer
-    return (
-        f"{binary_text(budget)} of GPU memory hold no layer of this model; give --gpu-memory "
-        f"{least / _GIB:.2f}GiB or more, or --device cpu"
-    )
+def _is_empty(system: SystemConfig, config: ModelConfig) -> bool:
+    """Whether nothing of it is on the GPU."""
+    no_layers = system.num_host_layers == config.num_layers and system.head_on_host
+    return no_layers and system.num_hot_neurons == 0
 
 
 def _note(device: Device, config: ModelConfig, wanted: SystemConfig, found: SystemConfig) -> str:

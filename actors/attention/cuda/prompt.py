@@ -22,7 +22,7 @@ from hotcold.numba_kernels.checks import DRELU
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.numba_kernels.loops.mailbox import FULL, WINDOWED
 
-_BLOCK_BYTES = 64 << 20  # of dequantized weights
+BLOCK_BYTES = 64 << 20  # of dequantized weights
 _MAX_FLOAT16 = np.float32(65504)
 _OPERANDS = {"f32": np.float32, "f16": np.uint16, "bf16": np.int16}
 
@@ -216,7 +216,7 @@ class PromptWork:
         if weights.format in _OPERANDS:
             multiply(weights.data, 0, weights.num_rows)
             return
-        size = max(1, _BLOCK_BYTES // (2 * weights.width))
+        size = max(1, BLOCK_BYTES // (2 * weights.width))
         num_rows = min(size, weights.num_rows)
         if self._wide is None or self._wide.size < num_rows * weights.width:
             self._wide = self._device.empty((num_rows * weights.width,), np.uint16)

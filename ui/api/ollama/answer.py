@@ -10,24 +10,16 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic import ValidationError
+from starlette.responses import Response
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from hotcold.ui.api import sse
-from hotcold.ui.api.answer import Answer, reader_of
+from hotcold.ui.api.answer import Answer, answer_of, reader_of
 from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.drawn import ollamas_sampling
-from hotcold.ui.api.errors import LOADING_TOOK, ApiError, refusal, timed_out
+from hotcold.ui.api.errors import LOADING_TOOK, ApiError, timed_out
 from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaGenerate
-from hotcold.ui.api.requests import chat_requests, completion_requests
-from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
-from hotcold.ui.api.tools.reader import (
-    AnswerReader,
-    ArgumentsPart,
-    CallPart,
-    ReasoningPart,
-    TextPart,
-)
+from hotcold.ui.api.tools.reader import CallPart, ReasoningPart, TextPart
 
 Line = dict[str, Any]
 Body = OllamaGenerate | OllamaChat
@@ -39,39 +31,47 @@ class _Lines(sse.LineStream):
     keep_alive = b" "
 
 
+async def generate(backend: Backend, body: OllamaGenerate) -> Response | Line:
+    """Answer a prompt, as Ollama does: a line of JSON a piece, unless `stream` is false."""
+    return await _answer(backend, body)
+
+
+async def chat(backend: Backend, body: OllamaChat) -> Response | Line:
+    """Answer a conversation, as Ollama does: a line of JSON a piece."""
+    return await _answer(backend, body)
+
+
+async def _answer(backend: Backend, body: Body) -> Response | Line:
+    if body.is_load:
+        return await _loaded_or_ended(backend, body)
+    return await answer_of(OllamaAnswer(backend, body), body.stream is not False)
+
+
 class OllamaAnswer(Answer):
     """One answer: a line for each piece of text, and for each call once it is whole."""
 
     stream = _Lines
 
     def __init__(self, backend: Backend, body: Body) -> None:
-        """Errors:  ApiError 400"""
-        super().__init__(backend, stays=body.stays)
+        """Errors:  ApiError 400, ValidationError"""
+        tokenizer = backend.prompts.tokenizer
+        if body.think and (tokenizer is None or tokenizer.thinking is None):
+            raise body.unable("thinking", "think")
+        asked = body.asked(tokenizer)
+        super().__init__(backend, asked, body.stays)
         self._body = body
         self._started_ns = time.monotonic_ns()
         self._load_ns = 0
-        self._request = request = _request(backend, body)
         self._sampling = ollamas_sampling(body.options)
-        if isinstance(request, ChatRequest):
-            self._reader = reader_of(backend, request, body.logprobs)
-        else:
-            self._reader = AnswerReader(None)
-        self._open: tuple[str, str] | None = None  # id and name of a call
-        self._arguments = ""
-        # All that was said, and the last line.
-        self._text = self._thought = ""
+        self._reader = reader_of(backend, asked)
+        self._num_ended = 0  # calls of the reader
         self._calls: list[Line] = []
-        self._logprobs: list[Line] = []
         self._last: Line = {}
 
     async def requests(self) -> list[GenerateRequest]:
-        """Its one request. Errors: PromptError, UsageError."""
-        if isinstance(self._request, ChatRequest):
-            made = await chat_requests(self._backend, self._request)
-        else:
-            made = await completion_requests(self._backend, self._request)
-        given = self._sampling
-        return [replace(one, sampling=replace(one.sampling, **given)) for one in made]
+        """Its one request, with Ollama's options. Errors: PromptError, UsageError."""
+        (made,) = await super().requests()
+        return [replace(made, sampling=replace(made.sampling, **self._sampling))]
 
     async def start(self) -> Answers:
         """Queue its request; the model is loaded then. Errors: ApiError, HotcoldError."""
@@ -84,20 +84,14 @@ class OllamaAnswer(Answer):
         for part in self._reader.push(event):
             match part:
                 case ReasoningPart(text):
-                    self._thought += text
                     yield self._piece(thought=text)
                 case TextPart(text):
-                    yield from self._end_call()
-                    self._text += text
-                    self._logprobs += part.logprobs
+                    yield from self._called()
                     yield self._piece(text, logprobs=part.logprobs)
-                case CallPart(_, call_id, name):
-                    yield from self._end_call()
-                    self._open, self._arguments = (call_id, name), ""
-                case ArgumentsPart(_, text):
-                    self._arguments += text
+                case CallPart(number):
+                    yield from self._called(number)
         if event.result is not None:
-            yield from self._end_call()
+            yield from self._called()
             self._last = self._end(event.result)
             yield self._last | _said(self._body)
 
@@ -111,24 +105,24 @@ class OllamaAnswer(Answer):
 
     def whole(self) -> Line:
         """The last line with all that was said."""
-        said = _said(self._body, self._text, self._thought, self._calls, self._logprobs)
+        reader = self._reader
+        said = _said(self._body, reader.said, reader.thought, self._calls, reader.logprobs)
         return self._last | said
 
     def _piece(self, *said: Any, **more: Any) -> Line:
         return {**_head(self._body), **_said(self._body, *said, **more), "done": False}
 
-    def _end_call(self) -> Iterator[Line]:
-        """The open call, unless it was cut off."""
-        if self._open is None:
-            return
-        (call_id, name), self._open = self._open, None
-        try:
-            arguments = json.loads(self._arguments)
-        except ValueError:
-            return
-        function = {"index": len(self._calls), "name": name, "arguments": arguments}
-        self._calls.append({"id": call_id, "function": function})
-        yield self._piece(calls=self._calls[-1:])
+    def _called(self, before: int | None = None) -> Iterator[Line]:
+        """The calls that have ended since, but for one that was cut off."""
+        for call in self._reader.calls[self._num_ended : before]:
+            self._num_ended += 1
+            try:
+                arguments = json.loads(call.arguments)
+            except ValueError:
+                continue
+            function = {"index": len(self._calls), "name": call.name, "arguments": arguments}
+            self._calls.append({"id": call.id, "function": function})
+            yield self._piece(calls=self._calls[-1:])
 
     def _end(self, result: Generation) -> Line:
         """The last line. Durations in nanoseconds; loading is all before the prompt is read."""
@@ -148,7 +142,7 @@ class OllamaAnswer(Answer):
         }
 
 
-async def loaded_or_ended(backend: Backend, body: Body) -> Line:
+async def _loaded_or_ended(backend: Backend, body: Body) -> Line:
     """Load the model, or with `keep_alive` 0 unload it, and return that.
 
     Errors:  ApiError 503 and 504, HotcoldError
@@ -189,21 +183,3 @@ def _said(
     if logprobs:
         said["logprobs"] = logprobs
     return said
-
-
-def _request(backend: Backend, body: Body) -> ChatRequest | CompletionRequest:
-    """The same request of OpenAI's API. Errors: ApiError 400."""
-    tokenizer = backend.prompts.tokenizer
-    if body.think and (tokenizer is None or tokenizer.thinking is None):
-        raise body.unable("thinking", "think")
-    try:
-        if isinstance(body, OllamaChat):
-            return ChatRequest.model_validate(body.asked())
-        kind, fields = body.asked(tokenizer)
-        if kind == "chat":
-            return ChatRequest.model_validate(fields)
-        return CompletionRequest.model_validate(
-            {"max_tokens": backend.settings.max_tokens, **fields}
-        )
-    except ValidationError as error:
-        raise refusal(error) from None

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.account import loaded_bytes
 from hotcold.actors.setup.preflight import read_model
-from hotcold.actors.setup.shards import system_kv_bytes
+from hotcold.actors.setup.shards import served_config, system_kv_bytes
+from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import CheckpointError, HotcoldError
 from hotcold.model.files.artifact import ModelIdentity
@@ -21,6 +22,7 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.sampling import PARAMETERS
 from hotcold.model.weights.sizes import num_parameters, stored_bytes
 from hotcold.ui.api.backend import Backend
+from hotcold.ui.api.ollama.schemas import OllamaShow
 
 TAG = ":latest"  # what a name without a tag has in Ollama
 _NEVER = "2262-04-11T23:47:16Z"  # the last whole second of a date in nanoseconds
@@ -37,26 +39,13 @@ class _Facts(NamedTuple):
     modified_at: str
 
 
-def tagged(name: str) -> str:
-    """A model's name as Ollama lists it."""
-    return name if ":" in name else f"{name}{TAG}"
-
-
 async def listed(backends: Iterable[Backend]) -> dict[str, Any]:
     """All models, loaded or not; without their files' facts where these cannot be read."""
     found = []
     for backend in backends:
         facts = await _known_facts(backend)
-        found.append(
-            {
-                **_named(backend),
-                "modified_at": facts.modified_at,
-                "size": facts.stored_bytes,
-                "digest": facts.digest,
-                "details": _details(backend, facts),
-                "capabilities": _capabilities(backend),
-            }
-        )
+        more = {"modified_at": facts.modified_at, "capabilities": _capabilities(backend)}
+        found.append(_described(backend, facts, facts.stored_bytes) | more)
     return {"models": found}
 
 
@@ -69,22 +58,17 @@ async def running(backends: Iterable[Backend]) -> dict[str, Any]:
         facts, system, size = await _known_facts(backend), backend.config, 0
         with suppress(HotcoldError, OSError):
             size = await asyncio.to_thread(_memory_bytes, system)
-        found.append(
-            {
-                **_named(backend),
-                "size": size,
-                "digest": facts.digest,
-                "details": _details(backend, facts),
-                "expires_at": _NEVER,
-                "size_vram": system.gpu_memory_bytes if system.device == "cuda" else 0,
-                "context_length": backend.prompts.context_length,
-            }
-        )
+        more = {
+            "expires_at": _NEVER,
+            "size_vram": system.gpu_memory_bytes if system.device == "cuda" else 0,
+            "context_length": backend.prompts.context_length,
+        }
+        found.append(_described(backend, facts, size) | more)
     return {"models": found}
 
 
-async def shown(backend: Backend) -> dict[str, Any]:
-    """One model in detail. Errors: HotcoldError."""
+async def show(backend: Backend, body: OllamaShow) -> dict[str, Any]:
+    """What a model is."""
     facts, defaults = await _facts(backend), backend.defaults
     config = facts.config
     own = [name for name, one in PARAMETERS.items() if one.is_models]
@@ -122,9 +106,11 @@ async def shown(backend: Backend) -> dict[str, Any]:
     }
 
 
-def _named(backend: Backend) -> dict[str, Any]:
-    name = tagged(backend.settings.model_name)
-    return {"name": name, "model": name}
+def _described(backend: Backend, facts: _Facts, size: int) -> dict[str, Any]:
+    """A model in a list. Its name without a tag has one in Ollama; `size` in bytes."""
+    name = backend.name if ":" in backend.name else f"{backend.name}{TAG}"
+    details = _details(backend, facts)
+    return {"name": name, "model": name, "size": size, "digest": facts.digest, "details": details}
 
 
 def _details(backend: Backend, facts: _Facts) -> dict[str, Any]:
@@ -193,7 +179,7 @@ def _read_facts(model_path: str) -> _Facts:
 
 def _memory_bytes(system: SystemConfig) -> int:
     """Weights as they are loaded, and the KV cache."""
-    config = read_model(Path(system.model_path), system.weight_dtype)
+    config = served_config(system, read_config(system.model_path))
     return loaded_bytes(system, config) + system_kv_bytes(system, config)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
@@ -10,6 +10,7 @@ from hotcold.model.errors import shown
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.fields import MAX_MESSAGES, MAX_TOOLS, Request, StrictModel
+from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
 
 # As Go writes durations. Nothing that was read is given back: there is one way to read a time.
 _UNIT = r"(?:ns|[uµμ]s|ms|s|m|h)"
@@ -67,16 +68,25 @@ class _Answered(OllamaRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    def _thinking(self) -> dict[str, Any]:
-        """Whether, or how much, to think, as fields of a `ChatRequest`."""
-        if isinstance(self.think, str):
-            return {"reasoning_effort": self.think or None}
-        return {"enable_thinking": self.think}
-
     @property
     def _num_top(self) -> int | None:
         """How many alternatives of each token; None: no logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def _as_chat(self, messages: list[dict[str, Any]], tools: Any = None) -> ChatRequest:
+        """The same request of a conversation. Errors: ApiError 400, ValidationError."""
+        by_effort = isinstance(self.think, str)
+        return ChatRequest.model_validate(
+            {
+                "messages": messages,
+                "tools": tools,
+                "response_format": self._response_format(),
+                "reasoning_effort": (self.think or None) if by_effort else None,
+                "enable_thinking": None if by_effort else self.think,
+                "logprobs": self.logprobs,
+                "top_logprobs": self._num_top,
+            }
+        )
 
     def _response_format(self) -> dict[str, Any] | None:
         if self.format is None or self.format == "":
@@ -99,12 +109,17 @@ class OllamaGenerate(_Answered):
     system: str | None = None
     raw: bool | None = None
 
-    def asked(self, tokenizer: Tokenizer | None) -> tuple[Literal["chat", "text"], dict[str, Any]]:
-        """ "chat" and fields of a `ChatRequest`, or "text" and those of a `CompletionRequest`.
+    @property
+    def is_load(self) -> bool:
+        """Whether it asks for no answer."""
+        return not self.prompt
 
-        The latter with `raw` or where the model has no chat template. Errors: ApiError 400.
+    def asked(self, tokenizer: Tokenizer | None) -> ChatRequest | CompletionRequest:
+        """As OpenAI's: the latter with `raw` or where the model has no chat template.
+
+        Errors:  ApiError 400, ValidationError
         """
-        fields: dict[str, Any] = {"response_format": self._response_format()}
+        shape = self._response_format()
         has_template = tokenizer is not None and tokenizer.has_chat_template
         if self.raw or not has_template:
             if self.think:
@@ -112,11 +127,12 @@ class OllamaGenerate(_Answered):
             if self.system:
                 text = "without a chat template there is no place for what system says"
                 raise ApiError(400, text, param="system")
-            return "text", {**fields, "prompt": self.prompt, "logprobs": self._num_top}
+            scored = {"logprobs": self._num_top, "response_format": shape}
+            return CompletionRequest.model_validate(
+                {"prompt": self.prompt, "max_tokens": -1, **scored}
+            )
         messages = [{"role": "system", "content": self.system}] if self.system else []
-        messages.append({"role": "user", "content": self.prompt or ""})
-        scored = {"logprobs": self.logprobs, "top_logprobs": self._num_top}
-        return "chat", {**fields, **scored, **self._thinking(), "messages": messages}
+        return self._as_chat([*messages, {"role": "user", "content": self.prompt or ""}])
 
 
 class OllamaCalled(StrictModel):
@@ -180,18 +196,17 @@ class OllamaChat(_Answered):
     def _or_none(cls, given: Any) -> Any:
         return [] if given is None else given
 
-    def asked(self) -> dict[str, Any]:
-        """The fields of a `ChatRequest`. Errors: ApiError 400."""
+    @property
+    def is_load(self) -> bool:
+        """Whether it asks for no answer."""
+        return not self.messages
+
+    def asked(self, tokenizer: Tokenizer | None) -> ChatRequest:
+        """As OpenAI's. Errors: ApiError 400, ValidationError."""
         if any(message.images for message in self.messages):
             raise self.unable("images", "messages.images")
-        return {
-            "response_format": self._response_format(),
-            **self._thinking(),
-            "messages": [message.as_message() for message in self.messages],
-            "tools": [{"type": "function", **tool} for tool in self.tools or ()] or None,
-            "logprobs": self.logprobs,
-            "top_logprobs": self._num_top,
-        }
+        tools = [{"type": "function", **tool} for tool in self.tools or ()]
+        return self._as_chat([message.as_message() for message in self.messages], tools or None)
 
 
 class OllamaEmbed(OllamaRequest):

@@ -10,86 +10,82 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import ValidationError
 from pydantic_core import to_json
 
-from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.actors.protocol.messages import Generation, TokenEvent
 from hotcold.model.errors import PromptTooLongError
 from hotcold.ui.api import sse
-from hotcold.ui.api.answer import Answer, JsonAnswer, answer_of, answered, reader_of
+from hotcold.ui.api.answer import Answer, answer_of, reader_of, usage
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.api.errors import TOO_LONG, ApiError, as_api_error, refusal
-from hotcold.ui.api.requests import chat_requests
+from hotcold.ui.api.errors import TOO_LONG, ApiError, as_api_error
 from hotcold.ui.api.responses.items import ITEMS, MAX_ITEMS, Item, Reference
 from hotcold.ui.api.responses.output import Event, Output
 from hotcold.ui.api.responses.schemas import ReasoningOptions, ResponsesRequest
 from hotcold.ui.api.responses.stored import StoredResponse, StoredResponses
 from hotcold.ui.api.responses.tools import told
-from hotcold.ui.api.schemas import parse
-from hotcold.ui.api.served_models import ServedModels
-from hotcold.ui.openapi import body_of
+from hotcold.ui.api.routes import Route
+
+# Fields of a request that its response tells again.
+_SAID = (
+    "instructions", "max_output_tokens", "temperature", "top_p", "tool_choice",
+    "previous_response_id",
+)  # fmt: skip
 
 
-def add_responses(app: FastAPI, models: ServedModels) -> None:
-    """Add the routes to `app`."""
-    stored = StoredResponses()
+class Responses:
+    """The routes, and the responses that are stored."""
 
-    async def asked(request: Request) -> ResponseAnswer:
-        body = parse(ResponsesRequest, await request.body())
-        backend = models.choose(request, body.model)
-        last = body.previous_response_id
+    def __init__(self) -> None:
+        self._stored = StoredResponses()
+        self.routes = (
+            Route("/v1/responses", ResponsesRequest, self.respond),
+            Route("/v1/responses/input_tokens", ResponsesRequest, self.count),
+        )
+
+    async def respond(self, backend: Backend, body: ResponsesRequest) -> Response:
+        """Answer a conversation of items, or the next turn of one, as OpenAI's responses do."""
+        answer = await self._answer(backend, body)
+        try:
+            return await answer_of(answer, body.stream)
+        except PromptTooLongError as error:
+            if not body.stream:
+                raise
+            # As OpenAI does: by that event alone agents know that they have to shorten it.
+            return sse.EventStream(answer.refused(error))
+
+    async def count(self, backend: Backend, body: ResponsesRequest) -> dict[str, Any]:
+        """How many tokens the input of such a request has; nothing is answered."""
+        (one,) = await (await self._answer(backend, body)).requests()
+        return {"object": "response.input_tokens", "input_tokens": len(one.prompt_ids or ())}
+
+    async def _answer(self, backend: Backend, body: ResponsesRequest) -> ResponseAnswer:
+        stored, last = self._stored, body.previous_response_id
         previous = None if last is None else stored.continued(last)
         referred = stored.own() if any(isinstance(one, Reference) for one in body.items) else []
         # A conversation may be long, and a turn is short.
         return await asyncio.to_thread(ResponseAnswer, backend, body, stored, previous, referred)
 
-    @app.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
-    async def respond(request: Request) -> Response:
-        """Answer a conversation of items, or the next turn of one, as OpenAI's responses do."""
+    def add_stored(self, app: FastAPI) -> None:
+        """Add the routes of stored responses to `app`."""
 
-        async def work() -> Response:
-            answer = await asked(request)
-            try:
-                return await answer_of(answer, answer.body.stream)
-            except PromptTooLongError as error:
-                if not answer.body.stream:
-                    raise
-                # As OpenAI does: by that event alone agents know that they have to shorten it.
-                return sse.EventStream(answer.refused(error))
+        @app.get("/v1/responses/{response_id}")
+        async def stored_response(request: Request, response_id: str) -> Response:
+            """A response that is stored."""
+            for name in ("stream", "starting_after"):
+                if request.query_params.get(name, "false") != "false":
+                    raise ApiError(400, f"{name} is not supported here; leave it out", param=name)
+            found = self._stored.found(response_id)
+            return Response(found.response, media_type="application/json")
 
-        made: Response = await answered(request, work(), ResponseAnswer.prompt)
-        return made
-
-    @app.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponsesRequest))
-    async def count(request: Request) -> Response:
-        """How many tokens the input of such a request has; nothing is answered."""
-
-        async def work() -> int:
-            (one,) = await (await asked(request)).requests()
-            return len(one.prompt_ids or ())
-
-        found = await answered(request, work(), ResponseAnswer.prompt)
-        return JsonAnswer({"object": "response.input_tokens", "input_tokens": found})
-
-    @app.get("/v1/responses/{response_id}")
-    async def stored_response(request: Request, response_id: str) -> Response:
-        """A response that is stored."""
-        for name in ("stream", "starting_after"):
-            if request.query_params.get(name, "false") != "false":
-                raise ApiError(400, f"{name} is not supported here; leave it out", param=name)
-        return Response(stored.found(response_id).response, media_type="application/json")
-
-    @app.delete("/v1/responses/{response_id}")
-    async def forget_response(response_id: str) -> dict[str, Any]:
-        """Forget a response; those that continue it stay."""
-        stored.remove(response_id)
-        return {"id": response_id, "object": "response", "deleted": True}
+        @app.delete("/v1/responses/{response_id}")
+        async def forget_response(response_id: str) -> dict[str, Any]:
+            """Forget a response; those that continue it stay."""
+            self._stored.remove(response_id)
+            return {"id": response_id, "object": "response", "deleted": True}
 
 
 class ResponseAnswer(Answer):
     """One response; `content` is its object so far."""
-
-    prompt = "input"
 
     def __init__(
         self,
@@ -101,26 +97,24 @@ class ResponseAnswer(Answer):
     ) -> None:
         """It continues `previous`, and may refer to items of `referred`.
 
-        Errors:  ApiError 400 and 404, PromptError without a tokenizer for its tools
+        Errors:  ApiError 400 and 404, ValidationError, PromptError without a tokenizer for its
+                 tools
         """
-        super().__init__(backend)
-        self.body = body
+        items = _conversation(previous, body.items, referred)
+        chat = body.as_chat(items)
+        super().__init__(backend, chat)
+        self.prompt = body.prompt_field
         self._stored = stored
-        try:
-            items = _conversation(previous, body.items, referred)
-            self._chat = body.as_chat(items)
-        except ValidationError as error:
-            raise refusal(error) from None
         self._is_stored = body.store is not False
         self._given = ITEMS.dump_json(items, by_alias=True, exclude_none=True)
         reasoning = body.reasoning or ReasoningOptions()
         is_encoded = "reasoning.encrypted_content" in (body.include or ())
         self._output = Output(body.offered, reasoning.told_summary is not None, is_encoded)
-        self._reader = reader_of(backend, self._chat)
-        self._num_prompt_tokens = self._num_written = 0
+        self._reader = reader_of(backend, chat)
+        self._num_written = 0
         self._result: Generation | None = None
         shape = body.text.format if body.text is not None else None
-        drawn = body.drawn()
+        said = body.model_dump(include=set(_SAID))
         self.content: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -128,15 +122,11 @@ class ResponseAnswer(Answer):
             "status": "in_progress",
             "model": backend.settings.model_name,
             "output": self._output.items,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "temperature": drawn["temperature"],
-            "top_p": drawn["top_p"],
+            **said,
             "tools": list(told(body.tools or ())),
-            "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
+            "tool_choice": said["tool_choice"] or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "metadata": body.metadata or {},
-            "previous_response_id": body.previous_response_id,
             "store": self._is_stored,
             "truncation": "disabled",
             "text": {
@@ -150,12 +140,6 @@ class ResponseAnswer(Answer):
             "incomplete_details": None,
             "usage": None,
         }
-
-    async def requests(self) -> list[GenerateRequest]:
-        """Its one request. Errors: PromptError, UsageError."""
-        made = await chat_requests(self._backend, self._chat)
-        self._num_prompt_tokens = len(made[0].prompt_ids or ())
-        return made
 
     def opening(self) -> Iterable[Event]:
         """That it has begun."""
@@ -173,19 +157,20 @@ class ResponseAnswer(Answer):
 
     def closing(self) -> Iterable[Event]:
         """The whole response, which is stored now."""
-        result, asked = self._result, self._num_prompt_tokens
+        result = self._result
         if self.content["status"] == "incomplete":
             self.content["incomplete_details"] = {"reason": "max_output_tokens"}
         if result is not None:
+            counts = usage(self._requests, [result], 1)
             self.content["usage"] = {
-                "input_tokens": asked,
+                "input_tokens": counts["prompt_tokens"],
                 "input_tokens_details": {
-                    "cached_tokens": result.num_cached_tokens,
+                    **counts["prompt_tokens_details"],
                     "cache_write_tokens": 0,
                 },
-                "output_tokens": len(result.ids),
+                "output_tokens": counts["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": result.num_thought_tokens},
-                "total_tokens": asked + len(result.ids),
+                "total_tokens": counts["total_tokens"],
             }
         if self._is_stored:
             ids = frozenset(item["id"] for item in self._output.items)

@@ -16,6 +16,7 @@ from hotcold.ui.api.schemas import ChatRequest, Reasoning
 from hotcold.ui.api.tools.schemas import NamedFunction
 
 _MAX_METADATA = 16
+_SAME = ("parallel_tool_calls", "chat_template_kwargs", "cache", "cache_salt")  # in a chat
 
 
 class NamedTool(NamedFunction):
@@ -134,16 +135,13 @@ class ResponsesRequest(Drawn, Cached):
         return ChatRequest.model_validate(
             {
                 **self.drawn(),
+                **{name: getattr(self, name) for name in _SAME},
                 "messages": messages_of(self.instructions, items),
                 "max_tokens": self.max_output_tokens,
                 "tools": [one.in_chat for one in tools.values()] or None,
-                "parallel_tool_calls": self.parallel_tool_calls,
                 "tool_choice": self._choice(tools),
                 "response_format": None if shape is None else shape.in_chat,
                 "reasoning": None if self.reasoning is None else self.reasoning.model_dump(),
-                "chat_template_kwargs": self.chat_template_kwargs,
-                "cache": self.cache,
-                "cache_salt": self.cache_salt,
             }
         )
 

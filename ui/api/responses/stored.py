@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
 from hotcold.ui.api.cached import client
 from hotcold.ui.api.errors import ApiError
+from hotcold.ui.fair_share import first_to_leave
 
 MOST = 1000  # responses, of all clients
 MOST_BYTES = 64 << 20
@@ -88,15 +88,11 @@ class StoredResponses:
         oldest = time.monotonic() - MOST_S
         while self._stored and next(iter(self._stored.values())).used_at < oldest:
             self._stored.popitem(last=False)
-        self._forget_most(lambda stored: 1, self._most)
-        self._forget_most(lambda stored: stored.num_bytes, self._most_bytes)
+        while len(self._stored) > self._most:
+            del self._stored[first_to_leave(self._owners)]
+        while sum(one.num_bytes for one in self._stored.values()) > self._most_bytes:
+            del self._stored[first_to_leave(self._owners, lambda key: self._stored[key].num_bytes)]
 
-    def _forget_most(self, size: Callable[[StoredResponse], int], most: int) -> None:
-        """Forget the oldest of the client that has most while all have too many."""
-        held: Counter[str] = Counter()
-        for (owner, _), stored in self._stored.items():
-            held[owner] += size(stored)
-        while held.total() > most:
-            ((owner, _),) = held.most_common(1)
-            key = next(key for key in self._stored if key[0] == owner)
-            held[owner] -= size(self._stored.pop(key))
+    @property
+    def _owners(self) -> dict[tuple[str, str], str]:
+        return {key: key[0] for key in self._stored}

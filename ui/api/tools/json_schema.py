@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer
 
 WHOLE = "schema"  # in a keyword's place: a node as a whole
 _MAX_DEPTH = 100
@@ -130,23 +130,10 @@ def _passed_over(warnings: list[str]) -> Iterator[str]:
             yield warning.partition(" ")[0].replace("min/max", "min")
 
 
-class _Bytes:
-    """A tokenizer of single bytes, to try grammars with: the result does not depend on it."""
-
-    eos_token_id = 256
-    bos_token_id = None
-
-    def __init__(self) -> None:
-        self.tokens = [bytes([byte]) for byte in range(256)] + [b"</s>"]
-        self.special_token_ids = [self.eos_token_id]
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        return list(text.encode() if isinstance(text, str) else text)
-
-
 @cache
 def _bytes_alone() -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(_Bytes()))
+    """A tokenizer of single bytes, to try grammars with: the result does not depend on it."""
+    return LLTokenizer("byte")
 
 
 def _problem_of(schema: dict[str, Any]) -> tuple[str, list[str]]:

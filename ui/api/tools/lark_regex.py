@@ -7,12 +7,16 @@ import re
 from contextlib import suppress
 
 _MAX_CHARS = 5000  # of the regex; llguidance takes long to read more
+_STRING = r'"(?:\\.|[^"\\\n])*"'
 # A rule's `?name` is told from an operator by the letter that follows, as in Lark.
 _TOKEN = re.compile(
-    r"""\s+|//[^\n]*|\#[^\n]*"""
-    r"""|%import\s+common\.(?P<imported>\w+)(?:\s*->\s*(?P<renamed>\w+))?"""
-    r"""|(?P<string>"(?:\\.|[^"\\\n])*"i?)|(?P<regex>/(?!/)(?:\\.|[^/\\\n])+/[imslux]*)"""
-    r"""|(?P<name>!?[?]?[A-Za-z_]\w*(?:\.\d+)?)(?P<defined>\s*:)?|(?P<other>->|\.\.|\d+|[][()|*+?~])""",
+    r"\s+|//[^\n]*|\#[^\n]*|->\s*\w+"
+    r"|%import\s+common\.(?P<imported>\w+)(?:\s*->\s*(?P<renamed>\w+))?"
+    rf"|(?P<range>(?P<first>{_STRING})\s*\.\.\s*(?P<last>{_STRING}))|(?P<string>{_STRING}i?)"
+    r"|(?P<regex>/(?!/)(?:\\.|[^/\\\n])+/[imslux]*)"
+    r"|(?P<name>!?[?]?[A-Za-z_]\w*(?:\.\d+)?)(?P<defined>\s*:)?"
+    r"|(?P<count>~\s*(?P<least>\d+)(?:\s*\.\.\s*(?P<most>\d+))?)"
+    r"|(?P<sign>[*+?])|(?P<open>[([])|(?P<close>[])])|(?P<bar>\|)",
     re.ASCII,
 )
 _COMMON = {
@@ -23,8 +27,7 @@ _COMMON = {
     "SIGNED_NUMBER": r"[+-]?[0-9]+(?:\.[0-9]*)?", "UCASE_LETTER": "[A-Z]", "WORD": "[A-Za-z]+",
     "WS": r"[ \t\f\r\n]+", "WS_INLINE": r"[ \t]+",
 }  # fmt: skip
-_ENDS = ("|", ")", "]")
-Token = tuple[str, str]  # its kind, its text
+_BRACKETS = {"(": "(?:", ")": ")", "[": "(?:(?:", "]": ")?)"}  # Lark's in a regex
 
 
 class _NoRegexError(Exception):
@@ -42,7 +45,7 @@ class _Rules:
     """The rules and terminals of one grammar."""
 
     def __init__(self, grammar: str) -> None:
-        self._tokens: dict[str, list[Token]] = {}
+        self._tokens: dict[str, list[re.Match[str]]] = {}
         self._found: dict[str, str | None] = {}  # None: it is being read
         at, tokens = 0, []
         while at < len(grammar):
@@ -50,96 +53,54 @@ class _Rules:
             if match is None:
                 raise _NoRegexError
             at = match.end()
-            kind = match.lastgroup or ""
             if match["imported"]:
                 name = match["renamed"] or match["imported"]
                 self._found[name] = _group(_COMMON.get(match["imported"], ""))
-            elif kind == "defined":
+            elif match["defined"]:
                 tokens = self._tokens.setdefault(_plain(match["name"]), [])
-            elif kind:
-                tokens.append((kind, match[kind]))
+            elif match.lastgroup:
+                tokens.append(match)
 
     def regex(self, name: str) -> str:
         """The regex of a rule."""
         if name not in self._found:
             self._found[name] = None
-            reader = _Reader(self, self._tokens.get(name, []))
-            self._found[name] = _group(reader.alternatives())
-            if not reader.has_ended:
-                raise _NoRegexError
+            self._found[name] = _group(self._translated(self._tokens.get(name, [])))
         found = self._found[name]
         if not found:
             raise _NoRegexError
         return found
 
-
-class _Reader:
-    """Reads what one rule is."""
-
-    def __init__(self, rules: _Rules, tokens: list[Token]) -> None:
-        self._rules = rules
-        self._tokens = tokens
-        self._at = 0
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether nothing is left."""
-        return self._at == len(self._tokens)
-
-    def alternatives(self) -> str:
-        """The regex of sequences with | between them."""
-        found = self._sequence()
-        while self._takes("|"):
-            found = _short(f"{found}|{self._sequence()}")
+    def _translated(self, tokens: list[re.Match[str]]) -> str:
+        """What a rule is: the two languages differ in how they write one thing alone."""
+        found, opened, may_repeat = "", list[str](), False
+        for token in tokens:
+            kind, text = str(token.lastgroup), token[0]
+            if kind in ("sign", "count") and not may_repeat:
+                raise _NoRegexError
+            may_repeat = kind not in ("sign", "count", "open", "bar")
+            match kind:
+                case "name":
+                    text = self.regex(_plain(text))
+                case "regex":
+                    text = _of_regex(text)
+                case "string":
+                    text = f"(?:{_of_string(text)})"
+                case "range":
+                    text = f"[{_of_string(token['first'])}-{_of_string(token['last'])}]"
+                case "count":
+                    text = f"{{{token['least']},{token['most'] or token['least']}}}"
+                case "open":
+                    opened.append(text)
+                    text = _BRACKETS[text]
+                case "close":
+                    if not opened or opened.pop() + text not in ("()", "[]"):
+                        raise _NoRegexError
+                    text = _BRACKETS[text]
+            found = _short(found + text)
+        if opened:
+            raise _NoRegexError
         return found
-
-    def _sequence(self) -> str:
-        found = ""
-        while not self.has_ended and self._tokens[self._at][1] not in _ENDS:
-            if self._takes("->"):
-                self._next()
-            else:
-                found = _short(found + self._repeated(self._single()))
-        return found
-
-    def _single(self) -> str:
-        kind, text = self._next()
-        if kind == "name":
-            return self._rules.regex(_plain(text))
-        if kind == "regex":
-            return _of_regex(text)
-        if kind == "string":
-            if self._takes(".."):
-                return f"[{_of_string(text)}-{_of_string(self._next()[1])}]"
-            return _group(_of_string(text))
-        if text not in ("(", "["):
-            raise _NoRegexError
-        inner = _group(self.alternatives())
-        if not self._takes(")" if text == "(" else "]"):
-            raise _NoRegexError
-        return inner if text == "(" else f"{inner}?"
-
-    def _repeated(self, one: str) -> str:
-        for sign in "*+?":
-            if self._takes(sign):
-                return _group(one + sign)
-        if not self._takes("~"):
-            return one
-        least = most = self._next()[1]
-        if self._takes(".."):
-            most = self._next()[1]
-        return _group(f"{one}{{{least},{most}}}")
-
-    def _takes(self, text: str) -> bool:
-        is_next = not self.has_ended and self._tokens[self._at] == ("other", text)
-        self._at += is_next
-        return is_next
-
-    def _next(self) -> Token:
-        if self.has_ended:
-            raise _NoRegexError
-        self._at += 1
-        return self._tokens[self._at - 1]
 
 
 def _plain(name: str) -> str:

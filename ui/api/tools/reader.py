@@ -44,6 +44,7 @@ class CallPart(NamedTuple):
     id: str
     name: str
     is_custom: bool = False
+    arguments: str = ""  # of one in `AnswerReader.calls`, as far as they have come
 
 
 class ArgumentsPart(NamedTuple):
@@ -54,52 +55,6 @@ class ArgumentsPart(NamedTuple):
 
 
 Part = ReasoningPart | TextPart | CallPart | ArgumentsPart
-
-
-class CallReader:
-    """Parses one answer of `calls_grammar` incrementally.
-
-    White space around calls is dropped, and a call that is cut off before its arguments begin.
-    """
-
-    def __init__(self, syntax: CallSyntax) -> None:
-        self.num_calls = 0
-        self._splitter = CallSplitter(syntax)
-        self._num_read = 0  # characters of all text
-        self._blanks = ""  # before these, which a call may follow
-        self._is_first = True  # no text was returned since the answer or the last call began
-
-    def push(self, text: str, is_last: bool = False, is_cut: bool = False) -> list[Part]:
-        """The parts that are certain after this further `text`; `is_cut`: more would follow."""
-        parts: list[Part] = []
-        for kind, piece, name in self._splitter.push(text, is_last, is_cut):
-            self._num_read += len(piece)
-            if kind is SpanKind.TEXT:
-                parts += self._say(piece)
-                continue
-            self._blanks = ""
-            if kind is SpanKind.OPENING:
-                self.num_calls += 1
-                parts.append(CallPart(self.num_calls - 1, f"call_{uuid.uuid4().hex[:24]}", name))
-            elif kind is SpanKind.ARGUMENTS:
-                parts.append(ArgumentsPart(self.num_calls - 1, piece))
-            elif kind is SpanKind.CLOSING:
-                self._is_first = True
-        if is_last and self._blanks and not self.num_calls:
-            parts.append(TextPart(self._blanks, self._num_read - len(self._blanks)))
-        return parts
-
-    def _say(self, text: str) -> list[Part]:
-        """Text that was read last, without the white space around calls."""
-        text = self._blanks + text
-        at = self._num_read - len(text)
-        if self._is_first and self.num_calls:
-            at += len(text) - len(text.lstrip())
-            text = text.lstrip()
-        said = text.rstrip()
-        self._blanks = text[len(said) :]
-        self._is_first = self._is_first and not said
-        return [TextPart(said, at)] if said else []
 
 
 class InputReader:
@@ -124,7 +79,11 @@ class InputReader:
 
 
 class AnswerReader:
-    """Parses one answer incrementally; the system tells its thoughts apart."""
+    """Parses one answer incrementally, and holds what it has said; the system tells thoughts apart.
+
+    White space around calls is dropped, and a call that is cut off before its arguments begin.
+    `calls` and `logprobs` are all of it that has come.
+    """
 
     def __init__(
         self,
@@ -133,46 +92,102 @@ class AnswerReader:
         scored: ContentLogprobs | None = None,
     ) -> None:
         """`syntax` None: no calls. `customs`: custom tools. `scored` None: no logprobs."""
-        self._calls = None if syntax is None else CallReader(syntax)
+        self._splitter = None if syntax is None else CallSplitter(syntax)
         self._customs = customs
-        self._inputs: dict[int, InputReader] = {}  # by the number of their call
+        self._input = InputReader()  # of the last call, where that is of a custom tool
         self._scored = scored
         self._num_read = 0  # characters of all text
-        self._begin: int | None = None  # of these, where the answer itself begins
+        self._at: int | None = None  # of these, in what spans have come; None before the answer
+        self._blanks = ""  # before that, which a call may follow
+        self._is_first = True  # no text was told since the answer or the last call began
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self.calls: list[CallPart] = []
+        self.logprobs: list[dict[str, Any]] = []
 
     @property
-    def num_calls(self) -> int:
-        """How many calls have begun."""
-        return 0 if self._calls is None else self._calls.num_calls
+    def said(self) -> str:
+        """All text beside calls."""
+        return "".join(self._texts)
+
+    @property
+    def thought(self) -> str:
+        """All reasoning."""
+        return "".join(self._thoughts)
 
     def push(self, event: TokenEvent) -> Iterator[Part]:
         """The parts that are certain after this further event."""
         if self._scored is not None:
             self._scored.add(event)
-        for part in self._parts(event):
-            match part:
-                case TextPart() if self._scored is not None:
-                    yield part._replace(logprobs=self._scored.of(part))
-                case CallPart(number, _, name) if name in self._customs:
-                    self._inputs[number] = InputReader()
-                    yield part._replace(is_custom=True)
-                case ArgumentsPart(number, text) if number in self._inputs:
-                    if more := self._inputs[number].push(text):
-                        yield ArgumentsPart(number, more)
-                case _:
-                    yield part
-
-    def _parts(self, event: TokenEvent) -> list[Part]:
-        parts: list[Part] = [ReasoningPart(event.thought)] if event.thought else []
+        if event.thought:
+            self._thoughts.append(event.thought)
+            yield ReasoningPart(event.thought)
         said, at = event.said, self._num_read + event.said_at
         self._num_read += len(event.text)
-        if self._calls is None:
-            return [*parts, TextPart(said, at)] if said else parts
-        if self._begin is None and said:
-            self._begin = at
+        if self._splitter is None:
+            yield from self._told(said, at)
+        else:
+            yield from self._split(self._splitter, event, at)
+
+    def texts(self, event: TokenEvent) -> tuple[str, str]:
+        """As `push`; returns what more is said, and thought."""
+        parts = list(self.push(event))
+        said = (part.text for part in parts if isinstance(part, TextPart))
+        thought = (part.text for part in parts if isinstance(part, ReasoningPart))
+        return "".join(said), "".join(thought)
+
+    def _split(self, splitter: CallSplitter, event: TokenEvent, at: int) -> Iterator[Part]:
+        """The text and the calls of an event whose own text begins `at`."""
+        if self._at is None and event.said:
+            self._at = at
+        now = self._at or 0
+        is_last = event.result is not None
         is_cut = event.result is not None and event.result.finish_reason == "length"
-        for part in self._calls.push(said, event.result is not None, is_cut):
-            if isinstance(part, TextPart):
-                part = part._replace(at=part.at + (self._begin or 0))
-            parts.append(part)
-        return parts
+        for kind, piece, name in splitter.push(event.said, is_last, is_cut):
+            self._at = now = now + len(piece)
+            if kind is SpanKind.TEXT:
+                yield from self._beside_calls(piece, now)
+                continue
+            self._blanks = ""
+            if kind is SpanKind.OPENING:
+                yield self._begun(name)
+            elif kind is SpanKind.ARGUMENTS:
+                yield from self._argued(piece)
+            elif kind is SpanKind.CLOSING:
+                self._is_first = True
+        if is_last and not self.calls:
+            yield from self._told(self._blanks, now - len(self._blanks))
+
+    def _beside_calls(self, text: str, end: int) -> Iterator[Part]:
+        """Text that ends at `end`, without the white space around calls."""
+        text = self._blanks + text
+        if self._is_first and self.calls:
+            text = text.lstrip()
+        at, said = end - len(text), text.rstrip()
+        self._blanks = text[len(said) :]
+        self._is_first = self._is_first and not said
+        yield from self._told(said, at)
+
+    def _told(self, text: str, at: int) -> Iterator[Part]:
+        if text:
+            part = TextPart(text, at)
+            if self._scored is not None:
+                part = part._replace(logprobs=self._scored.of(part))
+            self._texts.append(text)
+            self.logprobs += part.logprobs
+            yield part
+
+    def _begun(self, name: str) -> CallPart:
+        self._input = InputReader()
+        call_id = f"call_{uuid.uuid4().hex[:24]}"
+        self.calls.append(CallPart(len(self.calls), call_id, name, name in self._customs))
+        return self.calls[-1]
+
+    def _argued(self, text: str) -> Iterator[Part]:
+        """More of the last call's arguments."""
+        call = self.calls[-1]
+        if call.is_custom:
+            text = self._input.push(text)
+        if text or not call.is_custom:
+            self.calls[-1] = call._replace(arguments=call.arguments + text)
+            yield ArgumentsPart(call.number, text)

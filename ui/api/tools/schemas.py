@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from hotcold.model.text.calls import NAME_CHARACTERS
+from hotcold.model.text.tools import described
 from hotcold.ui.api.fields import MAX_TOOLS, AnyJson, StrictModel
 from hotcold.ui.api.tools import grammar
 from hotcold.ui.api.tools.grammar import Callable
@@ -53,16 +54,10 @@ class Tool(StrictModel):
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """The tool for a chat template, with every key that one may read."""
+        """The tool for a chat template."""
         function = self.function
-        described: dict[str, Any] = {
-            "name": function.name,
-            "description": function.description or "",
-            "parameters": {"type": "object", "properties": {}},
-        }
-        if isinstance(function.parameters, dict) and function.parameters:
-            described["parameters"] = function.parameters
-        return {"type": "function", "function": described}
+        parameters = function.parameters if isinstance(function.parameters, dict) else None
+        return described(function.name, function.description, parameters)
 
 
 class InputGrammar(StrictModel):
@@ -133,12 +128,7 @@ class CustomTool(StrictModel):
         told, held = [self.custom.description], self.custom.format and self.custom.format.grammar
         if held:
             told.append(f"The input must match this {held.syntax} grammar:\n{held.definition}")
-        described = {
-            "name": self.custom.name,
-            "description": "\n\n".join(filter(None, told)),
-            "parameters": parameters_of(),
-        }
-        return {"type": "function", "function": described}
+        return described(self.custom.name, "\n\n".join(filter(None, told)), parameters_of())
 
 
 class NamedFunction(StrictModel):
