@@ -25,8 +25,6 @@ from hotcold.placement.plan import PlacementPlan, PlanRequest
 from hotcold.ui.page.conversations import ChatHistory
 from tests.placement_cases import make_machine
 
-_SKIPPED = {"__type__": "update"}  # Gradio's: it stays as it is shown
-
 
 @pytest.fixture(scope="module", autouse=True)
 def gradio() -> None:
@@ -170,12 +168,12 @@ class Visited:
         """What is shown at last, once `act` is done on a page that shows a conversation."""
 
         async def done() -> dict[Any, Any]:
-            handle = self.chat._handler(act)
+            handle = self.chat._asking_handler(act)
             found = SimpleNamespace(**event)
             views = handle(found, self.request, self.kept, {"id": shown}, *given)
             at_last: dict[Any, Any] = {}
             async for view in views:
-                at_last |= {one: content for one, content in view.items() if content != _SKIPPED}
+                at_last |= view
             return at_last
 
         return asyncio.run(done())

@@ -137,16 +137,19 @@ class Chat:
         kept = [self._saved, self._state]  # of a page that has outlived its server
         sampling = settings.inputs
 
-        def on(event: Any, act: Act, given: Sequence[Any] = (), **more: Any) -> None:
+        def on(
+            event: Any, act: Act, given: Sequence[Any] = (), *, asks: bool = False, **more: Any
+        ) -> None:
+            handler = self._asking_handler if asks else self._handler
             options = quick | {"trigger_mode": "multiple"} | more
-            done = event(self._handler(act), [*kept, *given], **options)
+            done = event(handler(act), [*kept, *given], **options)
             done.then(self._save, self._saved, self._saved, **private)
 
-        on(self._question.submit, self._ask, [self._question, *sampling])
+        on(self._question.submit, self._ask, [self._question, *sampling], asks=True)
         for each in self._suggested:
-            on(each.click, self._ask, [each, *sampling])
-        on(self._chatbot.retry, self._retry, sampling)
-        on(self._chatbot.edit, self._edit, sampling)
+            on(each.click, self._ask, [each, *sampling], asks=True)
+        on(self._chatbot.retry, self._retry, sampling, asks=True)
+        on(self._chatbot.edit, self._edit, sampling, asks=True)
         on(self._state.step, _step)
         on(self._state.take, _import)
         on(self._rows.select, lambda visit: visit.history.show(str(visit.event.value)))
@@ -165,30 +168,47 @@ class Chat:
         page.unload(self._leave)
 
     def _handler(self, act: Act) -> Callable[..., Any]:
-        """Has `act` done, then paints, until what it asked is answered."""
+        """Has `act` done, and paints once."""
 
         async def handle(
             event: gr.EventData, request: gr.Request, saved: Any, state: Any, *given: Any
-        ) -> AsyncIterator[dict[Any, Any]]:
-            history = self._history(request)
-            known = str(state.get("id", "")) if isinstance(state, dict) else ""
-            history.take_over(saved, known)
-            visit = Visit(history, history.find(known), event)
-            try:
-                updates, state = act(visit, *given) or {}, {}
-            except HotcoldError as error:
-                updates = {} if visit.unsent is None else {self._question: visit.unsent}
-                visit.notice, state = f"Not done: {error}.", {"state": "error"}
-            view = self._view(history) | updates
-            if visit.notice:
-                view[self._state] |= state | {"text": visit.notice}
+        ) -> Updates:
+            _, view = self._do(act, event, request, saved, state, given)
+            return view
+
+        return handle
+
+    def _asking_handler(self, act: Act) -> Callable[..., Any]:
+        """Has `act` done, and paints until what it asked is answered."""
+
+        async def handle(
+            event: gr.EventData, request: gr.Request, saved: Any, state: Any, *given: Any
+        ) -> AsyncIterator[Updates]:
+            visit, view = self._do(act, event, request, saved, state, given)
             yield view
-            if updates:  # at the end Gradio would apply them again, over what is typed meanwhile
-                yield dict.fromkeys(updates, gr.skip())
-            async for view in self._follow(history, visit.asked):
+            async for view in self._follow(visit.history, visit.asked):
                 yield view
 
         return handle
+
+    def _do(
+        self, act: Act, event: gr.EventData, request: gr.Request, saved: Any, state: Any,
+        given: Sequence[Any],
+    ) -> tuple[Visit, Updates]:  # fmt: skip
+        """Have `act` done; the visit, and what is shown then."""
+        history = self._history(request)
+        known = str(state.get("id", "")) if isinstance(state, dict) else ""
+        history.take_over(saved, known)
+        visit = Visit(history, history.find(known), event)
+        try:
+            updates, state = act(visit, *given) or {}, {}
+        except HotcoldError as error:
+            updates = {} if visit.unsent is None else {self._question: visit.unsent}
+            visit.notice, state = f"Not done: {error}.", {"state": "error"}
+        view = self._view(history) | updates
+        if visit.notice:
+            view[self._state] |= state | {"text": visit.notice}
+        return visit, view
 
     def _history(self, request: gr.Request) -> ChatHistory:
         client.set(client_of(given_key(request.headers)))  # Gradio's tasks are not the request's
@@ -220,8 +240,8 @@ class Chat:
     ) -> AsyncIterator[dict[Any, Any]]:
         """Paint until `asked` has its answer, when something changes in the open conversation.
 
-        All is painted each time: Gradio sends what is new of it, and a browser that is busy may
-        have lost what came a moment before.
+        All is painted each time. Gradio sends the difference to what was sent before, and applies
+        it there where the browser, if it is busy, has yet to show that.
         """
         painted = None
         while asked is not None and asked.is_answering:
