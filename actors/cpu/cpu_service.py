@@ -20,7 +20,6 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.ffn import load_ffn
 from hotcold.model.weights.tensor_reader import OnBytes, Touch
-from hotcold.numba_kernels.block_rows import BlockRows
 from hotcold.numba_kernels.decode.activations import Activation, activation
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.ffn.expert_predictors import PredictorScratch, new_predictor_scratch
@@ -129,13 +128,6 @@ class CpuService(Service):
             ffn_scratch(self.arrays, *sizes),
             predictor_scratch(self.predictors, self.arrays.starts, *sizes),
         )
-
-    def weight_dtypes(self) -> tuple[np.dtype, ...]:
-        """The dtypes of its matrices; down may be in two."""
-        gate, down = self.arrays.gate.dtype, self.arrays.down
-        if isinstance(down, BlockRows):
-            return gate, down.first.dtype, down.second.dtype
-        return gate, down.dtype
 
     def make_scratch(self, num_tokens: int, width: int) -> None:
         """Make work space for kernels of so many tokens, `width` numbers each."""

@@ -203,11 +203,8 @@ def products_kernel(
     other products stay as they are. Of vectors (T, width) x, `gather` has copied these tokens',
     unless they are all, or first_row is -1. Checks nothing.
     """
-    num_tokens, begin, end = (
-        products.shape[1],
-        first_row + offset,
-        first_row + offset + last - first,
-    )
+    num_tokens, begin = products.shape[1], first_row + offset
+    end = begin + last - first
     if first_row < 0:
         _listed_products(weights, ids, offset, token_masks, tokens, x, first, last, products, lists)
     elif are_all(tokens, num_tokens):

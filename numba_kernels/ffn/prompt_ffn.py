@@ -86,15 +86,11 @@ def prompt_gates(
         plan_predictors(layer, x.shape[1], predictors, plan)
     barrier_wait(cells, service, num_threads)
     choices, starts = plan.choices, plan.input_starts
-    prepare_blocks(
-        arrays.gate, x, choices, scratch.inputs, starts, thread, thread, num_threads
-    )  # fmt: skip
-    barrier_wait(cells, service, num_threads)
     h = ChoiceRows(scratch.gates, plan.row_starts)
     factors = ChoiceRows(scratch.ups[:0], plan.row_starts)
-    share_blocks(
-        scratch.counters[GATES], thread, num_threads, arrays.gate.reshape(arrays.gate.size),
-        plan.places, choices, scratch.inputs, starts, h,
+    _multiply(
+        thread, num_threads, cells, service, scratch.counters[GATES],
+        arrays.gate.reshape(arrays.gate.size), plan.places, x, choices, scratch.inputs, starts, h,
     )  # fmt: skip
     if arrays.up.shape[0] and multiplies_ups(function, waits):
         factors = ChoiceRows(scratch.ups, plan.row_starts)
@@ -112,6 +108,16 @@ def prompt_gates(
         plan.num_fired, first, last,
     )  # fmt: skip
     barrier_wait(cells, service, num_threads)
+
+
+@njit(nogil=True, cache=True)
+def _multiply(
+    thread, num_threads, cells, service, counters, weights, places, x, choices, tokens, starts, out
+):  # fmt: skip
+    """`share_blocks` of rows of `x`, which the threads make `tokens` of before; all call it."""
+    prepare_blocks(weights, x, choices, tokens, starts, thread, thread, num_threads)
+    barrier_wait(cells, service, num_threads)
+    share_blocks(counters, thread, num_threads, weights, places, choices, tokens, starts, out)
 
 
 @by_types
@@ -143,16 +149,13 @@ def _scores(thread, num_threads, cells, service, layer, x, predictors, scratch):
 
 
 def _predicted(thread, num_threads, cells, service, layer, x, predictors, scratch):  # type: ignore[no-untyped-def]
-    of_model, choices = predictors.of_model, scratch.plan.choices
-    prepare_blocks(
-        of_model.inner, x, choices, predictors.inputs, predictors.input_starts, thread, thread,
-        num_threads,
-    )  # fmt: skip
-    barrier_wait(cells, service, num_threads)
+    of_model, choices, inputs = predictors.of_model, scratch.plan.choices, predictors.inputs
     hidden = ChoiceRows(predictors.hidden, predictors.hidden_starts)
-    share_blocks(
-        scratch.counters[INNER], thread, num_threads, of_model.inner.reshape(of_model.inner.size),
-        predictors.places, choices, predictors.inputs, predictors.input_starts, hidden,
+    scores = ChoiceRows(predictors.scores, predictors.score_starts)
+    _multiply(
+        thread, num_threads, cells, service, scratch.counters[INNER],
+        of_model.inner.reshape(of_model.inner.size), predictors.places, x, choices, inputs,
+        predictors.input_starts, hidden,
     )  # fmt: skip
     barrier_wait(cells, service, num_threads)
     count = predictors.hidden_starts[predictors.hidden_starts.shape[0] - 1]
@@ -161,15 +164,10 @@ def _predicted(thread, num_threads, cells, service, layer, x, predictors, scratc
         if predictors.hidden[i] < 0:  # a NaN stays
             predictors.hidden[i] = 0
     barrier_wait(cells, service, num_threads)
-    outer, starts = of_model.outer, predictors.rank_starts
-    prepare_blocks(
-        outer.first, hidden, choices, predictors.inputs, starts, thread, thread, num_threads
-    )  # fmt: skip
-    barrier_wait(cells, service, num_threads)
-    scores = ChoiceRows(predictors.scores, predictors.score_starts)
-    share_blocks(
-        scratch.counters[OUTER], thread, num_threads, outer.first, outer.places[layer], choices,
-        predictors.inputs, starts, scores,
+    outer = of_model.outer
+    _multiply(
+        thread, num_threads, cells, service, scratch.counters[OUTER], outer.first,
+        outer.places[layer], hidden, choices, inputs, predictors.rank_starts, scores,
     )  # fmt: skip
     return scores
 
@@ -238,30 +236,27 @@ def prompt_sums(
 
 @njit(nogil=True, cache=True)
 def _scale_late(thread, num_threads, cells, service, x, arrays, scratch, function):
-    """Multiply what down rows of `first` are multiplied with by up products."""
-    plan = scratch.plan
-    up, first, h = arrays.up.reshape(arrays.up.size), plan.first, _rows_of(scratch)
-    parts = plan.part_firsts.shape[0]
-    if plan.second.tokens.starts[parts]:  # those that are products of matrices
-        tokens, firsts, starts = first.tokens, plan.part_firsts, plan.up_starts
-        places, factors = plan.up_places, ChoiceRows(scratch.ups, plan.late_starts)
-        own = CutRows(h.values, h.starts, h.widths, plan.columns, first.rows)
-        prepare_blocks(
-            arrays.up, x, tokens, scratch.inputs, starts, thread, thread, num_threads
+    """Multiply what down rows are multiplied with, where that is a matrix, by up products."""
+    plan, inputs, counters = scratch.plan, scratch.inputs, scratch.counters[LATE_UPS]
+    up, h = arrays.up.reshape(arrays.up.size), _rows_of(scratch)
+    if plan.run_starts[plan.run_starts.shape[0] - 1]:  # others go neuron by neuron
+        tokens, firsts, factors = (
+            plan.first.tokens, plan.part_firsts, ChoiceRows(scratch.ups, plan.late_starts),
         )  # fmt: skip
-        barrier_wait(cells, service, num_threads)
+        own = h
+        _multiply(
+            thread, num_threads, cells, service, counters, up, plan.up_places, x, tokens, inputs,
+            plan.up_starts, factors,
+        )  # fmt: skip
     else:  # whole blocks, which meet what gates have met
-        tokens, firsts, starts = (
-            plan.choices,
-            plan.firsts,
-            plan.input_starts,
-        )
-        places, factors = plan.places, ChoiceRows(scratch.ups, plan.row_starts)
+        tokens, firsts, factors = (
+            plan.choices, plan.firsts, ChoiceRows(scratch.ups, plan.row_starts),
+        )  # fmt: skip
         own = CutRows(h.values, h.starts, h.widths, plan.whole, plan.rows)
-    share_blocks(
-        scratch.counters[LATE_UPS], thread, num_threads, up, places, tokens, scratch.inputs, starts,
-        factors,
-    )  # fmt: skip
+        share_blocks(
+            counters, thread, num_threads, up, plan.places, tokens, inputs, plan.input_starts,
+            factors,
+        )  # fmt: skip
     barrier_wait(cells, service, num_threads)
     begin, end = split_range(tokens.starts[firsts.shape[0]], thread, num_threads, 1)
     scale_kernel(function, arrays.up_bias, firsts, tokens, factors, own, begin, end)
@@ -272,13 +267,7 @@ def _scale_late(thread, num_threads, cells, service, x, arrays, scratch, functio
 def _rows_of(scratch):
     """What down rows are multiplied with."""
     plan = scratch.plan
-    return CutRows(
-        scratch.gates,
-        plan.row_starts,
-        plan.widths,
-        plan.columns,
-        plan.first.rows,
-    )
+    return CutRows(scratch.gates, plan.row_starts, plan.widths, plan.columns, plan.first.rows)
 
 
 @njit(nogil=True, cache=True)
@@ -338,13 +327,8 @@ def _of_outputs(thread, num_threads, cells, service, x, arrays, scratch, is_late
 @njit(nogil=True, cache=True)
 def _of_neurons(thread, num_threads, cells, service, x, arrays, scratch, is_late, out, levels):
     """Where down has a row for each neuron: matrices' columns, then neurons one by one."""
-    plan = scratch.plan
-    first, second, values, down = (
-        plan.first,
-        plan.second,
-        scratch.values,
-        arrays.down,
-    )
+    plan, values, down = scratch.plan, scratch.values, arrays.down
+    first, second = plan.first, plan.second
     num_parts, num_blocks = plan.part_firsts.shape[0], plan.widths.shape[0]
     has_second = second.tokens.starts[num_parts] > 0
     has_first = first.tokens.starts[num_parts] > 0 or not has_second

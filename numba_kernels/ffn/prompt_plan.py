@@ -407,10 +407,8 @@ def plan_sums(num_tokens, width, row_items, down_items, places, first_stripe, fe
                     second.rows[num_second] = plan.rows[i]
                     num_second += 1
                 else:
-                    first.tokens.ids[num_first], first.rows[num_first] = (
-                        choices.ids[i],
-                        plan.rows[i],
-                    )
+                    first.tokens.ids[num_first] = choices.ids[i]
+                    first.rows[num_first] = plan.rows[i]
                     num_first += 1
             count = num_first - first.tokens.starts[part]
             plan.late_starts[part + 1] = plan.late_starts[part] + count * size

@@ -27,7 +27,10 @@ from tests.kernels.quantized_rows import KINDS, SUMMED
 pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.sweep]
 NO_COUNTS = np.empty(0, np.int64)
 LIMITS = {"fatrelu": 0.5, "clamped_silu": 1.0}
-SOURCES = [f"rows {kind}" for kind in (*BITS, *SUMMED)] + [f"transposed {kind}" for kind in KINDS]
+SOURCES = [
+    *(f"rows {kind}" for kind in (*BITS, *SUMMED)),
+    *(f"transposed {kind}" for kind in (*KINDS, "q8+q4")),
+]
 # Experts, one of them not in the shard, and a shared one; ranks of their predictors, if they have.
 SIZES, RANKS = np.array([[256, 256, 0, 256, 768]]), np.array([[128, 256, 0, 384, 0]])
 
@@ -118,6 +121,9 @@ def test_random_layers(source: str, seed: int) -> None:
         assert (np.abs(together - exact) <= rounding * scale + 1e-5).all(), (turn, name)
         if name in SPARSE_ACTIVATION_FNS and kind == "f32":
             assert np.abs(counts - fires.sum(axis=0)).sum() <= 2 + fires.sum() // 1000
+        if way == "transposed":  # nothing is left out, so up products are of all, before or after
+            found = output(own, name, x, weights, skips=False)
+            assert found.tobytes() == together.tobytes(), (turn, name)
         ids = np.arange(num_tokens)
         for company in (ids[:1], ids[-1:], ids[[3, 5]], ids[::7], ids[::3], ids[::-1]):
             some = weights[company] if weights.size else weights

@@ -67,7 +67,11 @@ class Neurons:
     def random(
         cls, rng: np.random.Generator, kind: str, is_transposed: bool, most: int = 400
     ) -> Neurons:
-        """Of a number, a width and blocks, with or without up rows and biases, as drawn."""
+        """Of a number, a width and blocks, with or without up rows and biases, as drawn.
+
+        With a `kind` such as "q8+q4" blocks of transposed down rows are of one and the other.
+        """
+        kind, *others = kind.split("+")
         unit = 256 if kind in IN_BLOCKS else 32 if kind in KINDS else 1
         width = unit * -(-int(rng.integers(1, 600)) // unit)
         size = unit if is_transposed else 1
@@ -78,8 +82,10 @@ class Neurons:
         down: Matrix | list[Matrix]
         if is_transposed:
             sizes = np.diff(starts).tolist()
+            kinds = [kind, *others]
             down = [
-                Matrix.random(seed + 9 + i, kind, width, n or unit) for i, n in enumerate(sizes)
+                Matrix.random(seed + 9 + i, kinds[i % len(kinds)], width, n or unit)
+                for i, n in enumerate(sizes)
             ]
             down = [
                 each if n else Matrix(*(part[:0] for part in each))
