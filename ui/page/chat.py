@@ -51,7 +51,6 @@ class Visit:
     event: gr.EventData
     asked: Conversation | None = None  # whose answer is to be painted
     unsent: str | None = None  # what goes back into the field where it is refused
-    notice: str = ""  # the line below the field
 
     @property
     def index(self) -> int | None:
@@ -143,7 +142,9 @@ class Chat:
             handler = self._asking_handler if asks else self._handler
             options = quick | {"trigger_mode": "multiple"} | more
             done = event(handler(act), [*kept, *given], **options)
-            done.then(self._save, self._saved, self._saved, **private)
+            # What is asked for while another one is under way is done after that.
+            ended = {"outputs": [self._saved, *shown], "trigger_mode": "always_last"}
+            done.then(self._end, self._saved, **ended, **private)
 
         on(self._question.submit, self._ask, [self._question, *sampling], asks=True)
         for each in self._suggested:
@@ -200,14 +201,15 @@ class Chat:
         known = str(state.get("id", "")) if isinstance(state, dict) else ""
         history.take_over(saved, known)
         visit = Visit(history, history.find(known), event)
+        history.notice = ""
         try:
             updates, state = act(visit, *given) or {}, {}
         except HotcoldError as error:
             updates = {} if visit.unsent is None else {self._question: visit.unsent}
-            visit.notice, state = f"Not done: {error}.", {"state": "error"}
+            history.notice, state = f"Not done: {error}.", {"state": "error"}
         view = self._view(history) | updates
-        if visit.notice:
-            view[self._state] |= state | {"text": visit.notice}
+        if history.notice:
+            view[self._state] |= state | {"text": history.notice}
         return visit, view
 
     def _history(self, request: gr.Request) -> ChatHistory:
@@ -307,6 +309,17 @@ class Chat:
     async def _stop(self, request: gr.Request) -> None:
         self._history(request).open.stop()
 
+    async def _end(self, saved: Any, request: gr.Request) -> Updates:
+        """What the browser stores, and what is shown.
+
+        An event's last view, which Gradio shows once more at its end, may be older than another's.
+        """
+        stored, history = await self._save(saved, request), self._history(request)
+        view = self._view(history)
+        if history.notice:  # which stays to be read
+            del view[self._state]
+        return {self._saved: stored} | view
+
     async def _save(self, saved: Any, request: gr.Request) -> list[dict[str, Any]]:
         """What the browser stores; an open page may have outlived the server's conversations."""
         history = self._history(request)
@@ -330,7 +343,7 @@ def _delete(visit: Visit, row: Any) -> None:
     gone = visit.of_row(row)
     visit.history.remove(gone.id)
     if visit.history.removed is not None:
-        visit.notice = f"“{gone.title}” is deleted. Undo brings it back."
+        visit.history.notice = f"“{gone.title}” is deleted. Undo brings it back."
 
 
 def _search(visit: Visit, query: str) -> None:
@@ -345,7 +358,7 @@ def _import(visit: Visit) -> None:
         raise UsageError("this is no file of conversations: it is not JSON") from None
     if not count:
         raise UsageError("nothing imported: no conversation is new, or there is no room")
-    visit.notice = f"{count} conversation{'s' if count > 1 else ''} imported."
+    visit.history.notice = f"{count} conversation{'s' if count > 1 else ''} imported."
 
 
 def _button(label: str, icon: str, name: str) -> gr.Button:
