@@ -116,8 +116,9 @@ def run_here(path: Path, given: Json) -> Json:
             asked = GenerateRequest(sampling, prompt_ids=ids, use_cache=False)
             results.append(running.complete(asked))
         report: Json = {"tokens_per_s": given["tokens"] / mean(r.decode_s for r in results[1:])}
-        names = results[0].reads
-        report["reads"] = {name: mean(r.reads[name] for r in results[1:]) for name in names}
+        told = [result.reads for result in results[1:]]
+        names = set.intersection(*map(set, told))  # an answer that read nothing ahead tells less
+        report["reads"] = {name: mean(each[name] for each in told) for name in sorted(names)}
         if given["prompt"]:
             running.complete(decode_request(config, given["prompt"], 0, 3))
             long = running.complete(decode_request(config, given["prompt"], 0, 4))
