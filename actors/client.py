@@ -4,6 +4,7 @@ import asyncio
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +49,8 @@ class AsyncClient:
         request = replace(request, request_id=name)
         self._readers[name] = deliver
         if self._taking is None or self._taking.done():
-            self._taking = asyncio.create_task(self._take())
+            # Within no call of Ray's: it cancels what a cancelled one has begun.
+            self._taking = asyncio.create_task(self._take(), context=Context())
         submitting = asyncio.ensure_future(
             _answer(self._system.begin("submit", self._epoch, request))
         )

@@ -13,7 +13,10 @@ from typing import Any
 
 import psutil
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from hotcold.actors.private_ray.closed_ray import closed_to_others, require_closed
 from hotcold.actors.private_ray.start import init_private
@@ -214,7 +217,7 @@ def _children() -> set[psutil.Process]:
 
 
 def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
-    """Start a service's actor on node `node_id`, or on any node.
+    """Start a service's actor on node `node_id`, or on any node; in the driver's placement group.
 
     A CPU service reserves a Ray CPU a thread, and its share of the node's resource numa_node, if
     there is one; the attention service reserves neither.
@@ -224,7 +227,10 @@ def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
     # If it reserved no GPU, Ray would hide all GPUs from the process.
     options["num_gpus"] = int(spec.on_gpu)
     options["max_restarts"] = -1  # the driver decides when to give up
-    if node_id is not None:
+    group = ray.util.get_current_placement_group()
+    if group is not None and group.bundle_count == 1:  # with the driver, on its node
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
+    elif node_id is not None:
         options["resources"] = numa_slots(spec.share, node_id)
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
     # Ray keeps only small arguments for restarts; `load` gets the rest.

@@ -78,7 +78,7 @@ class System:
         if owns_ray and system.hosts:
             raise UsageError("--hosts are nodes of a Ray cluster; start this with `ray job submit`")
         if owns_ray:
-            _start_ray([system, *others])
+            start_ray([system, *others])
         try:
             driver = spawn_driver(system, name, detached)
         except ValueError:
@@ -231,8 +231,8 @@ class System:
             raise service_error("driver", error) from error
 
 
-def _start_ray(systems: Sequence[SystemConfig]) -> None:
-    """A Ray of this process's own, with room for all of these. Errors: HotcoldError."""
+def start_ray(systems: Sequence[SystemConfig]) -> None:
+    """Start a Ray of this process's own, with room for all of these. Errors: HotcoldError."""
     configs = [read_config(system.model_path) for system in systems]
     try:
         num_threads = sum(system.num_threads for system in systems)

@@ -109,9 +109,9 @@ def peak_bytes(process_ids: Iterable[int]) -> int:
 
 
 @contextlib.contextmanager
-def serving(checkout: Checkout, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """`hotcold serve` on a free port. Errors: ClickException where it ends."""
-    with checkout.popen("serve", *arguments, "--port", "0", "--log", "none") as server:
+def serving(checkout: Checkout, *arguments: str, port: int = 0) -> Iterator[subprocess.Popen[str]]:
+    """`hotcold serve`, on a free port without one. Errors: ClickException where it ends."""
+    with checkout.popen("serve", *arguments, "--port", str(port), "--log", "none") as server:
         try:
             for line in server.stdout or ():
                 if line.startswith("hotcold serves "):

@@ -25,8 +25,8 @@ from torch.nn import functional
 
 from benchmarks.frame import Json
 from hotcold.model.config.build import build_config
-from hotcold.model.config.families.tensor_names import ExpertNames
-from hotcold.model.config.gguf_architectures import ARCHITECTURES as READ
+from hotcold.model.config.families import GGUF_ARCHITECTURES
+from hotcold.model.config.families.tensor_names import GGUF_NAMES, ExpertNames
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.synthetic.layers import LayerMaker, written_names
 from hotcold.model.synthetic.random_source import NormalSource
@@ -153,12 +153,15 @@ def layer_of(shape: SyntheticShape, config: ModelConfig) -> tuple[Json, dict[str
     ends = {"token_embd": embedding, "output": head}
     wanted = RoutingStats(shape.skew, shape.kept)
     maker = LayerMaker(config, shape.density, source, drawn.write, text, topics, wanted)
-    ours = written_names(config).of_layer(0)
+    written = written_names(config)
+    prefix, ours, theirs = written.layers.format(0), written.of_layer(0), GGUF_NAMES.layer
     maker.make(config.layers[0], ours, inputs)
-    theirs, found = READ[ARCHITECTURES[shape.family]].names.layer, dict[str, np.ndarray]()
+    _, architecture = GGUF_ARCHITECTURES[ARCHITECTURES[shape.family]]
+    found = dict[str, np.ndarray]()
     roles = ("norm", "ffn_norm", "q_norm", "k_norm", "out", "gate", "up", "down")
     pairs = [(getattr(ours, role), getattr(theirs, role)) for role in roles]
-    for name, target in [*pairs, *zip(ours.qkv, theirs.qkv, strict=True)]:
+    for name, usual in [*pairs, *zip(ours.qkv, theirs.qkv, strict=True)]:
+        target = architecture.names.get(name.removeprefix(prefix), usual)
         for part in ("weight", "bias"):
             if f"{name}.{part}" in drawn:
                 found[f"{target}.{part}"] = drawn[f"{name}.{part}"]

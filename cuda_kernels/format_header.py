@@ -16,6 +16,7 @@ def format_header() -> str:
     """Its text: numbers of formats, codes and factors, and functions of a format."""
     codes = {name: f"{row.codes.name.upper()}_CODES" for name, row in _ROWS.items()}
     factors = {name: f"{row.factors.name.upper()}_FACTORS" for name, row in _ROWS.items()}
+    units = {name: f"{row.unit}f" for name, row in _ROWS.items()}
     lines = [
         _enum("Format", _KINDS),
         _enum("Codes", ("FLOAT_CODES", *dict.fromkeys(codes.values()))),
@@ -28,10 +29,11 @@ def format_header() -> str:
                 ("CHUNK", formats.CHUNK),
             )
         ),
-        *_tables(),
         _function("Codes", "codes_of", codes, "FLOAT_CODES"),
         _function("Factors", "factors_of", factors, "NO_FACTORS"),
         _function("int", "bits_of", _facts(_KINDS, "bits"), 0),
+        *_tables(),
+        _function("float", "unit_of", units, "1.0f"),
         _function("int", "offset_of", _facts(_ROWS, "offset"), 0),
         _function("int", "block_groups_of", _facts(_ROWS, "block_groups"), 1),
         _function("bool", "has_min", _facts(_ROWS, "has_min"), 0),
@@ -41,11 +43,15 @@ def format_header() -> str:
 
 
 def _tables() -> Iterable[str]:
-    """What numbers of codes stand for, as words of four signed bytes."""
-    for codes in dict.fromkeys(row.codes for row in _ROWS.values() if row.codes.values):
-        for first in range(0, len(codes.values), 4):
-            word = sum(value % 256 << 8 * i for i, value in enumerate(codes.values[first:][:4]))
-            yield f"SHARED_CONSTANT u32 {codes.name.upper()}_{first} = {word:#x}u;"
+    """Whether numbers of codes stand for values; four of them each as a word of signed bytes."""
+    tables = {name: row.codes.values for name, row in _ROWS.items() if row.codes.values}
+    yield _function("bool", "has_table", dict.fromkeys(tables, 1), 0)
+    for first in range(0, 16, 4):
+        words = {
+            name: f"{int.from_bytes(bytes(value % 256 for value in values[first:][:4]), 'little')}u"
+            for name, values in tables.items()
+        }
+        yield _function("u32", f"table_{first}_of", words, "0u")
 
 
 def _enum(kind: str, names: Iterable[str]) -> str:

@@ -54,20 +54,23 @@ class Layer(NamedTuple):
     """A layer as kernels see it; its arrays are on the device.
 
     struct: () of LAYER_NUMBERS, an argument of launches; numbers: the same as Python's, by name
-    vectors: a `LayerVectors` of (size,) arrays; rope_table (P, 2, half), or (0, 2, 0) without rope
+    vectors: a `LayerVectors` of (size,) arrays; rope_table (P, 2, half), or (0, 2, 0) without rope,
+    of keys; query_table of queries, mostly the same
     """
 
     struct: np.ndarray
     numbers: Any
     vectors: Any
     rope_table: Any
+    query_table: Any
 
     @classmethod
-    def of(cls, record: Any, vectors: Any, rope_table: Any) -> Layer:
-        """A layer with a record of LAYER_NUMBERS."""
+    def of(cls, record: Any, vectors: Any, rope_table: Any, query_table: Any = None) -> Layer:
+        """A layer with a record of LAYER_NUMBERS; queries have keys' table where none is given."""
+        query_table = rope_table if query_table is None else query_table
         struct = np.array(record)
         named = zip(struct.dtype.names or (), struct.item(), strict=True)
-        return cls(struct, SimpleNamespace(**dict(named)), vectors, rope_table)
+        return cls(struct, SimpleNamespace(**dict(named)), vectors, rope_table, query_table)
 
 
 class PagedCache(NamedTuple):
@@ -164,12 +167,13 @@ class CudaKernels:
     def rope_store(self, layer: Layer, qkv: Any, cache: PagedCache) -> None:
         """Rotate query and key heads in place, write keys and values of this layer to the cache.
 
-        Shapes:  qkv (T, (H + 2 KV) * dim); of the layer's rope table (P, 2, half), or (0, 2, 0) for
-                 none: 2 * half items of a head are rotated
+        Shapes:  qkv (T, (H + 2 KV) * dim); rope tables (P, 2, half), or (0, 2, 0) for none:
+                 2 * half items of a head are rotated
         """
         numbers, table = layer.numbers, layer.rope_table
         arguments: tuple[Argument, ...] = (
-            layer.struct, self._at(qkv), self._at(table), np.int32(table.shape[2]),
+            layer.struct, self._at(qkv), self._at(layer.query_table), self._at(table),
+            np.int32(table.shape[2]),
             *self._places(cache), self._at(cache.keys), self._at(cache.values),
         )  # fmt: skip
         entry = Entry("rope", "ROPE_STORE", (_cache_format(cache.keys),))

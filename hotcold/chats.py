@@ -100,6 +100,7 @@ class Chat(NamedTuple):
 
     grammar: Grammar | None
     syntax: Any  # of calls; None where nothing may be called
+    schemas: Mapping[str, Any] | None = None  # of the functions' arguments, by name
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, wanted: Callable | None, shape: Grammar | None) -> Chat:
@@ -110,13 +111,13 @@ class Chat(NamedTuple):
                 raise UsageError("tools and a grammar were both given; leave one out")
             syntax = tokenizer.call_syntax
             grammar = grammars().calls_grammar(wanted, syntax, shape.text if shape else None)
-        return cls(grammar, syntax)
+        return cls(grammar, syntax, None if wanted is None else wanted.schemas)
 
     def reader(self) -> AnswerReader:
         """Reads one answer."""
         from hotcold.ui.api.tools.reader import AnswerReader
 
-        return AnswerReader(self.syntax)
+        return AnswerReader(self.syntax, self.schemas)
 
 
 def tools_of(options: ChatOptions) -> Tools:

@@ -1,5 +1,6 @@
 """The file of a job's answers: one JSON object a line, whole at any time the job is stopped."""
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -12,16 +13,25 @@ from hotcold.model.files.atomic_write import sync_folder
 class AnswerFile:
     """A file that lines are added to, each on disk as soon as it is complete."""
 
-    def __init__(self, path: Path, *, resume: bool) -> None:
+    def __init__(self, path: Path, *, resume: bool, name: str = "id") -> None:
         """Open `path`; nothing of it is lost until `begin`.
 
-        `resume` keeps its answers and notes their ids; a last line that was cut off is dropped.
-        Errors:  OSError; UsageError where `path` holds something else than answers
+        `resume` keeps its answers and notes their ids, of that `name`; a last line that was cut off
+        is dropped.
+        Errors:  OSError; UsageError where `path` holds something else than answers, or another
+                 job writes to it
         """
         self.path = path.absolute()
         self._file = path.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"another job writes to {self.path}; wait for its end, or name another file"
+            ) from None
         self._keep_bytes = 0
-        self._held: set[Any] = set()
+        self.held: set[Any] = set()  # ids
+        self._name = name
         if resume:
             self._read()
 
@@ -31,7 +41,7 @@ class AnswerFile:
             if not line.endswith(b"\n"):
                 break
             try:
-                self._held.add(_key(json.loads(line)))
+                self.held.add(self._key(json.loads(line)))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise UsageError(
                     f"{self.path}, line {number}, is no answer of this job; name another file"
@@ -40,7 +50,7 @@ class AnswerFile:
 
     def holds(self, answer: dict[str, Any]) -> bool:
         """Whether an answer with that id, or that error of a line without an id, was kept."""
-        return _key(answer) in self._held
+        return self._key(answer) in self.held
 
     def begin(self) -> None:
         """Drop what is not kept. Errors: OSError."""
@@ -58,6 +68,6 @@ class AnswerFile:
         """Close the file."""
         self._file.close()
 
-
-def _key(answer: dict[str, Any]) -> Any:
-    return answer["id"] if answer["id"] is not None else ("", answer.get("error"))
+    def _key(self, answer: dict[str, Any]) -> Any:
+        found = answer[self._name]
+        return found if found is not None else ("", answer.get("error"))

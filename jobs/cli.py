@@ -56,6 +56,8 @@ COMMANDS = {
     "generate": (".generate", "Continue a prompt."),
     "chat": (".chat", "Talk with a model in the terminal."),
     "serve": (".serve", "The chat page and an OpenAI-compatible API."),
+    "fleet": (".fleet", "The same API by many systems, on Ray Serve."),
+    "batch": (".batch", "Answer a file of requests by a fleet."),
     "ps": (".ps", "List the systems that are running."),
     "top": (".top", "Watch a running system's neurons and services."),
     "stop": (".stop", "End a running system."),
@@ -112,7 +114,7 @@ def main(
         )
         if invocation.as_json and isinstance(found, dict):
             click.echo(json.dumps(found, allow_nan=False))
-        return found if isinstance(found, int) else 0
+        return found if isinstance(found, int) else invocation.status
     except (Exception, KeyboardInterrupt) as error:
         if invocation.debug and not isinstance(error, click.Abort):
             traceback.print_exc()

@@ -60,7 +60,7 @@ def _checked(
 ) -> RequestLine:
     request_id = None
     try:
-        values = _json_object(line)
+        values = json_object(line)
         request_id = _request_id(values)
         if request_id in seen:
             raise UsageError(f"the id {shown(request_id)} was used by a line above")
@@ -70,7 +70,8 @@ def _checked(
         return RequestLine(number, request_id, error=str(problem))
 
 
-def _json_object(line: bytes) -> dict[str, Any]:
+def json_object(line: bytes) -> dict[str, Any]:
+    """The object of a line. Errors: UsageError."""
     try:
         values = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as problem:

@@ -146,7 +146,11 @@ def _step(found: dict[str, Any]) -> Text:
         each = f": {num_exchanges} a step, {1e3 * exchange * total / num_exchanges:.0f} µs each"
     drafted = found["num_drafted"]
     given = f" and gives {found['tokens_per_step']:.1f} tokens" if drafted else ""
-    taken = f", {found['num_accepted'] / drafted:.0%} of drafts taken" if drafted else ""
+    taken = (
+        f", {found['num_accepted'] / drafted:.0%} of drafts ({found['draft']}) taken"
+        if drafted
+        else ""
+    )
     return Text(
         f"a step takes {total:.2f} ms{given}{taken}: {parts}\n"
         f"exchange {exchange:.0%}{each} beside the services' work"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hotcold.model.config.json_reader import ConfigReader, read_json_object
 from hotcold.model.errors import UsageError, shown
+from hotcold.model.gguf.file_names import is_gguf
 from hotcold.model.parameters import (
     LARGEST_SEED,
     Biases,
@@ -169,20 +170,25 @@ class SamplingParams:
     def defaults(cls, path: str | Path) -> SamplingParams:
         """Return the options in the model's generation_config.json, and defaults for others.
 
-        Where it has do_sample the defaults are transformers': greedy for false, temperature 1 and
-        top_k 50 for true.
+        A GGUF file has them in its metadata (general.sampling.*). Where the JSON has do_sample the
+        defaults are transformers': greedy for false, temperature 1 and top_k 50 for true.
         Errors:  ConfigError for a malformed file
         """
+        if is_gguf(path):
+            return cls(**_of_metadata(path))
         file = Path(path) / GENERATION_CONFIG
         if not file.exists():
             return cls()
         reader = ConfigReader(read_json_object(file), str(file))
         base = cls()
+        found: dict[str, Any] = {}
+        if reader.has(REPETITION):
+            repeat = reader.number(REPETITION, low=0.0, high=100.0) or 1.0
+            found = {"repeat_penalty": repeat, "repeat_last_n": -1}
         if reader.has("do_sample"):
             base = cls(temperature=1.0, top_k=50, top_p=1.0, min_p=0.0)
             if not reader.boolean("do_sample", True):
-                return cls(temperature=0.0)
-        found: dict[str, Any] = {}
+                return cls(temperature=0.0, **found)
         for name, one in PARAMETERS.items():
             match one.kind:
                 case Number(low, high) if one.is_models:
@@ -234,6 +240,55 @@ def require_one_repeat(given: Iterable[str]) -> None:
     """Raise UsageError where both names of the repeat penalty are given."""
     if REPEATS.issubset(given):
         raise UsageError(f"{REPETITION} and repeat_penalty were both given; leave one out")
+
+
+def _of_metadata(path: str | Path) -> dict[str, Any]:
+    """The options that a GGUF file has. Errors: ConfigError, CheckpointError."""
+    from hotcold.model.gguf.file import open_gguf  # imports NumPy
+
+    values = {key.removeprefix(_GGUF_PREFIX): value for key, value in
+              open_gguf(path).metadata.items() if key.startswith(_GGUF_PREFIX)}  # fmt: skip
+    reader = ConfigReader(values, f"{path}: general.sampling")
+    found: dict[str, Any] = {}
+    for key, name in _GGUF_NAMES.items():
+        if not reader.has(key):
+            continue
+        match PARAMETERS[name].kind:
+            case Number(low, high):
+                value = reader.number(key, low=low, high=high)
+                found[name] = float(f"{value:.7g}")  # of float32: 0.6, not 0.6000000238418579
+            case Whole(first, last):
+                low = first if name != "top_k" else -_MANY  # less than 1 keeps all, too
+                found[name] = max(first, reader.integer(key, low=low, high=last))
+    return found
+
+
+_GGUF_PREFIX = "general.sampling."
+_GGUF_NAMES = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "xtc_probability": "xtc_probability", "xtc_threshold": "xtc_threshold",
+    "penalty_last_n": "repeat_last_n", "penalty_repeat": "repeat_penalty",
+    "mirostat": "mirostat", "mirostat_tau": "mirostat_tau", "mirostat_eta": "mirostat_eta",
+}  # fmt: skip
+
+
+def suppressed_ids(path: str | Path, vocab_size: int) -> tuple[int, ...]:
+    """Return the tokens that the model's makers never let it write, such as those of pictures.
+
+    generation_config.json's suppress_tokens, or a GGUF file's.
+    Errors:  ConfigError, CheckpointError for a malformed file
+    """
+    if is_gguf(path):
+        from hotcold.model.gguf.file import open_gguf  # imports NumPy
+
+        numbers = open_gguf(path).first.numbers("tokenizer.ggml.suppress_tokens")
+        ids = [] if numbers is None else numbers.tolist()
+        return tuple(one for one in ids if 0 <= one < vocab_size)
+    file = Path(path) / GENERATION_CONFIG
+    if not file.exists():
+        return ()
+    reader = ConfigReader(read_json_object(file), str(file))
+    return reader.token_ids("suppress_tokens", (), vocab_size)
 
 
 def eos_ids(path: str | Path, config: ModelConfig) -> tuple[int, ...]:

@@ -69,6 +69,8 @@ def power_law_rates(num_neurons: int, density: float) -> np.ndarray:
     rate[n] = clip(scale * (n + 0.5) ** -RATE_EXPONENT, MIN_RATE, MAX_RATE)
     Shapes:  (N,), float64
     """
+    if not num_neurons:
+        return np.zeros(0)
     law = (np.arange(num_neurons, dtype=np.float64) + 0.5) ** -RATE_EXPONENT
     low, high = 0.0, MAX_RATE / float(law[-1])
     for _ in range(_BISECTIONS):

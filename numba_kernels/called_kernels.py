@@ -16,6 +16,7 @@ sixth of the work. What makes arrays has `_nrt=True`; it may not return any to w
 This leans on parts of Numba that are its own (`numba_kernels.numba_parts`).
 """
 
+import importlib
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -25,6 +26,7 @@ from numba import types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher, _FunctionCompiler
+from numba.core.imputils import lower_constant
 from numba.core.registry import cpu_target
 from numba.core.sigutils import normalize_signature
 from numba.core.typed_passes import NopythonTypeInference
@@ -242,8 +244,15 @@ def _say_wrong_shape(source, target):  # type: ignore[no-untyped-def]
     return fail
 
 
+def _no_address(context: Any, builder: Any, kind: types.Type, kernel: Any) -> Any:
+    """A kernel that is given to another: its type says which, its address is this process's own."""
+    return context.get_constant_null(kind)
+
+
 def compile_called_kernels() -> None:
     """Let Numba compile so from now on."""
+    importlib.import_module("numba.experimental.function_type")  # Numba's own, before `_no_address`
+    lower_constant(types.Dispatcher)(_no_address)
     # Loops of unknown length: a fifth of all code, though products are written as vectors.
     llvm.set_option("hotcold", "-unroll-runtime=0")
     codegen = cpu_target.target_context.codegen()

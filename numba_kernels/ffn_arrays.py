@@ -55,17 +55,18 @@ def most_rows(starts: np.ndarray) -> int:
 class TransposedArrays(NamedTuple):
     """`FfnArrays` whose down is transposed: d rows for each block, of its neurons' weights.
 
-    A block has a matrix for each stripe of the shard, its own weights of each row: down's place
-    b * n + i is of stripe i. Stripes are whole numbers of groups of each format, or end with the
-    block. Of experts in slots down's places follow what is in them.
+    gate, up: `BlockRows`, up without blocks in a two-matrix FFN
+    A block has a down matrix for each stripe of the shard, its own weights of each row: down's
+    place b * n + i is of stripe i. Stripes are whole numbers of groups of each format, or end with
+    the block. Of experts in slots places follow what is in them.
     down_norms: norms of down's columns; stripes: none, so that threads share other work evenly
     cuts (L, B, n + 1) int64: first rows of the shard's n stripes in each block, and ends;
     NO_STRIPES: a block is one
     """
 
     starts: np.ndarray
-    gate: np.ndarray
-    up: np.ndarray
+    gate: BlockRows
+    up: BlockRows
     down: BlockRows
     gate_bias: np.ndarray
     up_bias: np.ndarray
@@ -105,7 +106,7 @@ def no_predictors(num_layers: int) -> ExpertPredictors:
     return ExpertPredictors(
         inner=np.empty((0, 0), np.float32),
         inner_starts=np.zeros((num_layers, 2), np.int64),
-        outer=BlockRows(nothing, nothing, np.zeros((num_layers, 1, NUM_PLACE_NUMBERS), np.int64)),
+        outer=BlockRows((nothing,), np.zeros((num_layers, 1, NUM_PLACE_NUMBERS), np.int64)),
     )
 
 

@@ -1,10 +1,11 @@
 """Formats of weights, identified by the dtype of the arrays that hold them.
 
 float32 is itself, uint16 holds float16 bits and int16 bfloat16 bits, one item a weight. `Q8`, `Q4`,
-`Q4_1`, `Q4_K`, `Q5`, `Q5_K`, `Q6` and `MXFP4` hold bytes of quantized rows: groups of 32 weights
-share a scale, in Q6 halves of such groups.
+`Q4_1`, `Q4_K`, `Q5`, `Q5_K`, `Q6`, `Q3_K`, `MXFP4`, `NVFP4`, `IQ4_NL`, `IQ4_XS`, `IQ3_S`,
+`IQ3_XXS`, `IQ2` and `NF4` hold bytes of quantized rows: groups of 32 weights share a scale, in Q6,
+Q3_K, NVFP4 and IQ2 halves of such groups.
 
-    Q8:   weight = scale * value           value int8 in -127..127
+    Q8:   weight = scale * value           value int8
     Q4:   weight = scale * (nibble - 8)    nibble 0..15
     Q4_1: weight = scale * nibble + minimum
     Q4_K: weight = block's scale * group's scale * nibble + block's minimum * group's minimum
@@ -12,18 +13,29 @@ share a scale, in Q6 halves of such groups.
     Q5:   weight = scale * (value - 16)    value 0..31
     Q5_K: as Q4_K, of values 0..31
     Q6:   weight = block's scale * half's scale * (value - 32)    value 0..63, half's scale int8
+    Q3_K: as Q6, of Q3_VALUES[nibble]
     MXFP4: weight = 2 ^ (exponent - 128) * E2M1_VALUES[nibble]    exponent 0..252
+    NVFP4: weight = block's scale * half's scale * E2M1_VALUES[nibble] / 2    half's scale E4M3
+    IQ4_NL: weight = scale * IQ4_VALUES[nibble]
+    IQ4_XS: weight = block's scale * group's scale * IQ4_VALUES[nibble]    group's scale int8
+    IQ3_S: as IQ4_XS, of IQ3_S_VALUES
+    IQ3_XXS: as IQ4_XS, of IQ3_XXS_VALUES, all times 1/4
+    IQ2:  weight = block's scale * half's scale * IQ2_VALUES[nibble] / 8    half's scale int8
+    NF4:  weight = scale * NF4_VALUES[nibble]
 
-These are the numbers that ggml's Q8_0, Q4_0, Q4_1, Q4_K, Q5_0, Q5_K, Q6_K and MXFP4 hold. A row is
-its values, then its scales (float16, one a group, little-endian), then in Q4_1 its minima (the
-same); in MXFP4 its exponents, a byte a group. Those above 252 stand for NaN or may be infinite.
+These are the numbers that ggml's types of these names hold, and Q8_0, Q4_0, Q5_0 and Q6_K; Q4 holds
+those of TQ1_0, TQ2_0, Q1_0 and Q2_0, too, and IQ2 those of all IQ2 and IQ1 types. A row is its
+values, then its scales (float16, one a group, little-endian), then in Q4_1 its minima (the same);
+in MXFP4 its exponents, a byte a group. Those above 252 stand for NaN or may be infinite.
 
-In Q4_K, Q5_K and Q6 blocks of 8 groups share float16 numbers at the end of the row: each block's
-scale, and in Q4_K and Q5_K its minimum. So a row is a multiple of 256 weights. Between the values
-and these, chunk by chunk, Q6 has the int8 scales of first halves, then of second ones; Q4_K and
+In Q4_K, Q5_K, Q6 and what has int8 scales blocks of 8 groups share float16 numbers at the end of
+the row: each block's scale, and in Q4_K and Q5_K its minimum. So a row is a multiple of 256
+weights. In NVFP4 blocks are 2 groups and have a float32. Between the values and these, IQ4_XS,
+IQ3_S and IQ3_XXS have an int8 scale for each group. Chunk by chunk, Q6, Q3_K and IQ2 have the int8
+scales of first halves, then of second ones, NVFP4 those of E4M3, without a sign; Q4_K and
 Q5_K have a byte for each of g groups with the low nibbles of its scale and, high, of its minimum,
 then g / 2 bytes: the upper two bits of both for group i, and above them those of group i + g / 2.
-Rows of blocks or of 5 bits cannot be added up, so no down projection has them.
+Rows of blocks, of 5 bits or of IQ4_NL are not added up, so no down projection has them.
 
 Values are in chunks of 16 groups (the last may have fewer, g), step by step: step j of a chunk
 holds four bytes of group 0, four of group 1, and so on, so that a vector of 16 32-bit lanes has one
@@ -31,7 +43,8 @@ group in each lane.
 
     8 bits: 8 steps; byte b of step j is value 4 j + b of its group
     4 bits: 4 steps; byte b of step j holds value 8 j + b in its low and 8 j + 4 + b in its high
-            nibble, of MXFP4 the number of a value
+            nibble, where halves have scales 4 j + b and 16 + 4 j + b; of formats with values the
+            number of one
     5 bits: 5 steps; four as of 4 bits, then a byte b of step 4 that holds in bit i the upper bit of
             value 4 i + b
     6 bits: 6 steps; byte b of step j < 4 holds the low nibbles of values 4 j + b and, high,
@@ -55,8 +68,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 WeightDtype = Literal[
-    "float32", "float16", "bfloat16", "q8", "q6", "q5", "q5_k", "q4_1", "q4_k", "q4", "mxfp4"
-]
+    "float32", "float16", "bfloat16", "q8", "q6", "q5", "q5_k", "q4_1", "q4_k", "q4", "q3_k",
+    "mxfp4", "nvfp4", "iq4_nl", "iq4_xs", "iq3_s", "iq3_xxs", "iq2", "nf4",
+]  # fmt: skip
 QUANT_GROUP = 32  # weights that share a scale
 CHUNK_GROUPS = 16
 CHUNK = QUANT_GROUP * CHUNK_GROUPS
@@ -74,7 +88,10 @@ class FloatFormat(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """How whole numbers of `bits` bits lie in a chunk, and what each stands for if not itself."""
+    """How whole numbers of `bits` bits lie in a chunk, and what each stands for if not itself.
+
+    Values are int8 numbers but -128, 16 of them.
+    """
 
     name: str
     bits: int
@@ -85,7 +102,8 @@ class Factors(NamedTuple):
     """What codes are multiplied with, and what is added.
 
     A group's scale and minimum are float16; or, in blocks of several groups, small integers that
-    are multiplied with the block's float16; or a scale is a power of two, its exponent a byte.
+    are multiplied with the block's float16; or a scale is a power of two, its exponent a byte; or
+    small floats are multiplied with the block's float32, which counts as two float16.
     """
 
     name: str
@@ -101,10 +119,26 @@ FIFTHS, PAIRS = Codes("fifths", 5), Codes("pairs", 6)  # nibbles, and what stand
 # Numbers of one sign, two exponent and one mantissa bit, twice as large, so that they are whole.
 E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 E2M1 = Codes("e2m1", 4, E2M1_VALUES)
+# ggml-common.h, kvalues_iq4nl; magnitudes in iq3s_grid, in iq3xxs_grid, in iq2s_grid, and what
+# iq1s_grid holds, eight times as large, plus one and minus one.
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ3_S_VALUES = (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15)
+IQ3_XXS_VALUES = (4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62)
+IQ2_VALUES = (8, 25, 43, -8, -25, -43, -7, 1, 9, -9, -1, 7, 0, 0, 0, 0)
+# 127 times bitsandbytes' values, rounded.
+NF4_VALUES = (-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127)
+NF4_CODES = Codes("nf4", 4, NF4_VALUES)
+Q3_VALUES = (*range(-4, 4), *[0] * 8)
+Q3_CODES, IQ4, IQ3_S_CODES = (
+    Codes("q3", 4, Q3_VALUES), Codes("iq4", 4, IQ4_VALUES), Codes("iq3_s", 4, IQ3_S_VALUES),
+)  # fmt: skip
+IQ3_XXS_CODES, IQ2_CODES = Codes("iq3_xxs", 4, IQ3_XXS_VALUES), Codes("iq2", 4, IQ2_VALUES)
 SCALES, MINIMA = Factors("scales", 1), Factors("minima", 2, has_min=True)
 SIX_BITS = Factors("six_bits", 2, has_min=True, block_groups=8, group_bits=2 * 6)
 HALVES = Factors("halves", 1, block_groups=8, group_bits=2 * 8, has_halves=True)
 EXPONENTS = Factors("exponents", 0, group_bits=8)
+E4M3S = Factors("e4m3s", 2, block_groups=2, group_bits=2 * 8, has_halves=True)
+INT8S = Factors("int8s", 1, block_groups=8, group_bits=8)
 MAX_EXPONENT = 252  # with which every weight is a float32
 
 
@@ -117,6 +151,7 @@ class RowFormat(NamedTuple):
     offset: int = 0
     summed_as: WeightDtype | None = None  # of down rows, where kernels cannot add rows up
     version: int = 0  # of what `hotcold quantize` writes; 0: only GGUF files have it
+    unit: float = 1.0  # of small scales, a power of two
 
     @property
     def short(self) -> str:
@@ -195,10 +230,20 @@ ROW_FORMATS: dict[np.dtype, RowFormat] = {
         RowFormat("q5", FIFTHS, SCALES, offset=16, summed_as="q8"),
         RowFormat("q5_k", FIFTHS, SIX_BITS, summed_as="q8"),
         RowFormat("q6", PAIRS, HALVES, offset=32, summed_as="q8"),
+        RowFormat("q3_k", Q3_CODES, HALVES, summed_as="q8"),
         RowFormat("mxfp4", E2M1, EXPONENTS, version=3),
+        RowFormat("nvfp4", E2M1, E4M3S, summed_as="q8", unit=1 / 2),
+        RowFormat("iq4_nl", IQ4, SCALES, summed_as="q8"),
+        RowFormat("iq4_xs", IQ4, INT8S, summed_as="q8"),
+        RowFormat("iq3_s", IQ3_S_CODES, INT8S, summed_as="q8"),
+        RowFormat("iq3_xxs", IQ3_XXS_CODES, INT8S, summed_as="q8", unit=1 / 4),
+        RowFormat("iq2", IQ2_CODES, HALVES, summed_as="q8", unit=1 / 8),
+        RowFormat("nf4", NF4_CODES, SCALES, summed_as="q8"),
     )
 }
-Q8, Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, MXFP4 = QUANTIZED = tuple(ROW_FORMATS)
+QUANTIZED = tuple(ROW_FORMATS)
+Q8, Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q3_K, MXFP4, NVFP4, *_LAST = QUANTIZED
+IQ4_NL, IQ4_XS, IQ3_S, IQ3_XXS, IQ2, NF4 = _LAST
 FLOATS = tuple(FLOAT_FORMATS)
 FORMATS: dict[np.dtype, FloatFormat | RowFormat] = {**FLOAT_FORMATS, **ROW_FORMATS}
 DTYPES: dict[WeightDtype, np.dtype] = {kind.name: dtype for dtype, kind in FORMATS.items()}
@@ -239,14 +284,42 @@ BLOCK_FORMATS: dict[np.dtype, BlockFormat] = {
         BlockFormat("Q5_1", 7, 32, 24),
         BlockFormat("Q8_0", 8, 32, 34, (Q8,)),
         BlockFormat("Q2_K", 10, 256, 84),
-        BlockFormat("Q3_K", 11, 256, 110),
+        BlockFormat("Q3_K", 11, 256, 110, (Q3_K,)),
         BlockFormat("Q4_K", 12, 256, 144, (Q4_K,), (Q4_1,)),
         BlockFormat("Q5_K", 13, 256, 176, (Q5_K,)),
         BlockFormat("Q6_K", 14, 256, 210, (Q6,)),
-        BlockFormat("IQ4_NL", 20, 32, 18, (Q8,)),
+        BlockFormat("IQ2_XXS", 16, 256, 66, (IQ2,)),
+        BlockFormat("IQ2_XS", 17, 256, 74, (IQ2,)),
+        BlockFormat("IQ3_XXS", 18, 256, 98, (IQ3_XXS,)),
+        BlockFormat("IQ1_S", 19, 256, 50, (IQ2,)),
+        BlockFormat("IQ4_NL", 20, 32, 18, (IQ4_NL, Q8)),
+        BlockFormat("IQ3_S", 21, 256, 110, (IQ3_S,)),
+        BlockFormat("IQ2_S", 22, 256, 82, (IQ2,)),
+        BlockFormat("IQ4_XS", 23, 256, 136, (IQ4_XS,)),
+        BlockFormat("IQ1_M", 29, 256, 56, (IQ2,)),
+        BlockFormat("TQ1_0", 34, 256, 54, (Q4,)),
+        BlockFormat("TQ2_0", 35, 256, 66, (Q4,)),
         BlockFormat("MXFP4", 39, 32, 17, (MXFP4,)),
+        BlockFormat("NVFP4", 40, 64, 36, (NVFP4,)),
+        BlockFormat("Q1_0", 41, 128, 18, (Q4,)),
+        BlockFormat("Q2_0", 42, 64, 18, (Q4,)),
     )
 }
+# What rows of other packings become on their way, no types of ggml's: a float16 scale and 32 int8
+# numbers in -8..7, -16..15 or -128..127, laid out as Q8_0; or 32 float32 values; or a block of
+# NVFP4 and its tensor's scale, float32.
+UNPACKED_FORMATS: dict[np.dtype, BlockFormat] = {
+    np.dtype([(block.name, np.uint8)]): block
+    for block in (
+        BlockFormat("INT4", 8, 32, 34, (Q4, Q8)),
+        BlockFormat("INT5", 8, 32, 34, (Q5, Q8)),
+        BlockFormat("INT8", 8, 32, 34, (Q8,)),
+        BlockFormat("VALUES", 0, 32, 128),
+        BlockFormat("NVFP4_SCALED", 40, 64, 40, (NVFP4,)),
+    )
+}
+INT4, INT5, INT8, VALUES, NVFP4_SCALED = UNPACKED_FORMATS
+BLOCK_FORMATS |= UNPACKED_FORMATS
 
 
 def summed_dtype(dtype: np.dtype) -> np.dtype:

@@ -21,6 +21,18 @@ LAYER_NUMBERS = np.dtype(
                 ("num_kv_heads", np.int32),
                 ("head_dim", np.int32),
                 ("rope", np.int32),  # which of the model's, or -1: heads are not rotated
+                ("query_rope", np.int32),  # the same for queries
+                ("rotated_pairs", np.int32),  # numbers of a head that are rotated, by two
+                ("q_norm_size", np.int32),  # numbers that are normed as one vector; 0: no norm
+                ("k_norm_size", np.int32),
+                ("v_norm_size", np.int32),
+                ("page_group", np.int32),  # FULL, WINDOWED or RECURRENT of the loops' mailbox
+                ("heads_size", np.int32),  # numbers of a token that attention's heads make
+                # of multi-head latent attention, 0 without: `LatentSpec`
+                ("latent_size", np.int32),  # of the vector that all heads' keys are made of
+                ("query_rank", np.int32),
+                ("plain_size", np.int32),
+                ("value_size", np.int32),
                 ("window", np.int32),  # positions that a token sees, its own too; 0: all
                 ("norm_kind", np.int32),  # as in numba_kernels.decode.norm
                 ("norm_eps", np.float32),
@@ -37,12 +49,17 @@ LAYER_NUMBERS = np.dtype(
                 ("router_scale", np.float32),
                 ("norms_chosen", np.bool_),
                 ("routes_layer_input", np.bool_),  # the router reads it, not the FFN's input
+                ("norms_rotated", np.bool_),  # q and k are normed after they are rotated
                 ("adds_late", np.bool_),  # attention's output is normed or scaled, then added
                 ("norms_input", np.bool_),
                 ("norms_sum", np.bool_),
                 ("is_parallel", np.bool_),
                 ("norms_ffn_input", np.bool_),
                 ("norms_output", np.bool_),
+                ("scales_output", np.bool_),
+                ("ends_pair", np.bool_),  # an FFN alone, beside that of the layer before
+                ("has_keys", np.bool_),  # of its own; else it attends to those of another layer
+                ("has_gate", np.bool_),  # of attention's heads
             ],
             align=True,
         ),
@@ -53,9 +70,11 @@ LAYER_NUMBERS = np.dtype(
 class LayerVectors(NamedTuple):
     """A layer's norms and biases outside of the FFN: (L, size) float32, on a GPU (size,) each.
 
-    size is 0 where there is none. norm is before attention and ffn_norm before the FFN, or after
-    their sums; attention_norm is of attention's output, q_norm and k_norm are of one head or of all
-    together; sinks are a logit a head.
+    size is 0 where there is none, else that of the layer with most: others have zeros behind. norm
+    is before attention and ffn_norm before the FFN, or after their sums; attention_norm is of
+    attention's output, q_norm and k_norm are of one head or of all together, v_norm is of one head;
+    output_scale is a number; per_layer_norm is of what a layer's own embedding adds; sinks are a
+    logit a head.
     """
 
     norm_weight: Any
@@ -65,6 +84,9 @@ class LayerVectors(NamedTuple):
     attention_norm_weight: Any
     q_norm_weight: Any
     k_norm_weight: Any
+    v_norm_weight: Any
+    output_scale: Any
+    per_layer_norm_weight: Any
     qkv_bias: Any
     out_bias: Any
     sinks: Any

@@ -10,7 +10,8 @@ class RouterArrays(NamedTuple):
     """A row for each expert of each layer that has experts, layers one after the other.
 
     starts (L + 1,) int64: layer l's experts have rows starts[l]:starts[l + 1], none in a dense one
-    rows (R, d) float32; bias, selection_bias (R,) or (0,) float32
+    rows (R, d) float32; bias, selection_bias, expert_scale (R,) or (0,) float32
+    input_scale (L, d) or (L, 0) float32: weights of the norm of a router's own input
     shared (L, d) or (L, 0) float32: the shared expert weighs sigmoid(shared[l] . ffn_input)
     """
 
@@ -19,12 +20,13 @@ class RouterArrays(NamedTuple):
     bias: np.ndarray
     selection_bias: np.ndarray
     shared: np.ndarray
+    input_scale: np.ndarray
+    expert_scale: np.ndarray
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
-        weights = self.rows, self.bias, self.selection_bias, self.shared
-        return sum(array.nbytes for array in weights)
+        return sum(array.nbytes for array in self[1:])
 
 
 def stacked_routers(layers: Sequence[RouterArrays]) -> RouterArrays:
@@ -45,4 +47,6 @@ def no_routers(num_layers: int) -> RouterArrays:
         bias=nothing,
         selection_bias=nothing,
         shared=np.empty((num_layers, 0), np.float32),
+        input_scale=np.empty((num_layers, 0), np.float32),
+        expert_scale=nothing,
     )

@@ -51,6 +51,7 @@ NOT_QUICK = [
 ]
 # Files whose tests share what takes long to start: one process runs them, in this order.
 TOGETHER = [
+    ["e2e/test_fleet.py", "e2e/test_fleet_models.py"],
     ["actors/test_ray_system.py", "actors/test_scale.py", "actors/test_faults.py"],
     ["cluster/test_job.py", "cluster/test_two_hosts.py"],
     ["e2e/test_serve.py", "e2e/test_serve_lifetime.py", "e2e/test_agents.py", "e2e/test_ollama.py"],
@@ -58,13 +59,14 @@ TOGETHER = [
 # Files that take longest, so that no process is left alone with one of them at the end. Those that
 # begin at the same time need different kernels: one would wait for what the other compiles.
 FIRST = [
-    *TOGETHER[0],
-    "e2e/test_profile_command.py",
+    *TOGETHER[0],  # each with a Ray of its own, so before `local_ray` is in the process
     *TOGETHER[1],
+    "e2e/test_profile_command.py",
+    *TOGETHER[2],
     "actors/test_precompile.py",
     "kernels/test_other_cpus.py",
     "actors/test_stored_neurons.py",
-    *TOGETHER[2],
+    *TOGETHER[3],
     "actors/test_in_process.py",
     "e2e/test_generate_command.py",
     "e2e/test_train_predictors_command.py",

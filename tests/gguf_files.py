@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,11 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType
+
+from hotcold.jobs.support.model_checks import check_files
+from hotcold.model.gguf.tensor_types import TENSOR_TYPES
+from hotcold.numba_kernels.formats import BLOCK_FORMATS
+from tests.recurrent_files import recurrent_tensors
 
 STRING, ARRAY, UINT32, INT32, FLOAT32, BOOL, UINT64 = 8, 9, 4, 5, 6, 7, 10
 _LETTERS = {UINT32: "I", INT32: "i", FLOAT32: "f", BOOL: "?", UINT64: "Q", 0: "B", 12: "d"}
@@ -132,20 +138,42 @@ def small_llama(tokens: int = 8, width: int = 32, heads: int = 2, layers: int = 
 
 
 def quantized(values: np.ndarray, kind: str) -> tuple[np.ndarray, GGMLQuantizationType]:
-    """Rows as blocks of ggml's type `kind`: quantized where the gguf package can, else random.
+    """Rows as blocks of ggml's type `kind`: quantized where the gguf package can, else drawn.
 
-    Random blocks have small scales, so that all their values are small numbers.
+    Drawn ones have the values' mean of about 0 and deviation, as weights have.
     """
     qtype = GGMLQuantizationType[kind]
     try:
         return gguf.quants.quantize(values.astype(np.float32), qtype), qtype
     except NotImplementedError:
-        return random_blocks(values.shape, kind), qtype
+        return _drawn(values, kind), qtype
+
+
+def _drawn(values: np.ndarray, kind: str) -> np.ndarray:
+    raw = random_blocks(values.shape, kind, zlib.crc32(values.tobytes()))
+    blocks = raw.reshape(-1, block_size(kind)[1])
+    if kind in _MINIMA:  # each group's number for its minimum is that for its scale
+        if kind == "Q2_K":
+            blocks[:, :16] = blocks[:, :16] % 16 * 17
+        else:
+            blocks[:, 8:12], blocks[:, 12:16] = blocks[:, 4:8], blocks[:, 12:16] % 16 * 17
+        at, to = _SCALES[kind]
+        _scale(blocks, at, to, _MINIMA[kind])
+    factor = values.std() / dequantized(blocks, kind).std()
+    for at in _SCALES[kind]:
+        _scale(blocks, at, at, factor)
+    return raw
+
+
+def _scale(blocks: np.ndarray, at: int, to: int, factor: float) -> None:
+    """The blocks' float16 number at byte `to` is `factor` times that at byte `at`."""
+    scales = blocks[:, at : at + 2].copy().view(np.float16) * np.float32(factor)
+    blocks[:, to : to + 2] = scales.astype(np.float16).view(np.uint8)
 
 
 def random_blocks(shape: tuple[int, ...], kind: str, seed: int = 0) -> np.ndarray:
     """Any blocks of a type, with float16 scales of about 1/1000."""
-    weights, num_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    weights, num_bytes = block_size(kind)
     rng = np.random.default_rng(seed)
     rows, blocks = int(np.prod(shape[:-1])), shape[-1] // weights
     raw = rng.integers(0, 256, (rows, blocks, num_bytes), dtype=np.uint8)
@@ -154,9 +182,48 @@ def random_blocks(shape: tuple[int, ...], kind: str, seed: int = 0) -> np.ndarra
         raw[:, :, at : at + 2] = scales.view(np.uint8)
     if kind == "MXFP4":
         raw[:, :, 0] = rng.integers(117, 120, (rows, blocks))
+    if kind == "NVFP4":
+        raw[:, :, :4] = rng.integers(1, 32, (rows, blocks, 4))
+    if kind == "IQ1_M":  # a nibble each
+        scales = rng.uniform(0.0005, 0.002, (rows, blocks, 1)).astype(np.float16)
+        nibbles = scales.view(np.uint16) >> np.array([0, 4, 8, 12], np.uint16)
+        raw[:, :, 49::2] = raw[:, :, 49::2] & 15 | (nibbles & 15) << 4
     return raw.reshape(*shape[:-1], blocks * num_bytes)
 
 
+# All types of blocks that are read.
+BLOCKS = [
+    block for block in BLOCK_FORMATS.values() if TENSOR_TYPES[block.ggml_type].name == block.name
+]
+
+
+def block_size(kind: str) -> tuple[int, int]:
+    """Weights and bytes of a block."""
+    return _NEWER.get(kind) or gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+
+
+def dequantized(raw: np.ndarray, kind: str) -> np.ndarray:
+    """The values of blocks, by the gguf package but of types that are newer: ggml-quants.c."""
+    if kind not in _NEWER:
+        return gguf.quants.dequantize(raw, GGMLQuantizationType[kind])
+    num_bytes = _NEWER[kind][1]
+    blocks = raw.reshape(*raw.shape[:-1], -1, num_bytes)
+    scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float32)
+    bits = np.unpackbits(blocks[..., 2:], axis=-1, bitorder="little")
+    codes = 2 * bits - 1.0 if kind == "Q1_0" else bits[..., ::2] + 2.0 * bits[..., 1::2] - 1
+    values = scales * codes.astype(np.float32)
+    return values.reshape(*raw.shape[:-1], -1)
+
+
+def left_out(path: Path) -> list[str]:
+    """What `hotcold doctor` says of a file's tensors and keys that are not read."""
+    found = (one.text for one in check_files(path) if one.subject == "left out")
+    return [text for text in found if "that are not read" in text]
+
+
+# Of K-quants with minima: half of the largest code.
+_MINIMA = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
+_NEWER = {"Q1_0": (128, 18), "Q2_0": (64, 18)}
 # Where a block has float16 numbers.
 _SCALES: dict[str, tuple[int, ...]] = {
     "Q4_0": (0,),
@@ -169,8 +236,21 @@ _SCALES: dict[str, tuple[int, ...]] = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
+    "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
     "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "IQ1_S": (0,),
+    "IQ1_M": (),  # in four parts
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "Q1_0": (0,),
+    "Q2_0": (0,),
     "MXFP4": (),  # a power of two
+    "NVFP4": (),  # E4M3
 }
 
 
@@ -186,6 +266,7 @@ class LlamaFile:
     arch: str = "llama"
     names_arch: str = ""  # whose names of tensors it has, where that is not `arch`
     pairs_rows: bool = True
+    halves: int = 0  # rows of a head, in pairs of neighbours, that are written half of them apart
     adds_one: bool = False
 
     def write(self, path: Path) -> dict[str, np.ndarray]:
@@ -194,8 +275,15 @@ class LlamaFile:
         self._add_keys(writer)
         held: dict[str, np.ndarray] = {}
         for name, values in self.tensors.items():
+            converted = recurrent_tensors(self.config, self.arch, name, values)
+            if converted is not None:
+                for own, part in converted.items():
+                    self._add(writer, own, part)
+                continue
             target = _target(self.names_arch or self.arch, name)
-            rows = self._paired(name, values)
+            rows = self.in_file(name, values)
+            if ".conv.conv." in name:  # (channels, 1, taps)
+                rows = rows[:, 0]
             if self.adds_one and target.endswith("norm.weight"):
                 rows = rows + 1
             stored = self._add(writer, target, rows)
@@ -250,7 +338,13 @@ class LlamaFile:
             return int(self.config["num_attention_heads"])
         return int(self.config["num_key_value_heads"]) if "k_proj." in name else 0
 
-    def _paired(self, name: str, values: np.ndarray) -> np.ndarray:
+    def in_file(self, name: str, values: np.ndarray) -> np.ndarray:
+        """A tensor's rows in the file's order."""
+        if self.halves and (heads := self._heads(name)):
+            parts = values.reshape(heads, -1, *values.shape[1:]).copy()
+            pairs = parts[:, : self.halves].copy()
+            parts[:, : self.halves] = np.concatenate([pairs[:, ::2], pairs[:, 1::2]], axis=1)
+            return parts.reshape(values.shape)
         return self._swapped(name, values, (2, -1))
 
     def _unpaired(self, name: str, values: np.ndarray) -> np.ndarray:
@@ -271,6 +365,9 @@ def _name_map(arch: str) -> gguf.TensorNameMap:
 
 
 def _target(arch: str, name: str) -> str:
-    found = _name_map(arch).get_name(name, try_suffixes=(".weight", ".bias"))
+    name += ".weight" * name.endswith("layer_scalar")
+    of_arch, suffixes = _name_map(arch), (".weight", ".bias")
+    found = of_arch.get_name(name, suffixes)
+    found = found or of_arch.get_name(name.replace("model.", "backbone."), suffixes)
     assert found is not None, name
     return found

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ray
 
+from hotcold.actors.private_ray.fork_server import ForkServer
 from hotcold.numba_kernels.amx import may_use_amx
 
 
@@ -20,6 +21,7 @@ def nothing_starts() -> Iterator[None]:
     """Until it is left, starting Ray, an actor of it or a process raises, and so does leaving.
 
     But for subprocesses that check a chat template, and the one that tries AMX once on a machine.
+    What imports for Ray's workers, before a command has looked at the model, does not begin.
     """
     may_use_amx()
     started: list[str] = []
@@ -36,6 +38,7 @@ def nothing_starts() -> Iterator[None]:
         return start
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ForkServer, "begin", lambda: None)
         for owner, name in (
             (ray, "init"),
             (ray.actor.ActorClass, "_remote"),

@@ -9,26 +9,32 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # they take seconds to import
     import torch
     from transformers import PreTrainedModel
 
+    Tensors = dict[str, torch.Tensor]
+
 
 def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a checkpoint, by transformers, changed where its config.json says so."""
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     values = json.loads((path / "config.json").read_text())
     if values["model_type"] in _MIXTURES:
         return _with_experts(path, values, dtype)
+    if values["model_type"] == "bailing_moe":
+        return _of_names(path, values, dtype)
     patch = _PATCHES.get(values["model_type"])
     if patch is None:
         # Other attention than "eager" leaves softcaps out in some versions.
         eager = {"attn_implementation": "eager"}
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **eager).eval()
+        named = getattr(transformers, values["architectures"][0])
+        return named.from_pretrained(path, dtype=dtype, **eager).eval()
     kind, change = patch
     model = _of_kind(kind, path, {**values, "hidden_act": "relu"}, dtype)
     for layer in model.model.layers:
@@ -42,10 +48,55 @@ def _of_kind(kind: str, path: Path, values: dict[str, Any], dtype: torch.dtype) 
     """The checkpoint's tensors in a class of transformers, configured by these values."""
     import transformers
 
-    known = {"model_type": kind.lower(), "architectures": None}
+    known = {"architectures": None, "model_type": values.get("base_type", kind.lower())}
     config = getattr(transformers, f"{kind}Config").from_dict({**values, **known})
     model_class = getattr(transformers, f"{kind}ForCausalLM")
     model: PreTrainedModel = model_class.from_pretrained(path, config=config, dtype=dtype).eval()
+    return model
+
+
+_BAILING_NAMES = {
+    "model.embed_tokens": "model.word_embeddings",
+    "self_attn.o_proj": "attention.dense",
+    "self_attn.q_norm": "attention.query_layernorm",
+    "self_attn.k_norm": "attention.key_layernorm",
+    "e_score_correction_bias": "expert_bias",
+}
+
+
+def bailing_tensors(tensors: Tensors, back: bool = False) -> Tensors:
+    """GLM-4.5's tensors with the names of Ling 2, q, k and v as one; or those again."""
+    import torch
+
+    def renamed(name: str) -> str:
+        for theirs, ours in _BAILING_NAMES.items():
+            name = name.replace(ours, theirs) if back else name.replace(theirs, ours)
+        return name
+
+    found = {renamed(name): tensor for name, tensor in tensors.items()}
+    fused, parts = "attention.query_key_value", [f"self_attn.{one}_proj" for one in "qkv"]
+    for name in list(found):
+        if not back and parts[0] in name:
+            own = [found.pop(name.replace(parts[0], part)) for part in parts]
+            found[name.replace(parts[0], fused)] = torch.cat(own)
+        elif back and fused in name:
+            kv_rows = 2 * 20
+            rows = [len(found[name]) - 2 * kv_rows, kv_rows, kv_rows]
+            for part, own in zip(parts, found.pop(name).split(rows), strict=True):
+                found[name.replace(fused, part)] = own.contiguous()
+    return found
+
+
+def _of_names(path: Path, values: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+    from tempfile import TemporaryDirectory
+
+    from safetensors.torch import load_file, save_file
+
+    with TemporaryDirectory() as folder:
+        copytree(path, folder, dirs_exist_ok=True)
+        tensors = bailing_tensors(load_file(path / "model.safetensors"), back=True)
+        save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        model = _of_kind("Glm4Moe", Path(folder), {**values, "base_type": "glm4_moe"}, dtype)
     return model
 
 

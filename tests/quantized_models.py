@@ -20,6 +20,18 @@ MODELS: dict[str, Variant] = {
     "q-llama": Variant(tiny_models._llama, **_LLAMA, num_key_value_heads=2),
     "q-llama-tied": Variant(tiny_models._llama, **_LLAMA, tie_word_embeddings=True, mlp_bias=True),
     "q-llama-wide": Variant(tiny_models._llama, hidden_size=576, num_attention_heads=8),
+    "q-granite4-h": Variant(
+        tiny_models._relative,
+        "GraniteMoeHybrid",
+        **(tiny_models._GRANITE4_H | _LLAMA | {"shared_intermediate_size": 100}),
+        num_local_experts=0,
+    ),
+    "q-gemma4-a4b": Variant(
+        tiny_models.MIXTURES["gemma4-a4b"],
+        hidden_size=64,
+        global_head_dim=16,
+        moe_intermediate_size=32,
+    ),
     "q-opt": Variant(tiny_models._opt, **_OPT),
     "q-opt-postnorm": Variant(
         tiny_models._opt, **(_OPT | {"word_embed_proj_dim": 32}), do_layer_norm_before=False

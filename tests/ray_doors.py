@@ -7,11 +7,9 @@ import pkgutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import grpc
 import psutil
-import ray
 
 # The only service whose messages are not there in Python.
 _OBJECT_MANAGER = [f"/ray.rpc.ObjectManagerService/{name}" for name in ("Push", "Pull")]
@@ -52,15 +50,3 @@ def answers(port: int, methods: Sequence[str], token: str = "") -> Counter[str]:
             for method in methods
         ]
         return Counter(call.code().name for call in asked)
-
-
-def environment_to_attach() -> dict[str, str]:
-    """What another process needs in order to connect to this one's private Ray."""
-    node = ray._private.worker._global_node
-    return {
-        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(Path(node.get_temp_dir_path()).with_name("token")),
-        # Else Ray puts the machine's other address in the place of the loopback's.
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    }

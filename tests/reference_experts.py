@@ -6,6 +6,8 @@ it reads a checkpoint's tensors by their names alone.
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import torch
 from torch.nn import functional
@@ -32,18 +34,28 @@ def experts_output(
 ) -> torch.Tensor:
     """Return the FFN of a layer: of its experts, or of its one block where it has none.
 
+    layer_input: what a router reads that does not read ffn_input
+
     Shapes:  ffn_input, layer_input, result (T, d) float64
     """
     spec = config.layers[layer].ffn
     names = tensor_names(config).of_layer(layer)
     tensors = Tensors(checkpoint)
     if spec.router is None:
-        dense = (tensors.of(f"{name}.weight") for name in (names.gate, names.up, names.down))
+        if not spec.num_neurons:
+            return torch.zeros_like(ffn_input)
+        dense = (
+            tensors.of(name and f"{name}.weight") for name in (names.gate, names.up, names.down)
+        )
         return _expert(spec, ffn_input, *dense)
-    layout = layout_in(names.experts, checkpoint.has)
+    layout = layout_in(names.experts, checkpoint)
     assert layout is not None, f"layer {layer} has no experts"
-    x = layer_input if spec.router.reads == "layer_input" else ffn_input
+    x = ffn_input if spec.router.reads == "ffn_input" else layer_input
+    if spec.router.scales_input:
+        x = x * tensors.of(layout.router_scale) * x.shape[-1] ** -0.5
     weights = expert_weights(spec.router, *_router(tensors, layout, spec.router), x)
+    if spec.router.scales_experts:
+        weights = weights * tensors.of(layout.expert_scale)
     out = torch.zeros_like(ffn_input)
     for expert in range(spec.router.num_experts):
         chosen = weights[:, expert] != 0
@@ -76,7 +88,8 @@ def expert_weights(
     choice = scores if selection_bias is None else scores + selection_bias
     if spec.num_groups > 1:
         groups = choice.unflatten(-1, (spec.num_groups, -1))
-        best = groups.topk(2, dim=-1).values.sum(-1).topk(spec.num_chosen_groups, dim=-1).indices
+        largest = groups.topk(1 if selection_bias is None else 2, dim=-1).values.sum(-1)
+        best = largest.topk(spec.num_chosen_groups, dim=-1).indices
         is_out = torch.ones(len(x), spec.num_groups, dtype=torch.bool).scatter_(1, best, False)
         choice = groups.masked_fill(is_out[..., None], -torch.inf).flatten(1)
     chosen = choice.argsort(dim=-1, descending=True, stable=True)[:, : spec.num_chosen]
@@ -100,7 +113,7 @@ def _expert(
     spec: FfnSpec,
     x: torch.Tensor,
     gate: torch.Tensor,
-    up: torch.Tensor,
+    up: torch.Tensor | None,
     down: torch.Tensor,
     gate_bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
@@ -110,7 +123,8 @@ def _expert(
     """One expert of x (T, d); gate and up (I, d), down (d, I)."""
     name, limit = spec.activation_fn, spec.activation_threshold
     h = activated(name, functional.linear(x, gate, gate_bias), limit)
-    h = h * activated_up(name, functional.linear(x, up, up_bias), limit)
+    if up is not None:
+        h = h * activated_up(name, functional.linear(x, up, up_bias), limit)
     if predictor is not None:
         first, second = predictor
         h = h * (functional.linear(functional.linear(x, first).relu(), second) > 0)
@@ -165,12 +179,13 @@ class Tensors:
         self._checkpoint = checkpoint
 
     def of(self, name: str) -> torch.Tensor:
-        """The whole tensor."""
-        return self._values(name, None)
+        """The whole tensor; none without a name, as up of an FFN of two matrices."""
+        return self._values(name, None) if name else cast(torch.Tensor, None)
 
     def of_expert(self, name: str, expert: int) -> torch.Tensor:
         """An expert's tensor, or its part of all experts' tensor."""
-        return self._values(name, expert) if "{}" not in name else self.of(name.format(expert))
+        stacked = name and "{}" not in name
+        return self._values(name, expert) if stacked else self.of(name.format(expert))
 
     def _values(self, name: str, part: int | None) -> torch.Tensor:
         whole = slice(None) if part is None else part

@@ -47,6 +47,7 @@ def telemetry_json(telemetry: Telemetry) -> dict[str, Any]:
     return {
         "mode": telemetry.mode,
         "uptime_s": telemetry.uptime_s,
+        "draft": telemetry.draft,
         "running": telemetry.num_running,
         "waiting": telemetry.num_waiting,
         "kv_pages_used": telemetry.kv_pages_used,

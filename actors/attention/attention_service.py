@@ -19,10 +19,12 @@ from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import load_attention
+from hotcold.model.weights.draft_layer import read_draft_head
 from hotcold.model.weights.embedding import load_head
-from hotcold.model.weights.tensor_reader import OnBytes, Touch
+from hotcold.model.weights.tensor_reader import OnBytes, TensorReader, Touch
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, SEGMENT_POSITIONS
 from hotcold.numba_kernels.decode.vectors import activation_space, aligned_zeros
 from hotcold.numba_kernels.loops.attention_loop import (
@@ -32,6 +34,7 @@ from hotcold.numba_kernels.loops.attention_loop import (
     serve_attention,
 )
 from hotcold.numba_kernels.loops.doorbell import clock_ns
+from hotcold.numba_kernels.loops.latent_attention import latent_space
 from hotcold.numba_kernels.loops.mailbox import (
     ATTENTION,
     COUNT_FFN,
@@ -43,10 +46,12 @@ from hotcold.numba_kernels.loops.mailbox import (
     NO_PROMPTS,
     NUM_TOKENS,
     OPERATION,
+    RECURRENT,
     finish_request,
     is_for_others,
 )
 from hotcold.numba_kernels.loops.work_stealing import new_block_counters
+from hotcold.numba_kernels.recurrent.pages import recurrent_scratch
 
 if TYPE_CHECKING:
     from hotcold.numba_kernels.prefill.serve_prefill import PromptScratch
@@ -71,7 +76,13 @@ class AttentionService(Service):
         """
         super().__init__(name, index, num_threads)
         self.arrays = arrays
-        parts = {"routers": arrays.routers.rows, "project_out": arrays.project_out}
+        parts = {
+            "routers": arrays.routers.rows,
+            "latent": arrays.latent.keys.arrays[0],
+            "project_out": arrays.project_out,
+            "per_layer": arrays.per_layer.gate,
+            "recurrent": arrays.recurrent.conv_weight,
+        }
         absent = {name: None for name, rows in parts.items() if rows.size == 0}
         self._compiled = arrays._replace(**absent)  # type: ignore[arg-type]
         self._hot = hot
@@ -81,9 +92,31 @@ class AttentionService(Service):
         self._making = threading.Lock()
 
     @property
-    def cache_arrays(self) -> tuple[np.ndarray, ...]:
-        """The KV cache: arrays (layers, pages, ...)."""
-        return self.arrays.keys, self.arrays.values
+    def cache_pages(self) -> list[tuple[int, np.ndarray]]:
+        """The KV cache: the group of pages and these of each layer's keys, then of its values.
+
+        None of values that are keys, and of layers that have those of another. Then the states of
+        recurrent layers.
+        """
+        numbers = self.arrays.numbers
+        caches = self.arrays.keys, self.arrays.values
+        found = [
+            (int(numbers[layer].page_group), cache.pages(layer))
+            for cache in caches
+            for layer in range(len(cache.spans))
+            if numbers[layer].page_group != RECURRENT
+            if numbers[layer].has_keys and cache.pages(layer).size
+        ]
+        found += [(RECURRENT, pages) for pages in self.arrays.recurrent_pages]
+        return found if self._drafting is None else [*found, *self._drafting.cache_pages]
+
+    @property
+    def _drafting(self) -> AttentionService | None:
+        """A layer that drafts, with pages of its own; None without one."""
+        draft = self.draft
+        if isinstance(draft, AttentionService) and draft.arrays.keys is not self.arrays.keys:
+            return draft
+        return None
 
     @property
     def may_leave_out(self) -> bool:
@@ -109,13 +142,19 @@ class AttentionService(Service):
         tokens, width = min(KERNEL_TOKENS, layout.max_tokens), layout.width
         most_positions = layout.pages_a_slot * PAGE_POSITIONS
         numbers = self.arrays.numbers
-        attention_size = int((numbers["num_heads"] * numbers["head_dim"]).max())
-        kv_size = int((numbers["num_kv_heads"] * numbers["head_dim"]).max())
+        heads_size = int((numbers["num_heads"] * numbers["head_dim"]).max())
+        widest = int(numbers["heads_size"].max())
         num_heads = int(numbers["num_heads"].max())
-        rows = max(_ROWS, int((numbers["num_heads"] // numbers["num_kv_heads"]).max()))
+        num_inputs = int(self.arrays.qkv.heights.sum(axis=1).max(initial=0))
+        has_latent = self.arrays.latent.keys.nbytes > 0
+        qkv_size = heads_size + int(numbers["head_dim"].max()) if has_latent else num_inputs
+        most_inputs = max(width, widest, int(numbers["query_rank"].max()))
+        group = numbers["num_heads"] // np.maximum(numbers["num_kv_heads"], 1)
+        rows = max(_ROWS, int(group.max()))
         segments = -(-most_positions // SEGMENT_POSITIONS)
+        size = self.arrays.per_layer.context_norm.size
         if self._outer is None:
-            part_sums = aligned_zeros((tokens, segments, attention_size))
+            part_sums = aligned_zeros((tokens, segments, heads_size))
             part_totals = aligned_zeros((tokens, segments, num_heads, 2))
         else:
             outer = self._outer._scratch
@@ -123,8 +162,8 @@ class AttentionService(Service):
         self._scratch = AttentionScratch(
             residual=aligned_zeros((self.num_threads, tokens, width)),
             normed=aligned_zeros((self.num_threads, tokens, width)),
-            qkv=aligned_zeros((tokens, attention_size + 2 * kv_size)),
-            heads=aligned_zeros((tokens, attention_size)),
+            qkv=aligned_zeros((tokens, qkv_size)),
+            heads=aligned_zeros((tokens * widest,)),
             scores=aligned_zeros((self.num_threads, rows, SEGMENT_POSITIONS)),
             sums=aligned_zeros((self.num_threads, rows, int(numbers["head_dim"].max()))),
             totals=aligned_zeros((self.num_threads, rows, 2)),
@@ -132,12 +171,21 @@ class AttentionService(Service):
             part_totals=part_totals,
             projected=aligned_zeros((tokens, self.arrays.project_out.shape[0])),
             router_logits=aligned_zeros((tokens, int(numbers["num_experts"].max()))),
+            gates=aligned_zeros((tokens, size)),
+            contexts=aligned_zeros((tokens, size)),
+            mixed=aligned_zeros((self.num_threads, tokens, size)),
+            parts=aligned_zeros((tokens, width if size else 0)),
             inputs=activation_space(
-                self.num_threads,
-                tokens,
-                max(width, attention_size, self.arrays.project_out.shape[0]),
+                self.num_threads, tokens, max(most_inputs, self.arrays.project_out.shape[0])
             ),
-            counters=new_block_counters(NUM_COUNTERS, self.num_threads),
+            state_gates=aligned_zeros((tokens, self.arrays.recurrent.gates.shape[1])),
+            recurrent=recurrent_scratch(self.num_threads, self.arrays.recurrent_numbers),
+            counters=new_block_counters(
+                NUM_COUNTERS + self.arrays.qkv.places.shape[1], self.num_threads
+            ),
+            latent=latent_space(self.num_threads, tokens, num_inputs, numbers)
+            if has_latent
+            else None,
         )
         self._prompt_scratch = None
         self._most_tokens = layout.max_tokens
@@ -149,7 +197,8 @@ class AttentionService(Service):
 
         with self._making:
             if self._prompt_scratch is None:
-                qkv, heads = self._scratch.qkv.shape[1], self._scratch.heads.shape[1]
+                qkv = self._scratch.qkv.shape[1]
+                heads = int(self.arrays.numbers["heads_size"].max())
                 self._prompt_scratch = new_prompt_scratch(
                     self.num_threads,
                     self._most_tokens,
@@ -164,6 +213,8 @@ class AttentionService(Service):
         self._serve_prompts(0, NO_NUMBER, NO_PROMPTS)
         if self._hot is not None:
             self._hot.prepare_prompts()
+        if self._drafting is not None:
+            self._drafting.prepare_prompts()
 
     def release(self) -> None:
         """Nothing: no thread but the service's own serves requests."""
@@ -264,7 +315,14 @@ def load_attention_service(
     arrays = attention_arrays(config, spec.cache, attention, head)
     hot = None if spec.neuron_ids is None else load_cpu_service(spec, config, on_bytes, touch)
     service = AttentionService(spec.name, spec.index, spec.num_threads, arrays, hot)
-    if spec.draft is not None:
+    if spec.drafts is not None and spec.draft is not None:
+        layer, dtype = config.draft_layer(), spec.draft.system.weight_dtype
+        attention = load_attention(checkpoint, layer, dtype=dtype, on_bytes=on_bytes, touch=touch)
+        with TensorReader(checkpoint, on_bytes, requested_dtype(dtype), touch) as reader:
+            head = read_draft_head(reader, layer, head)
+        arrays = attention_arrays(layer, spec.cache, attention, head)
+        service.draft = AttentionService(spec.name, spec.index, spec.num_threads, arrays)
+    elif spec.draft is not None:
         dtype = spec.draft.system.weight_dtype
         attention = load_attention(checkpoint, config, dtype=dtype, on_bytes=on_bytes, touch=touch)
         head = load_head(checkpoint, config, dtype=dtype, on_bytes=on_bytes, touch=touch)

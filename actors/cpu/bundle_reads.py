@@ -88,10 +88,18 @@ class BundleReads:
         geometry, layers, places = self._geometry, self._units.layers, self._units.places
         facts = np.zeros(NUM_FACTS, np.int64)
         facts[[DESCRIPTOR, UNIT, KEEPS_PAGES]] = self._descriptor, self._unit, keeps_pages
-        begins = np.array([geometry.span(layer)[0] for layer in range(geometry.num_layers)])
-        sizes = np.array([geometry.part_bytes(layer) for layer in range(geometry.num_layers)])
+        num_blocks = max(map(len, geometry.blocks))
+        begins = np.zeros(geometry.num_layers * num_blocks, np.int64)
+        sizes = np.zeros((begins.size, 2), np.int64)
+        for layer, blocks in enumerate(geometry.blocks):
+            number, spans = 0, geometry.block_spans(layer)
+            for block, (one, (begin, _)) in enumerate(zip(blocks, spans, strict=True)):
+                kind, parts = layer * num_blocks + block, geometry.part_bytes(layer, block)
+                begins[kind], sizes[kind] = begin - number * sum(parts), parts
+                number += one.num_bundles
+        kinds = self._units.units if self._units.units.size else layers  # those have one block
         checksums = file.checksums[geometry.layer_firsts[layers] + places]
-        return NeuronFile(facts, begins, sizes, layers, places, self._units.parts, checksums)
+        return NeuronFile(facts, begins, sizes, kinds, places, self._units.parts, checksums)
 
     def start(self, rows: RowBytes) -> None:
         """Start threads that read into `rows`. Errors: ServiceError where that fails."""

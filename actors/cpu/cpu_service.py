@@ -331,10 +331,10 @@ def new_service(
     if spec.draft is not None:
         service.draft = load_cpu_service(
             spec.draft,
-            config,
+            spec.system.draft_model(config),
             on_bytes,
             touch,
             spec.keeps_pages,
-            of_outputs=spec.system.down_transposed,
+            of_outputs=spec.system.down_transposed and spec.drafts is None,
         )
     return service

@@ -6,7 +6,7 @@ from hotcold.actors.protocol.stripes import runs_of_stripes, shard_stripes
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
-from hotcold.model.weights.ffn import read_ffn
+from hotcold.model.weights.ffn import read_ffn, read_gates
 from hotcold.model.weights.tensor_reader import OnBytes, TensorReader, Touch
 from hotcold.numba_kernels.ffn_arrays import NO_NORMS, NO_STRIPES, TransposedArrays
 
@@ -24,15 +24,16 @@ def load_dense_service(
     """
     ids = spec.neuron_ids or []
     with TensorReader(Checkpoint(spec.path), on_bytes, None, touch, max_rows) as reader:
-        weights = read_ffn(reader, config, ids, spec.has_down_bias, has_down=False)
+        weights = read_ffn(reader, config, ids, spec.has_down_bias, has_matrices=False)
+        gates, ups = read_gates(reader, config, weights)
         stripes = shard_stripes(
             weights.starts, weights.neuron_ids, config, spec.stripes, of_outputs=True
         )
         down = read_down_outputs(reader, config, ids, runs_of_stripes(config, spec.stripes))
     arrays = TransposedArrays(
         weights.starts,
-        weights.gate,
-        weights.up,
+        gates,
+        ups,
         down,
         weights.gate_bias,
         weights.up_bias,

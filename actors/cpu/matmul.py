@@ -4,10 +4,12 @@ Weights stay bits of their checkpoint's format.
 """
 
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 
 from hotcold.numba_kernels.block_rows import BlockRows
+from hotcold.numba_kernels.decode.vectors import takes_eights
 from hotcold.numba_kernels.ffn.prompt_plan import (
     PromptFfnScratch,
     PromptPredictors,
@@ -20,11 +22,12 @@ from hotcold.numba_kernels.ffn_arrays import (
     TransposedArrays,
     most_rows,
 )
-from hotcold.numba_kernels.formats import is_quantized
+from hotcold.numba_kernels.formats import ROW_FORMATS, is_quantized
 from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.prefill.shared_rows import (
     AMX,
     BFLOAT16,
+    BOTH_ORDERS,
     FLOAT32,
     INT16,
     QUANTIZED,
@@ -71,12 +74,22 @@ def matmul_kinds(dtype: np.dtype, features: Collection[str]) -> tuple[type, type
     return sums, sums
 
 
-def loop_tokens(num_threads: int, num_tokens: int, dtype: np.dtype, width: int) -> Tokens:
+def tokens_kind(dtypes: Collection[np.dtype]) -> type:
+    """What is multiplied with matrices of a role, x @ weights.T, whose rows are of these dtypes."""
+    orders = {takes_eights(ROW_FORMATS[dtype]) for dtype in dtypes if is_quantized(dtype)}
+    if len(orders) > 1:
+        return BOTH_ORDERS
+    return matmul_kinds(next(iter(dtypes)), matmul_features())[0]
+
+
+def loop_tokens(
+    num_threads: int, num_tokens: int, dtypes: Collection[np.dtype], width: int
+) -> Tokens:
     """Work space of a compiled loop for tokens of up to `width` numbers: as `matmul_kinds` has it.
 
-    They are multiplied with rows of `dtype`, x @ weights.T.
+    They are multiplied with rows of `dtypes`, x @ weights.T.
     """
-    return new_tokens(matmul_kinds(dtype, matmul_features())[0], num_threads, num_tokens, width)
+    return new_tokens(tokens_kind(dtypes), num_threads, num_tokens, width)
 
 
 def ffn_scratch(
@@ -89,9 +102,11 @@ def ffn_scratch(
     twice as fast at most.
     """
     features, down = matmul_features(), arrays.down
-    gates, _ = matmul_kinds(arrays.gate.dtype, features)
+    rows: tuple[Any, ...] = (arrays.gate, arrays.up)
+    of_gates = {dtype for each in rows for dtype in getattr(each, "dtypes", ()) or (each.dtype,)}
+    gates = tokens_kind(of_gates)
     if isinstance(down, BlockRows):
-        downs, few = matmul_kinds(down.first.dtype, features)[0], -1.0
+        downs, few = matmul_kinds(down.dtypes[0], features)[0], -1.0
     else:
         downs = matmul_kinds(down.dtype, features)[1]
         few = 0.05 if downs is AMX and not is_quantized(down.dtype) else 0.18

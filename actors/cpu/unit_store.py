@@ -93,8 +93,10 @@ class UnitStore(BundleReads):
         norms = units.norms(file) if has_down_norms else NO_NORMS
         self.arrays = self._new_arrays(caches, outputs, norms)
         self.stored = self._new_stored(caches, outputs, ahead, reads_whole)
-        gate, up, down = self.arrays[1:4]
-        matrices = gate, up, gate[:0] if isinstance(down, BlockRows) else down
+        arrays, none = self.arrays, np.zeros((0, 0), np.uint8)
+        matrices = none, none, none
+        if isinstance(arrays, FfnArrays):
+            matrices = arrays.gate, arrays.up, arrays.down
         gate_rows, up_down_rows = (slots.row_of for slots in caches)
         self._rows = RowBytes(
             *bytes_of(matrices), units.units, gate_rows, up_down_rows, units.offsets,
@@ -105,8 +107,25 @@ class UnitStore(BundleReads):
     def _new_arrays(
         self, caches: tuple[Slots, Slots], memory: OutputRows, norms: np.ndarray
     ) -> FfnArrays | TransposedArrays:
-        """Rows of units that stay, then of all slots; memory is taken when they are filled."""
+        """Rows of units that stay, then of all slots; memory is taken when they are filled.
+
+        Where down is a row an output all are in `memory`.
+        """
         geometry, weights = self._geometry, self._weights
+        vectors = weights.gate_bias, weights.up_bias, weights.down_bias, norms
+        stripes, first, at_once = weights.stripes
+        if geometry.has_outputs:
+            shape = len(weights.starts), -1, NUM_PLACE_NUMBERS
+            gates, ups, downs = (
+                BlockRows(
+                    tuple(memory.rows.view(numpy_dtype(name)) for name in geometry.formats(role)),
+                    places.reshape(shape) if places.size else places.reshape(shape[0], 0, shape[2]),
+                )
+                for role, places in enumerate((memory.gates, memory.ups, memory.places))
+            )
+            return TransposedArrays(
+                weights.starts, gates, ups, downs, *vectors, NO_STRIPES, stripes, first, at_once
+            )  # fmt: skip
         gate, down = numpy_dtype(geometry.gate_dtype), numpy_dtype(geometry.down_dtype)
         num_gates, num_others = (
             slots.first_row + slots.unit_of.size * slots.rows_a_slot for slots in caches
@@ -115,18 +134,9 @@ class UnitStore(BundleReads):
         matrices = (
             new_rows(num_gates, geometry.gate_row_bytes, gate),
             new_rows(num_ups, geometry.gate_row_bytes, gate),
+            new_rows(num_others, geometry.down_row_bytes, down),
         )
-        vectors = weights.gate_bias, weights.up_bias, weights.down_bias, norms
-        stripes, first, at_once = weights.stripes
-        if not geometry.has_outputs:
-            of_down = new_rows(num_others, geometry.down_row_bytes, down)
-            return FfnArrays(weights.starts, *matrices, of_down, *vectors, stripes, first, at_once)
-        one, other = (memory.rows.view(numpy_dtype(name)) for name in geometry.down_dtypes)
-        places = memory.places.reshape(len(weights.starts), -1, NUM_PLACE_NUMBERS)
-        outputs = BlockRows(one, other, places)
-        return TransposedArrays(
-            weights.starts, *matrices, outputs, *vectors, NO_STRIPES, stripes, first, at_once
-        )
+        return FfnArrays(weights.starts, *matrices, *vectors, stripes, first, at_once)
 
     def _new_stored(
         self, caches: tuple[Slots, Slots], outputs: OutputRows, ahead: ReadAhead, reads_whole: bool
@@ -170,20 +180,19 @@ class UnitStore(BundleReads):
             raise
 
     def _read_first(self, on_bytes: OnBytes) -> None:
-        units, geometry = self._units, self._geometry
-        parts, row_bytes = np.zeros(units.layers.size, np.uint8), np.zeros(units.layers.size)
+        units, located = self._units, self.located
+        parts, num_bytes = np.zeros(units.layers.size, np.uint8), np.zeros(units.layers.size)
         caches = [self.stored.gates, self.stored.up_downs]
         for slots in caches[:1] if self._geometry.is_mixture else caches:
             bundles = np.flatnonzero(units.by_bundle(self._filled(slots)))
             slots.requested[bundles] = 1
             parts[bundles] |= slots.part & units.parts[bundles]
-            row_bytes[bundles] += geometry.gate_row_bytes * bool(slots.part & GATE)
-            row_bytes[bundles] += geometry.up_down_row_bytes * bool(slots.part & UP_DOWN)
-        row_bytes *= (units.offsets >= 0).sum(axis=1)[units.patterns]
+        for number, part in enumerate((GATE, UP_DOWN)):
+            num_bytes += located.sizes[located.kinds, number] * (parts & part > 0)
         for layer in range(len(self._weights.starts)):
             rows = np.flatnonzero((units.layers == layer) & (parts > 0)).astype(np.int32)
             self.read(rows, parts[rows])
-            on_bytes(int(row_bytes[rows].sum()))
+            on_bytes(int(num_bytes[rows].sum()))
 
     def _filled(self, slots: Slots) -> np.ndarray:
         """Give slots to what is wanted most; returns which units are in memory then: (E,) bool."""
@@ -451,24 +460,31 @@ class ExpertStore(UnitStore):
             blocks = blocks[(block_weights[:, blocks] != 0).any(axis=0)]
         self.request(layer, blocks)
         self.await_blocks(layer, blocks)
+        rows = self.block_firsts(layer)
+        if rows is None:
+            return self.arrays, layer
         gate_bias, up_bias = (
-            self._by_row(bias, layer, blocks)
+            self._by_row(bias, layer, blocks, rows)
             for bias in (self._weights.gate_bias, self._weights.up_bias)
         )
         return self.arrays._replace(gate_bias=gate_bias, up_bias=up_bias), layer
 
-    def _by_row(self, bias: np.ndarray, layer: int, blocks: np.ndarray) -> np.ndarray:
+    def _by_row(
+        self, bias: np.ndarray, layer: int, blocks: np.ndarray, rows: np.ndarray
+    ) -> np.ndarray:
         """The biases of a layer's `blocks` where their rows are in memory."""
         if not bias.size:
             return bias
-        found, rows = np.zeros(len(self.arrays.gate), np.float32), self.block_firsts(layer)
+        found = np.zeros(len(self.arrays.gate), np.float32)
         for block in blocks.tolist():
             first, end = self._weights.starts[layer, block : block + 2].tolist()
             found[rows[block] : rows[block] + end - first] = bias[first:end]
         return found
 
-    def block_firsts(self, layer: int) -> np.ndarray:
+    def block_firsts(self, layer: int) -> np.ndarray | None:
         """As `UnitStore`."""
+        if isinstance(self.arrays, TransposedArrays):
+            return None
         own = slice(self._first_unit(layer), self._first_unit(layer + 1))
         return self.stored.gates.row_of[own].astype(np.int64)
 

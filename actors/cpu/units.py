@@ -14,8 +14,8 @@ from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.model.weights.ffn import FfnWeights
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.numba_kernels.block_rows import (
-    ALIGNED_ITEMS,
-    IS_SECOND,
+    END,
+    FORMAT,
     NUM_PLACE_NUMBERS,
     ROW_ITEMS,
 )
@@ -24,6 +24,7 @@ from hotcold.numba_kernels.storage.neuron_file import GATE, UP_DOWN
 from hotcold.numba_kernels.storage.output_rows import (
     NUM_CUT_NUMBERS,
     OutputRows,
+    aligned_bytes,
     new_cut,
     place_unit,
 )
@@ -101,7 +102,7 @@ class Units:
         for layer, ffn in enumerate(layers):
             first = bundle = 0
             stays[layer, ffn.router.num_experts if ffn.router else 0 :] = True
-            counts = geometry.block_bundles(layer, ffn.block_sizes)
+            counts = [one.num_bundles for one in geometry.blocks[layer]]
             for block in range(num_blocks):
                 own = ids[starts[layer, block] : starts[layer, block + 1]] - first
                 own_bundles.append(found.bundles(layer, block, bundle, own))
@@ -150,28 +151,41 @@ class Units:
     def new_outputs(
         self, geometry: BundleGeometry, layers: Sequence[FfnSpec], num_slots: int
     ) -> OutputRows:
-        """Memory for down matrices that are a row an output; those of units that stay have some.
+        """Memory for matrices of blocks whose down is a row an output; units that stay have some.
 
         A slot has place for the largest matrices of a unit that shares it.
         """
         num_blocks, height = self.sizes.size // len(layers), geometry.num_outputs
-        num_stripes = self.runs.shape[1]
-        places = np.zeros((self.sizes.size, num_stripes, NUM_PLACE_NUMBERS), np.int64)
-        cuts = np.zeros((self.sizes.size, num_stripes, NUM_CUT_NUMBERS), np.int64)
+        num_units, num_stripes = self.runs.shape[:2]
+        gates, ups = np.zeros((2, num_units, NUM_PLACE_NUMBERS), np.int64)
+        places = np.zeros((num_units, num_stripes, NUM_PLACE_NUMBERS), np.int64)
+        cuts = np.zeros((num_units, num_stripes, NUM_CUT_NUMBERS), np.int64)
+        item_bytes, formats = np.ones(num_units, np.int64), [*map(geometry.formats, range(3))]
         for unit in np.flatnonzero(self.sizes).tolist():
             layer, number = divmod(unit, num_blocks)
-            block = geometry.down_blocks[layer][number]
-            dtype, width = numpy_dtype(block.dtype), layers[layer].block_sizes[number]
-            places[unit, :, IS_SECOND] = block.dtype != geometry.down_dtype
+            block, width = geometry.blocks[layer][number], layers[layer].block_sizes[number]
+            gate, up, down = map(numpy_dtype, block.formats)
+            item_bytes[unit] = gate.itemsize
+            for role, (own, dtype) in enumerate(((gates[unit], gate), (ups[unit], up))):
+                own[FORMAT] = formats[role].index(block.formats[role])
+                own[ROW_ITEMS] = block.row_bytes[role] // dtype.itemsize
+                own[END] = self.sizes[unit] * own[ROW_ITEMS]
+            places[unit, :, FORMAT] = formats[2].index(block.formats[2])
             for stripe, (first, end) in enumerate(self.runs[unit].tolist()):
-                places[unit, stripe, ROW_ITEMS] = row_items(dtype, end - first)
-                cuts[unit, stripe] = new_cut(dtype, width, first, end - first, block.rows, height)
-        sizes = -(-height * places[:, :, ROW_ITEMS] // ALIGNED_ITEMS) * ALIGNED_ITEMS
-        sizes = sizes.sum(axis=1)
+                place, count = places[unit, stripe], end - first
+                place[ROW_ITEMS] = row_items(down, count)
+                place[END] = height * place[ROW_ITEMS]
+                cuts[unit, stripe] = new_cut(down, width, first, count, block.outputs, height)
+        align = aligned_bytes.py_func
+        sizes = align(gates[:, END] * item_bytes) + align(ups[:, END] * item_bytes)
+        sizes += align(places[:, :, END]).sum(axis=1)
         ends = np.cumsum(sizes * self.stays)
         slot_bytes, first = int(sizes[~self.stays].max(initial=0)), int(ends[-1])
         found = OutputRows(
             rows=aligned_empty((first + num_slots * slot_bytes,), np.uint8),
+            gates=gates,
+            ups=ups if ups[:, END].any() else ups[:0],
+            item_bytes=item_bytes,
             places=places,
             begins=first + np.arange(num_slots) * slot_bytes,
             cuts=cuts,
@@ -203,7 +217,7 @@ class _Patterns:
         """
         geometry, num_outputs = self._geometry, 0
         if geometry.has_outputs and neurons.size:
-            num_outputs = geometry.down_blocks[layer][block].num_with_rows(geometry.num_outputs)
+            num_outputs = geometry.blocks[layer][block].num_with_rows(geometry.num_outputs)
         key = neurons.tobytes(), num_outputs
         if key not in self._known:
             self._known[key] = self._find(neurons, num_outputs)

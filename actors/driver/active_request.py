@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,17 +16,22 @@ from hotcold.actors.driver.outputs import (
     AnswerLogprobs,
     PromptLogprobs,
     StateMean,
+    has_embeddings,
     token_logprob,
 )
 from hotcold.actors.driver.prompts import Prompts
 from hotcold.actors.driver.sampler import Breakers, TokenSampler
 from hotcold.actors.driver.stop_strings import StopStrings
 from hotcold.actors.driver.streams import Stream
-from hotcold.actors.driver.thoughts import ThoughtReader, Thoughts
+from hotcold.actors.driver.thoughts import Thoughts, reader_of, said, said_after
 from hotcold.actors.kv_cache.pool import page_keys
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.messages import (
+    MARK,
+    SAID,
+    THOUGHT,
     DraftCounts,
+    DrawState,
     GenerateRequest,
     Generation,
     TokenEvent,
@@ -33,12 +39,16 @@ from hotcold.actors.protocol.messages import (
 from hotcold.actors.protocol.step_sizes import chunk_sizes
 from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.sampling import eos_ids
-from hotcold.model.text.calls import CallSplitter, SpanKind
+from hotcold.model.sampling import eos_ids, suppressed_ids
+from hotcold.model.text.call_syntax import CallSyntax
+from hotcold.model.text.calls import CallSplitter, Span, SpanKind
+from hotcold.model.text.channels import ReadableText
 from hotcold.model.weights.embedding import EmbeddingWeights
+from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.numba_kernels.decode.sampling import sample
 
 _MAX_BREAKERS = 16  # lists of DRY's breakers
+_SPANS = {SAID: SpanKind.TEXT, THOUGHT: SpanKind.THOUGHT, MARK: SpanKind.MARK}
 _NO_LOGITS = np.empty(0, np.float32)
 
 
@@ -53,7 +63,10 @@ class Generator:
         self.engine = engine
         self.context_length = context_length
         self.prompts = Prompts(path, config, context_length)
-        self.eos_ids = frozenset(eos_ids(path, config))
+        named, tokenizer = eos_ids(path, config), self.prompts.tokenizer
+        ends = named if tokenizer is None else tokenizer.end_ids(named)
+        self.eos_ids = frozenset(end for end in ends if end < config.vocab_size)
+        self.never = suppressed_ids(path, config.vocab_size)
         self.grammars = Grammars(self.prompts.tokenizer, config.vocab_size, self.eos_ids)
         breakers = partial(Breakers, self.prompts.tokenizer, config.vocab_size)
         self.breakers = lru_cache(_MAX_BREAKERS)(breakers)  # each of a few bytes a token at most
@@ -79,7 +92,8 @@ def compile_choice(config: ModelConfig) -> None:
 def compile_extras(config: ModelConfig, embedding: EmbeddingWeights) -> None:
     """Compile log-probabilities and embeddings; nothing is asked of services."""
     token_logprob(np.zeros(config.vocab_size, np.float32), 0, 1)
-    StateMean(config, embedding).add(0, np.zeros(config.hidden_size, np.float32))
+    if has_embeddings(config):
+        StateMean(config, embedding).add(0, np.zeros(config.hidden_size, np.float32))
 
 
 class _Ends(NamedTuple):
@@ -104,7 +118,7 @@ class ActiveRequest:
     def __init__(self, generator: Generator, request: GenerateRequest, stream: Stream) -> None:
         """The request's prompt is its `prompt_ids`, from `Prompts.ids`.
 
-        Errors:  UsageError for an invalid grammar
+        Errors:  UsageError for an invalid grammar, or an embedding that the model cannot make
         """
         self.tokens = list(request.prompt_ids or [])
         self.num_done = 0
@@ -131,7 +145,7 @@ class ActiveRequest:
         breakers: Breakers | None = None
         if sampling.dry_multiplier > 0 and sampling.dry_penalty_last_n != 0:
             breakers = generator.breakers(tuple(sampling.dry_sequence_breakers))
-        self._sampler = TokenSampler(sampling, self.tokens, breakers)
+        self._sampler = TokenSampler(sampling, self.tokens, breakers, generator.never)
         # Reads the prompt here rather than in the engine's thread.
         self._sampler.processed(np.zeros(generator.config.vocab_size, np.float32), self.tokens)
         self._stop = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
@@ -147,38 +161,67 @@ class ActiveRequest:
         self._num_emitted = 0  # new tokens in events so far
         self._constraint: Constraint | None = None
         self._begin_thoughts(request)
-        self._logprobs = AnswerLogprobs(request.num_logprobs)
-        self._prompt_logprobs = PromptLogprobs(self.tokens, request.num_prompt_logprobs)
+        self._is_resumable = request.is_resumable
+        state = request.state
+        self._logprobs = AnswerLogprobs(request.num_logprobs, state.logprobs if state else ())
+        told = request.num_prompt_logprobs if state is None else None
+        self._prompt_logprobs = PromptLogprobs(self.tokens, told)
         # When it was submitted, was admitted, had its first token; seconds.
         self._moments = [time.monotonic()]
+        if state is not None:
+            self._go_on(request.given, state)
 
     def _begin_thoughts(self, request: GenerateRequest) -> None:
         """What the answer begins with, and what it is held to then. Errors: UsageError."""
         tokenizer = self._generator.prompts.tokenizer
         thoughts = Thoughts.of(tokenizer, self.tokens) if request.may_think else None
-        self._reader = ThoughtReader(thoughts)
-        self._calls: CallSplitter | None = None
+        syntax: CallSyntax | None = None
+        may_call: Callable[[str], bool] = bool
         if request.grammar is not None:
-            constraint = self._generator.grammars.constraint(request.grammar, thoughts)
+            self._constraint = self._generator.grammars.constraint(request.grammar, thoughts)
             if tokenizer and request.grammar.kind == "calls":
-                syntax = tokenizer.call_syntax
-                self._calls = CallSplitter(syntax)
-                may_call = constraint.takes_after_thoughts
-                self._reader = ThoughtReader(thoughts, syntax.begin, may_call)
-            self._constraint = constraint
+                syntax, may_call = tokenizer.call_syntax, self._constraint.takes_after_thoughts
+        self._reader = reader_of(thoughts, syntax, may_call)
+        self._calls = None if syntax is None else CallSplitter(syntax)
         budget = self._sampling.thinking_token_budget
         self._thoughts_left: float = budget if budget >= 0 else math.inf  # tokens
         self._num_thought = 0  # tokens, marks included
-        self._end_mark: list[int] = []
+        self._end_marks: list[list[int]] = []
         if thoughts is not None and tokenizer is not None:
-            self._end_mark = tokenizer.encode(thoughts.way.end, add_special_tokens=False)
-        self._forced: list[int] = []  # what is still to be written of it
+            self._end_marks = [tokenizer.encode(one, False) for one in thoughts.way.ends]
+        self._forced: list[int] = []  # what is still to be written of one
         self._was_forced = False
-        self._thought, self._said_at = "", 0  # of the next event
+        self._parts: list[tuple[str, int]] = []  # of the next event
+        is_in_channels = thoughts is not None and thoughts.way.are_channels
+        self._readable = ReadableText() if is_in_channels else None
+        self._shown_now, self._all_shown = "", list[str]()
+
+    def _go_on(self, given: Sequence[int], state: DrawState) -> None:
+        """Be as after the tokens `given`, which another system chose and handed out."""
+        for token_id in given:
+            self.tokens.append(token_id)
+            self._take(token_id)
+        self._num_emitted = len(given)
+        self._all_shown, self._parts, self._shown_now = [self._readable_text], [], ""
+        self._sampler.go_on(state.random, state.mu)
+        self._forced, self._was_forced = list(state.forced), state.was_forced
+        self.recompute()
 
     def num_positions(self, ahead: int) -> int:
         """Positions of the KV cache for its tokens and the next `ahead`, if it may have so many."""
         return min(len(self.tokens) + ahead, self._num_prompt_tokens + self._max_tokens)
+
+    def chunk_ends(self, count: int) -> list[int]:
+        """Positions at which others, and its own tokens, may go on after its next chunks.
+
+        The ends of these, and of the prompt the ends of its last two whole pages.
+        """
+        ends = list(accumulate(self.chunk_sizes[:count], initial=self.num_done))
+        if count >= len(self.chunk_sizes):
+            last = self._num_prompt_tokens // PAGE_POSITIONS * PAGE_POSITIONS
+            own = range(ends[0] + 1, ends[-1] + 1)
+            ends += [end for end in (last - PAGE_POSITIONS, last) if end in own]
+        return ends[1:]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -295,33 +338,39 @@ class ActiveRequest:
         if self.embeds:
             return self.end("stop")
         self._prompt_logprobs.check()
-        params, was_thinking = self._sampling, self._reader.is_thinking
         token_id = self._chosen(logits)
-        if not self.has_answered:
+        if len(self._moments) < 3:
             self._moments.append(time.monotonic())
         self.tokens.append(token_id)
         if place < len(draft) and token_id == draft[place]:
             self.drafts.accept(place)
             self.num_done += 1
         self._logprobs.add(logits, token_id, self._decoder)
-        is_end = token_id in self._ends.ids
-        text = ""
-        if self._decoder and (token_id in self._shown_ids or not is_end):
-            may_stop = self._num_new > params.min_tokens
-            text = self._shown(self._decoder.push(token_id), may_stop)
-        if was_thinking or self._reader.is_thinking:
-            self._num_thought = self._num_new
-            self._thoughts_left -= was_thinking
-            ended = False
-        else:
-            ended = self._constraint is not None and self._constraint.accept(token_id)
-        if is_end or self._stop.found or ended:
+        text, is_last = self._take(token_id)
+        if is_last:
             return self.end("stop", text)
         if self._num_new >= self._max_tokens:
             return self.end("length", text)
         if text or self._decoder is None:
             self._emit(text)
         return False
+
+    def _take(self, token_id: int) -> tuple[str, bool]:
+        """Read the last token: its text that can be shown, and whether it ends the answer."""
+        was_thinking = self._reader.is_thinking
+        is_end = token_id in self._ends.ids
+        text = ""
+        if self._decoder and (token_id in self._shown_ids or not is_end):
+            may_stop = self._num_new > self._sampling.min_tokens
+            text = self._shown(self._decoder.push(token_id), may_stop)
+        is_thought = was_thinking or self._reader.is_thinking
+        if is_thought:
+            self._num_thought = self._num_new
+            self._thoughts_left -= was_thinking
+        held = self._constraint
+        is_read = held is not None and (held.reads_thoughts or not is_thought)
+        ended = is_read and held is not None and held.accept(token_id)
+        return text, is_end or self._stop.found or ended
 
     def _chosen(self, logits: np.ndarray) -> int:
         """The next token: drawn, or of the mark that ends thoughts by force."""
@@ -342,14 +391,22 @@ class ActiveRequest:
         return self._forced.pop(0) if self._forced else token_id
 
     def _end_thoughts(self) -> None:
-        if not self._was_forced:
-            self._forced, self._was_forced = list(self._end_mark), True
+        if not self._forced:
+            marks, held = self._end_marks, self._constraint
+            if held is not None and held.reads_thoughts:
+                marks = [mark for mark in marks if held.beginning(mark) == mark]
+            self._forced, self._was_forced = list(next(iter(marks), [])), True
 
     def _breaks_grammar(self, token_id: int) -> bool:
-        """Whether a token of thoughts would end them with text that no answer begins with."""
-        if self._constraint is None or self._decoder is None:
+        """Whether the grammar does not take a token that is drawn while the model thinks.
+
+        It reads thoughts, too, or the token ends them with text that no answer begins with.
+        """
+        if self._constraint is None or self._decoder is None or token_id in self._ends.ids:
             return False
-        said = self._reader.said_after(self._decoder.peek(token_id))
+        if self._constraint.reads_thoughts:
+            return not self._constraint.beginning([token_id])
+        said = said_after(self._reader, self._decoder.peek(token_id))
         return bool(said) and not self._constraint.takes_after_thoughts(said)
 
     def _shown(
@@ -357,17 +414,46 @@ class ActiveRequest:
     ) -> str:
         """Take more text; returns what of it, and of what was held back, can be shown."""
         was_thinking = self._reader.is_thinking
-        piece = self._reader.push(text, is_last, is_cut)
-        if was_thinking and not self._reader.is_thinking and self._constraint is not None:
-            self._constraint.resume(piece.said)
-        self._thought += piece.thought
-        self._said_at += len(piece.before)
-        shown = self._stop.push(piece.before, may_stop=False) if piece.before else ""
-        if self._calls is None:
-            return shown + self._stop.push(piece.said, may_stop)
-        for span in self._calls.push(piece.said, is_last, is_cut):
-            shown += self._stop.push(span.text, may_stop and span.kind is SpanKind.TEXT)
+        spans = self._reader.push(text, is_last, is_cut)
+        held = self._constraint
+        if was_thinking and not self._reader.is_thinking and held and not held.reads_thoughts:
+            held.resume(said(spans))
+        shown = ""
+        for span in spans:
+            if span.kind is SpanKind.TEXT:
+                shown += self._said(span.text, may_stop)
+                continue
+            if self._calls is not None:
+                shown += self._stopped(self._calls.end_text(), may_stop)
+            shown += self._told(SAID, self._stop.push("", may_stop=False))
+            if not self._stop.found:
+                told = self._stop.push(span.text, may_stop=False)
+                shown += self._told(THOUGHT if span.kind is SpanKind.THOUGHT else MARK, told)
+        if is_last:
+            shown += self._said("", may_stop, is_last, is_cut)
         return shown
+
+    def _said(self, text: str, may_stop: bool, is_last: bool = False, is_cut: bool = False) -> str:
+        """More of the answer itself."""
+        if self._calls is None:
+            return self._told(SAID, self._stop.push(text, may_stop))
+        return self._stopped(self._calls.push(text, is_last, is_cut), may_stop)
+
+    def _stopped(self, spans: Sequence[Span], may_stop: bool) -> str:
+        """These spans of it up to a stop text, which ends text alone."""
+        shown = ""
+        for span in spans:
+            is_text = span.kind is SpanKind.TEXT
+            shown += self._told(SAID, self._stop.push(span.text, may_stop and is_text))
+        return shown
+
+    def _told(self, kind: str, text: str) -> str:
+        """The text, which the next event has as a part of this kind."""
+        if text:
+            self._parts.append((kind, len(text)))
+            if self._readable is not None:
+                self._shown_now += self._readable.push(_SPANS[kind], text)
+        return text
 
     def _processed(self, logits: np.ndarray) -> np.ndarray:
         """The logits that the next token is drawn from."""
@@ -382,6 +468,10 @@ class ActiveRequest:
             if np.isfinite(without_end).any():  # a grammar may have come to its end
                 return without_end
         return processed
+
+    @property
+    def _readable_text(self) -> str:
+        return "".join([*self._all_shown, self._shown_now])
 
     @property
     def _ends(self) -> _Ends:
@@ -411,13 +501,15 @@ class ActiveRequest:
         """Emit the result, after `text` and what was held back until now; True."""
         tail = self._decoder.finish() if self._decoder else ""
         is_cut = finish_reason == "length"
-        text += self._shown(tail, is_last=True, is_cut=is_cut) + self._stop.flush()
+        text += self._shown(tail, is_last=True, is_cut=is_cut)
+        text += self._told(SAID, self._stop.flush())
         self._emit(text, self._result(finish_reason))
         return True
 
     def _emit(self, text: str, result: Generation | None = None) -> None:
         num_new = self._num_new
         num_shown = None if result is not None and not self._stop.found else self._stop.num_shown
+        is_said = all(kind == SAID for kind, _ in self._parts)
         self.stream.put(
             TokenEvent(
                 text,
@@ -427,12 +519,19 @@ class ActiveRequest:
                 self._prompt_logprobs.take(),
                 tuple(self.tokens[self._num_prompt_tokens + self._num_emitted :]),
                 self._num_prompt_tokens,
-                self._thought,
-                self._said_at,
+                () if is_said else tuple(self._parts),
+                None if self._readable is None else self._shown_now,
+                self._state if self._is_resumable and result is None else None,
             )
         )
         self._num_emitted = num_new
-        self._thought, self._said_at = "", 0
+        self._all_shown.append(self._shown_now)
+        self._parts, self._shown_now = [], ""
+
+    @property
+    def _state(self) -> DrawState:
+        forced, held = tuple(self._forced), self._logprobs.held
+        return DrawState(*self._sampler.state, forced, self._was_forced, held)
 
     def postpone(self) -> None:
         """Count as waiting, not as prefill, what has passed: kernels of prompts were missing."""
@@ -454,7 +553,7 @@ class ActiveRequest:
                 now, num_later, self.times, *drafted, took_s=now - first_token
             )
         return Generation(
-            text=self._stop.text,
+            text=self._stop.text if self._readable is None else self._readable_text,
             ids=self.tokens[self._num_prompt_tokens :],
             finish_reason=finish_reason,
             num_prompt_tokens=self._num_prompt_tokens,

@@ -10,7 +10,7 @@ from pathlib import Path
 from numba.core.registry import cpu_target
 
 from hotcold.actors.cpu.matmul import matmul_features
-from hotcold.actors.protocol.messages import ServicePart, ServiceSpec, SystemConfig
+from hotcold.actors.protocol.messages import LAYER_DRAFT, ServicePart, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.topology import Topology
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact import ModelIdentity
@@ -41,23 +41,26 @@ def arithmetic_identity(
     config: ModelConfig,
     topology: Topology,
     share_tokens: int,
+    model: str = "",
 ) -> bytes:
     """32 bytes that are equal only where the same tokens give the same KV cache, to the last bit.
 
     They tell apart: the model's files, formats of weights and of the KV cache, the mode, services
     with attention and their hot neurons, the CPU, sources, libraries, cuts of prompts
-    (`share_tokens`), and which frequencies ropes have for the context. Not CPU services and
-    threads, which change no bit; no GPU: a store is refused beside one.
+    (`share_tokens`), and which frequencies ropes have for the context. `model`: a digest of the
+    model in place of its files' state. Not CPU services and threads, which change no bit; no GPU: a
+    store is refused beside one.
     Errors:  ConfigError, CheckpointError
     """
     digest = hashlib.blake2b(digest_size=32)
     options = asdict(system)
     facts = {
-        "model": _model(system, topology),
+        "model": model or _model(system, topology),
         "config": repr(config),
         "options": [options[name] for name in _OPTIONS],
         "thresholds": _file_digest(system.thresholds_path),
         "is_stored": system.storage is not None,
+        "has_draft_layer": system.draft == LAYER_DRAFT,
         "ropes": _ropes(config, system.context_length),
         "share_tokens": share_tokens,
         "cpu": [_compiled_for(), asdict(read_cpu(Path(system.numa_root)))],
@@ -102,8 +105,10 @@ def _file_digest(path: str) -> str:
 def _ropes(config: ModelConfig, context_length: int) -> list[str]:
     """Digests of each rope's frequencies: torch computes them, unalike with other instructions."""
     return [
-        hashlib.sha256(inv_freq(rope, config.head_dim, context_length).tobytes()).hexdigest()
-        for rope in config.ropes
+        hashlib.sha256(
+            inv_freq(rope, config.rotated_head_dim(index), context_length).tobytes()
+        ).hexdigest()
+        for index, rope in enumerate(config.ropes)
     ]
 
 

@@ -10,6 +10,9 @@ import numpy as np
 from hotcold.actors.driver.active_request import ActiveRequest
 from hotcold.actors.driver.engine import Engine
 
+# Takes a request's hidden states from a place on: `Drafter.keep`.
+Keep = Callable[[ActiveRequest, int, np.ndarray], None]
+
 
 class StepEnd(NamedTuple):
     """A request that came to its last token in a step.
@@ -52,8 +55,10 @@ class Batch:
         """The same batch with a draft of each request, [] for none."""
         return replace(self, drafts=drafts if any(drafts) else [])
 
-    def step(self, engine: Engine) -> list[StepEnd]:
+    def step(self, engine: Engine, keep: Keep | None = None) -> list[StepEnd]:
         """Run the step; returns the requests that came to their last token.
+
+        `keep` gets the hidden states of all tokens of each request.
 
         Tokens whose logits are wanted stand last, because the head is computed for the last tokens
         of a step. Rows of logits are overwritten by the next step.
@@ -79,6 +84,8 @@ class Batch:
             for row, (request, place, _) in enumerate(without):
                 if request.embeds:
                     request.embed(place, hidden[row])
+        if keep is not None:
+            self._keep([*without, *with_logits], engine.exchange.buffers.hidden, keep)
         ends = {
             request: StepEnd(request, [], draft)
             for request, draft in zip(self.requests, drafts, strict=True)
@@ -90,6 +97,16 @@ class Batch:
             else:
                 request.score(place, scores)
         return list(ends.values())
+
+    def _keep(
+        self, tokens: Sequence[tuple[ActiveRequest, int, int]], hidden: np.ndarray, keep: Keep
+    ) -> None:
+        rows: dict[ActiveRequest, list[int]] = {request: [] for request in self.requests}
+        for row, (request, *_) in enumerate(tokens):
+            rows[request].append(row)  # places ascend
+        states = hidden[: len(tokens)].copy()
+        for request, own in rows.items():
+            keep(request, tokens[own[0]][1], states[own])
 
 
 class PromptChunk:
@@ -109,8 +126,10 @@ class PromptChunk:
         if self.next_layer > 0 and self._saved is None:
             self._saved = [rows.copy() for rows in self._shared_rows(num_tokens)]
 
-    def run_layer(self, following: int) -> np.ndarray | None:
+    def run_layer(self, following: int, keep: Keep | None = None) -> np.ndarray | None:
         """Run one more layer; after the last one the prompt's logits (V,), if it ends here.
+
+        `keep` then gets the hidden states of all its tokens.
 
         `request.chunk_sizes` then loses this chunk, the first, and `request.num_done` counts it.
         The engine will run layer `following` next.
@@ -126,13 +145,17 @@ class PromptChunk:
             for rows, saved in zip(self._shared_rows(self._size), self._saved, strict=True):
                 rows[: len(saved)] = saved
             self._saved = None
-        engine.run_layer(self.next_layer, self._size, following, self._ends_prompt)
+        num_wanted = None if keep is not None else int(self._ends_prompt)
+        engine.run_layer(self.next_layer, self._size, following, num_wanted)
         self.next_layer += 1
         if not self.is_done:
             return None
         request.num_done = last
         del request.chunk_sizes[0]
-        return engine.logits(self._size, 1)[0] if request.num_left == 0 else None
+        logits = engine.logits(self._size, 1)[0] if request.num_left == 0 else None
+        if keep is not None:
+            keep(request, first, engine.exchange.buffers.hidden[: self._size])
+        return logits
 
     @property
     def _ends_prompt(self) -> bool:
@@ -147,7 +170,9 @@ class PromptChunk:
     def _shared_rows(self, num_tokens: int) -> list[np.ndarray]:
         buffers = self._engine.exchange.buffers
         num_rows = min(self._size, num_tokens)
-        return [rows[:num_rows] for rows in (buffers.hidden, buffers.positions, buffers.slots)]
+        names = ["hidden", "embedded", "layer_embeddings", "positions", "slots"]
+        names += ["ffn_residual"] if self._engine.config.has_ffn_pairs else []
+        return [getattr(buffers, name)[:num_rows] for name in names]
 
 
 class PromptChunks:
@@ -168,11 +193,11 @@ class PromptChunks:
         """Save what a step of kernels would overwrite."""
         self._chunks[self._turn].pause(self._engine.kernel_tokens)
 
-    def run_layer(self) -> np.ndarray | None:
+    def run_layer(self, keep: Keep | None = None) -> np.ndarray | None:
         """Run one more layer of one chunk; as `PromptChunk.run_layer`."""
         chunk = self._chunks[self._turn]
         is_last = self._turn + 1 == len(self._chunks)
-        logits = chunk.run_layer(chunk.next_layer + is_last)
+        logits = chunk.run_layer(chunk.next_layer + is_last, keep)
         if len(self._chunks) > 1 and not chunk.is_done:
             chunk.pause(self._engine.max_tokens)
         self._turn = 0 if is_last else self._turn + 1

@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Protocol
 
 from hotcold.actors.driver.active_request import ActiveRequest
-from hotcold.actors.driver.batches import Batch
+from hotcold.actors.driver.batches import Batch, Keep
 from hotcold.actors.driver.draft_policy import (
     MODEL,
     Choice,
@@ -47,8 +47,16 @@ class Drafter(Protocol):
         """
         ...
 
+    @property
+    def keep(self) -> Keep | None:
+        """Takes the hidden states (T, d) after the last layer of a step's tokens, if it reads them.
 
-class ModelDrafter:
+        Of one request, from a place on. It leaves logits as they are, `hidden` it need not.
+        """
+        return None
+
+
+class ModelDrafter(Drafter):
     """A `Drafter`: the likeliest token of a cheaper step, and again of the step after it.
 
     Its steps use the KV cache that the model has filled, so there is no prompt to read again. What
@@ -112,6 +120,11 @@ class Speculation:
         self._num_plain = 0  # its requests, where nothing was looked for
         self._draft_ns = 0
         self._has_failed = False
+
+    @property
+    def keep(self) -> Keep | None:
+        """`Drafter.keep` of the drafter, where that reads hidden states."""
+        return None if self._drafter is None else self._drafter.keep
 
     @property
     def draft_ns(self) -> int:

@@ -22,6 +22,7 @@ from hotcold.actors.driver.active_request import (
 from hotcold.actors.driver.arithmetic import arithmetic_identity
 from hotcold.actors.driver.drafts import ModelDrafter, speculation
 from hotcold.actors.driver.engine import Engine
+from hotcold.actors.driver.layer_drafter import DraftEngine, LayerDrafter
 from hotcold.actors.driver.modes import ModeTrial, StepMode, compare_modes, saved_trial, step_mode
 from hotcold.actors.driver.prefix_cache import PrefixCache
 from hotcold.actors.driver.profiling import ProfilingEngine
@@ -48,6 +49,7 @@ from hotcold.actors.protocol.failures import (
     first_line,
 )
 from hotcold.actors.protocol.messages import (
+    LAYER_DRAFT,
     PREDICTED_MODES,
     DriverLoad,
     GenerateRequest,
@@ -60,10 +62,9 @@ from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.choose import default_mode
 from hotcold.actors.setup.modes import system_thresholds, trial_key
 from hotcold.actors.setup.shards import (
+    cache_windows,
     chunks_at_once,
-    kv_window,
     num_kv_pages,
-    num_window_pages,
 )
 from hotcold.actors.telemetry.experts import ExpertCounts, expert_counts
 from hotcold.actors.telemetry.snapshot import WATCH_S, NeuronWatch, Telemetry, speed_of
@@ -72,7 +73,9 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import HotcoldError, ServiceError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.draft_layer import read_draft_inputs
 from hotcold.model.weights.embedding import load_embedding
+from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.loops.mailbox import DRAFT
 from hotcold.predictors.magnitude_thresholds import LayerThresholds
 from hotcold.predictors.predictor import NeuronPredictor
@@ -142,7 +145,7 @@ class Driver:
         self.engine = engine
         self._start_helpers(mode.predictor, exchange, topology)
         self.drafter = _model_drafter(system, engine, topology.shards)
-        if self.drafter is not None:
+        if isinstance(self.drafter, ModelDrafter):
             self._start_helpers(self.drafter.mode.predictor, exchange, topology)
         self.generator = Generator(path, config, engine, system.context_length)
         bos_id = self.generator.prompts.bos_id
@@ -151,8 +154,7 @@ class Driver:
         engine.prepare_matmul = self._profiling.prepare_matmul = prepare_matmul
         engine.begin_matmul = begin_matmul
         tables = exchange.buffers.page_tables[:, : engine.kernel_tokens]
-        pages = num_kv_pages(system), tables, kv_window(system, config)
-        self._pool = KvPool(*pages, num_window_pages(system, config))
+        self._pool = KvPool(num_kv_pages(system), tables, cache_windows(system, config))
         self._prefixes = PrefixCache(self._pool, page_store)
         self.generator.warm_up()
         self._use_arithmetic(topology)
@@ -266,10 +268,12 @@ class Driver:
         """
         self._streams.cancel(request_id)
 
-    def between_requests(self, function: Callable[[], _Result], has_slot: bool = True) -> _Result:
+    def between_requests(
+        self, function: Callable[[], _Result], has_slot: bool = True, step: int = 1
+    ) -> _Result:
         """Call `function` while no request runs, with slot 0 for a whole context if `has_slot`.
 
-        Requests that come later wait for it.
+        Requests that come later wait for it. step: as of `KvPool.allocate_whole`
         Errors:  its own, ServiceError
         """
 
@@ -282,7 +286,7 @@ class Driver:
 
         def with_pages() -> _Result:
             self._prefixes.await_saves()
-            slot = self._pool.allocate_whole(self.generator.context_length)
+            slot = self._pool.allocate_whole(self.generator.context_length, step)
             if slot != 0:
                 if self._prefixes.is_saving:
                     raise RequestError(
@@ -345,6 +349,7 @@ class Driver:
         return self._on_window(
             profiling.num_bos + len(ids),
             lambda: profiling.profile_window(ids, recorded, num_prompt, check),
+            profiling.max_tokens,
         )
 
     def chosen_counts(self) -> np.ndarray:
@@ -367,12 +372,14 @@ class Driver:
         check, of_layers = self._scheduler.require_running, thresholds.of_layers()
         return self._on_window(len(ids), lambda: self._trials.kld(ids, first, of_layers, check))
 
-    def _on_window(self, num_tokens: int, function: Callable[[], _Result]) -> _Result:
+    def _on_window(
+        self, num_tokens: int, function: Callable[[], _Result], step: int = 1
+    ) -> _Result:
         size = self.generator.context_length
         if num_tokens > size:
             problem = f"a window of {num_tokens} tokens does not fit in a context of {size}"
             raise RequestError(problem)
-        return self.between_requests(function)
+        return self.between_requests(function, step=step)
 
     def change_services(self, change: ServiceChange) -> None:
         """Use other CPU services from the next step on; requests that run continue with them.
@@ -408,11 +415,12 @@ class Driver:
                 self._scheduler.recompute_all()
             self._scheduler.restart_chunk()
             self._pool.move(tables)
-            if self.drafter is not None and self.drafter.mode.predictor is not None:
+            if isinstance(self.drafter, ModelDrafter) and self.drafter.mode.predictor is not None:
                 self.drafter.mode = replace(self.drafter.mode, predictor=predictor)
             else:
                 self.engine.mode = replace(self.engine.mode, predictor=predictor)
-            for engine in (self.engine, self._profiling):
+            drafting = [self.drafter.engine] if isinstance(self.drafter, LayerDrafter) else []
+            for engine in (self.engine, self._profiling, *drafting):
                 engine.use_services(change.topology)
             earlier, self.neuron_watch = self.neuron_watch, watch
             earlier.watch(0.0)  # the thread that would end it later holds the old arena
@@ -432,6 +440,7 @@ class Driver:
         num_pages = num_kv_pages(self._system)
         return Telemetry(
             mode=self._system.mode,
+            draft=self._system.draft,
             uptime_s=now_s - self._started_s,
             num_running=num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -456,6 +465,21 @@ class Driver:
             identity = arithmetic_identity(system, config, topology, share)
         self._prefixes.use(identity, share)
 
+    def identity(self) -> tuple[str, int, int]:
+        """What is equal in systems that choose the same tokens, whatever copy of a model they have.
+
+        Also what beginnings of prompts that it shares are multiples of (0: it shares none), and the
+        pages of its KV cache.
+        """
+        system, engine = self._system, self.engine
+        cut = share_tokens(engine.cut_tokens)
+        content = ModelIdentity.of(system.model_path).content
+        found = arithmetic_identity(
+            system, self.generator.config, engine.topology, cut, model=content
+        )
+        shared = 0 if system.prefix_cache_bytes == 0 else cut
+        return found.hex(), shared, num_kv_pages(system)
+
     def close(self) -> None:
         """End the engine's thread within a token; requests that run are cancelled."""
         self._closing.set()
@@ -467,7 +491,8 @@ class Driver:
     @property
     def _predictor(self) -> NeuronPredictor | None:
         """That of the engine's mode or of drafts: only one of them has some."""
-        of_drafts = None if self.drafter is None else self.drafter.mode.predictor
+        drafter = self.drafter
+        of_drafts = drafter.mode.predictor if isinstance(drafter, ModelDrafter) else None
         return of_drafts or self.engine.mode.predictor
 
     def _start_helpers(
@@ -481,9 +506,14 @@ class Driver:
 
 def _model_drafter(
     system: SystemConfig, engine: Engine, shards: Sequence[Sequence[np.ndarray]]
-) -> ModelDrafter | None:
+) -> ModelDrafter | LayerDrafter | None:
     """What drafts by the model, as the system has it; None where nothing does."""
     config = engine.config
+    if system.draft == LAYER_DRAFT:
+        drafting = DraftEngine(engine)
+        with TensorReader(Checkpoint(system.model_path)) as reader:
+            inputs = read_draft_inputs(reader, drafting.config, engine.embedding)
+        return LayerDrafter(drafting, inputs)
     if system.draft_system is not None:
         mode = step_mode(config, default_mode(config))
     elif system.draft_predictors_path:

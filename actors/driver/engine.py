@@ -24,6 +24,9 @@ from hotcold.numba_kernels.decode.finite import finite_rows
 from hotcold.numba_kernels.decode.norm import norm_kind
 from hotcold.numba_kernels.loops import layer_loop
 from hotcold.numba_kernels.loops.layer_loop import (
+    ALONE,
+    FIRST,
+    SECOND,
     LayerFacts,
     begin_layers,
     new_layer_state,
@@ -80,6 +83,9 @@ class Engine:
         self.neuron_upload_tokens = 0  # prompts this long have all neurons uploaded to a GPU
         self.block_counts = new_block_counts(config)  # of a mixture, as in `LayerFacts`
         self.use_services(topology)
+        self._last_keys = max(
+            number for number, layer in enumerate(config.layers) if layer.attention.has_keys
+        )
         self._is_routed = np.array([layer.ffn.router is not None for layer in config.layers])
         self.times = StepTimes()
         self.num_steps = 0  # with the model's own weights: a draft's are not counted
@@ -110,6 +116,8 @@ class Engine:
             head=np.array([topology.head], np.int64),
             end_of_whole=_ends_of_whole(config, topology, self.embedding.ffn_output_norm),
             joins_head=topology.joins_head,
+            pair_norm=self.embedding.pair_norm,
+            pairs=_pairs(config),
         )
 
     def step(
@@ -184,12 +192,16 @@ class Engine:
         buffers = self.exchange.buffers
         buffers.positions[:num_tokens] = positions
         buffers.slots[:num_tokens] = slots
-        buffers.hidden[:num_tokens] = self.embedding.lookup(
-            np.asarray(token_ids, np.int64), np.asarray(positions, np.int64)
-        )
-        if not finite_rows(buffers.hidden, num_tokens):
-            bad = _bad_rows(buffers.hidden[:num_tokens])
-            raise _not_finite(buffers, "in its token embeddings", bad, None)
+        ids, own = np.asarray(token_ids, np.int64), buffers.layer_embeddings
+        buffers.hidden[:num_tokens] = self.embedding.lookup(ids, np.asarray(positions, np.int64))
+        if own.shape[1]:
+            scale = np.float32(buffers.hidden.shape[1] ** -0.5)
+            np.multiply(buffers.hidden[:num_tokens], scale, out=buffers.embedded[:num_tokens])
+            own[:num_tokens] = self.embedding.lookup_per_layer(ids)
+        for rows in (buffers.hidden, own):
+            if rows.shape[1] and not finite_rows(rows, num_tokens):
+                bad = _bad_rows(rows[:num_tokens])
+                raise _not_finite(buffers, "in its token embeddings", bad, None)
 
     def _multiplies(self, num_tokens: int) -> bool:
         """Whether services compute such a step by matmul."""
@@ -201,14 +213,17 @@ class Engine:
         """Run the tokens that were placed through one layer.
 
         `next_layer`, an index or the number of layers, will be run next, of any tokens. Between
-        layers only `hidden`, `positions` and `slots` matter. Of the last layer the output is wanted
-        for the last `num_wanted` tokens alone, where it is given: of the others, which have no
-        logits, only keys and values go on to later tokens.
+        layers what `place` wrote and `hidden` matter, and `ffn_residual` between two FFNs. From the
+        last layer on that has keys and values of its own the output is wanted for the last
+        `num_wanted` tokens alone, where it is given: of the others, which have no logits, only keys
+        and values go on to later tokens.
         Errors:  those of `step`
         """
         num_unwanted, num_layers = 0, self.config.num_layers
-        if layer == num_layers - 1 and num_wanted is not None and not self.topology.has_gpu:
+        if layer >= self._last_keys and num_wanted is not None and not self.topology.has_gpu:
             num_unwanted = num_tokens - num_wanted
+        if layer > self._last_keys and num_unwanted == num_tokens:
+            return
         is_known = next_layer < num_layers
         requests, cpus = self.exchange.buffers.requests, self.topology.cpu_services
         requests[cpus, NEXT_LAYER] = next_layer + 1 if is_known else 0
@@ -319,6 +334,13 @@ class Engine:
             if num_rounds == _UNKNOWN:
                 num_rounds = int(buffers.replies[cpus, NUM_COMPUTED].max())
             number += 1
+
+
+def _pairs(config: ModelConfig) -> np.ndarray:
+    """`pairs` of `LayerFacts`: (L,) int64."""
+    orders = (layer.order for layer in config.layers)
+    of_orders = {(True, False): FIRST, (False, True): SECOND, (False, False): ALONE}
+    return np.array([of_orders[one.begins_pair, one.ends_pair] for one in orders], np.int64)
 
 
 def _block_neurons(config: ModelConfig, topology: Topology) -> np.ndarray:

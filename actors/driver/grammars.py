@@ -13,6 +13,7 @@ import numpy as np
 from hotcold.actors.driver.thoughts import Thoughts
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.errors import UsageError, shown
+from hotcold.model.text.channels import MESSAGE, WITH_ANSWER
 from hotcold.model.text.tokenizer import Tokenizer
 
 # One blank, or a new line with its indentation: small models write blanks for ever where they may.
@@ -34,6 +35,8 @@ _CLASSES = {r"\d": "[0-9]", r"\w": r"[\w&&[\x{0}-\x{FFFF}]]"}  # of a regex
 class Constraint:
     """One answer's place in its grammar, which is free while the model thinks.
 
+    reads_thoughts: whether the grammar is that of the whole answer, with its thoughts
+
     Ambiguous grammars take longer from token to token, and all requests wait meanwhile: one that
     has taken far more of its thread's time than grammars do is ended.
     """
@@ -46,6 +49,7 @@ class Constraint:
         self._table = table
         self._ways = ways
         self._after = after
+        self.reads_thoughts = after is None
         self._vocab_size = vocab_size
         self._bits = np.zeros(-(-vocab_size // 32), np.uint32)
         self._left_s = _ONCE_S  # that the grammar may take now
@@ -149,9 +153,14 @@ class Grammars:
                 raise _grammar_error(grammar, found.get_error())
             return found
 
+        is_lark = grammar.kind in ("lark", "calls")
+        if thoughts is not None and thoughts.header is not None:
+            if grammar.kind != "calls" and not thoughts.header.endswith(MESSAGE):
+                source = _framed(WITH_ANSWER, source, is_lark)
+            return Constraint(table, size, [matcher(source)])
         if thoughts is None:
             return Constraint(table, size, [matcher(source)])
-        after = matcher(_after_blanks(source, grammar.kind in ("lark", "calls")))
+        after = matcher(_framed(f"start: {_BLANKS} @answer", source, is_lark))
         if thoughts.are_open:
             return Constraint(table, size, [], after)
         mark = LLMatcher.grammar_from_lark(f"start: {_BLANKS} {json.dumps(thoughts.way.begin)}")
@@ -184,19 +193,18 @@ def _source_of(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(grammar.text)
         if re.search(r"(?<!\\)(\\\\)*\\\Z", grammar.text):  # llguidance leaves it out
             raise ValueError("a backslash ends it")
-        return LLMatcher.grammar_from_regex(_with_usual_classes(grammar.text))
+        return LLMatcher.grammar_from_regex(with_usual_classes(grammar.text))
     except ValueError as problem:
         raise _grammar_error(grammar, str(problem)) from None
 
 
-def _after_blanks(source: str, is_lark: bool) -> str:
-    """The same grammar, before which there may be a little white space."""
+def _framed(frame: str, source: str, is_lark: bool) -> str:
+    """The grammar as `@answer` of a Lark grammar."""
     inner = {"lark_grammar": source} if is_lark else json.loads(source)["grammars"][0]
-    frame = {"lark_grammar": f"start: {_BLANKS} @answer"}
-    return json.dumps({"grammars": [frame, {**inner, "name": "answer"}]})
+    return json.dumps({"grammars": [{"lark_grammar": frame}, {**inner, "name": "answer"}]})
 
 
-def _with_usual_classes(regex: str) -> str:
+def with_usual_classes(regex: str) -> str:
     r"""`regex`, where \d is a digit of ASCII, and \w of the basic multilingual plane.
 
     Otherwise a model that would begin with an emoji goes on, byte by byte, to digits and letters

@@ -7,6 +7,7 @@ import numpy as np
 
 from hotcold.actors.protocol.messages import TokenLogprob
 from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.errors import UsageError
 from hotcold.model.text.tokenizer import StreamDecoder
 from hotcold.model.weights.embedding import EmbeddingWeights
 from hotcold.numba_kernels.decode.norm import add_normed_kernel, norm_kind
@@ -37,9 +38,15 @@ class AnswerLogprobs:
     Those of a token that a stop string cuts off altogether are never handed out.
     """
 
-    def __init__(self, num_top: int | None) -> None:
+    def __init__(self, num_top: int | None, held: Sequence[TokenLogprob] = ()) -> None:
+        """`held`: of the answer's last tokens until now."""
         self._num_top = num_top  # None: no logprobs are wanted
-        self._held: deque[TokenLogprob] = deque()
+        self._held = deque(held)
+
+    @property
+    def held(self) -> tuple[TokenLogprob, ...]:
+        """Those that are not handed out yet."""
+        return tuple(self._held)
 
     def add(self, logits: np.ndarray, token_id: int, decoder: StreamDecoder | None) -> None:
         """Add a chosen token, which `decoder` has not seen yet. Errors: ValueError."""
@@ -91,6 +98,11 @@ class PromptLogprobs:
         return tuple(self._found)
 
 
+def has_embeddings(config: ModelConfig) -> bool:
+    """Whether the model's hidden states after the last layer are known outside of its head."""
+    return not config.per_layer_size
+
+
 class StateMean:
     """A prompt's embedding: the mean of its tokens' hidden states after the last layer and norm.
 
@@ -98,6 +110,13 @@ class StateMean:
     """
 
     def __init__(self, config: ModelConfig, weights: EmbeddingWeights) -> None:
+        """Errors: UsageError for a model whose last layer is finished within its head alone."""
+        if not has_embeddings(config):
+            raise UsageError(
+                f"{config.name} computes no embeddings of texts: its layers have embeddings of "
+                "tokens of their own; use another model for it"
+            )
+        self._scale = np.float32(weights.last_scale)
         self._num_added = 0
         self._sum = np.zeros(config.hidden_size, np.float64)
         self._normed = np.empty(config.hidden_size, np.float32)
@@ -112,6 +131,8 @@ class StateMean:
         """
         if place != self._num_added:
             return
+        if self._scale != 1:
+            hidden = hidden * self._scale
         add_normed_kernel(
             self._kind, hidden, self._weight, self._bias, self._epsilon, self._normed, self._sum
         )

@@ -13,7 +13,7 @@ import numpy as np
 
 from hotcold.actors.driver.active_request import ActiveRequest
 from hotcold.actors.kv_cache.page_store import PageStore
-from hotcold.actors.kv_cache.pool import KvPool, Page, namespace_key
+from hotcold.actors.kv_cache.pool import KvPool, Page, namespace_key, states_key
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 
 _LOADED_AT_ONCE = 8  # pages of a store, or what is shared at least: others wait meanwhile
@@ -44,7 +44,7 @@ class PrefixCache:
     _share_tokens: int = 0
     _epoch: int = 0
     _prefixes: dict[int, Prefix] = field(default_factory=dict)  # by slot
-    _unsaved: dict[bytes, None] = field(default_factory=dict)  # keys, in order
+    _unsaved: dict[bytes, bytes] = field(default_factory=dict)  # keys in files, in order; of pages
     _saving: dict[bytes, Page] = field(default_factory=dict)  # by key
 
     def use(self, identity: bytes, share_tokens: int) -> None:
@@ -74,7 +74,7 @@ class PrefixCache:
         prefix = self._prefix(request)
         wanted = prefix.keys[: self._num_wanted(request)]
         found = wanted[: self.pool.find(wanted, 0, self._step)]
-        slot = self.pool.allocate(num_positions, num_spare, found)
+        slot = self.pool.allocate(num_positions, num_spare, found, ends=[])
         if slot is None:
             return False
         prefix.num_named = len(found)
@@ -110,8 +110,9 @@ class PrefixCache:
         num_pages = min(request.num_done // PAGE_POSITIONS, len(prefix.keys))
         for index in range(prefix.num_named, self._whole(num_pages)):
             key = prefix.keys[index]
-            if self.pool.name(request.slot, index, key) and self.store is not None:
-                self._unsaved[key] = None
+            for named in self.pool.name(request.slot, index, key):
+                if self.store is not None:
+                    self._unsaved[named] = key
             prefix.num_named = index + 1
 
     def end(self, request: ActiveRequest) -> None:
@@ -134,10 +135,10 @@ class PrefixCache:
         most = max(1, min(_SAVED_AT_ONCE, int(self.pool.num_pages.min()) // _SAVED_SHARE))
         while self._unsaved and len(self._saving) < most:
             key = next(iter(self._unsaved))
-            del self._unsaved[key]
+            of_page = self._unsaved.pop(key)
             if key in self._saving:  # an earlier write of it, which has not ended
                 continue
-            page = self.pool.hold(key)
+            page = self.pool.hold(of_page, key != of_page)
             if page is not None:  # it has not been given up meanwhile
                 self._saving[key] = page
                 self.store.save(key, page)
@@ -176,17 +177,26 @@ class PrefixCache:
         """How many pages of a request, from `first` on, could be filled from the store."""
         if self.store is None:
             return 0
-        slot, on_file = request.slot, self.store.keys()
-        keys = wanted[: -(-_LOADED_AT_ONCE // self._step) * self._step]
-        num_there = next((i for i, key in enumerate(keys) if key not in on_file), len(keys))
-        if not num_there or not self.pool.extend(
-            slot, request.num_positions(0), first * PAGE_POSITIONS
+        pool, slot, on_file = self.pool, request.slot, self.store.keys()
+        most = -(-_LOADED_AT_ONCE // self._step) * self._step
+        num_there = next((i for i, key in enumerate(wanted) if key not in on_file), len(wanted))
+        if pool.has_states:  # go on where they are on file, too
+            ends = [i + 1 for i, key in enumerate(wanted[:num_there]) if states_key(key) in on_file]
+            most = num_there = next((end for end in ends if end >= most), max(ends, default=0))
+        keys = wanted[: self._whole(min(num_there, most))]
+        end = (first + len(keys)) * PAGE_POSITIONS
+        if not keys or not pool.extend(
+            slot, request.num_positions(0), first * PAGE_POSITIONS, ends=[end]
         ):
             return 0
-        pages = self.pool.pages(slot, first, num_there)
-        pages = pages[: self._whole(len(pages))]
-        keys = keys[: len(pages)]
-        num_good = self._whole(self.store.load(keys, pages)) if keys else 0
+        pages = pool.pages(slot, first, len(keys))
+        if not pool.has_states:
+            keys = keys[: self._whole(len(pages))]
+            num_good = self._whole(self.store.load(keys, pages[: len(keys)])) if keys else 0
+        else:
+            states = pool.pages(slot, first + len(keys) - 1, 1, of_states=True)
+            num_good = self.store.load([states_key(keys[-1]), *keys], [*states, *pages])
+            num_good = len(keys) if num_good == 1 + len(keys) else 0
         for index, key in enumerate(keys[:num_good], first):
-            self.pool.name(slot, index, key)
+            pool.name(slot, index, key)
         return num_good

@@ -32,15 +32,29 @@ class TokenSampler:
         params: SamplingParams,
         prompt: Sequence[int] = (),
         breakers: "Breakers | None" = None,
+        never: Sequence[int] = (),
     ) -> None:
-        """`breakers`: of DRY, where it is asked for."""
+        """`breakers`: of DRY, where it is asked for; `never`: tokens that are not chosen."""
         self._params = params
-        self._penalties = Penalties(params, len(prompt))
+        self._penalties = Penalties(params, len(prompt), never)
         self._dry = Dry(params, breakers, prompt) if breakers is not None else None
         self._random = np.random.default_rng(params.seed)
         self._mu = 2 * params.mirostat_tau
         self._has_xtc = params.xtc_probability > 0 and not params.mirostat
         self._is_filtered = self._has_xtc or params.top_n_sigma > 0 or params.typical_p < 1
+
+    @property
+    def state(self) -> tuple[tuple[int, int], float]:
+        """State and increment of its random numbers, and Mirostat's mu: what `go_on` takes."""
+        pcg = self._random.bit_generator.state["state"]
+        return (pcg["state"], pcg["inc"]), self._mu
+
+    def go_on(self, random: tuple[int, int], mu: float) -> None:
+        """Draw from now on as a sampler in this state does."""
+        generator = self._random.bit_generator
+        state, increment = random
+        generator.state = {**generator.state, "state": {"state": state, "inc": increment}}
+        self._mu = mu
 
     def processed(self, logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
         """The logits after biases, penalties and DRY: a copy, or the same array unchanged.
@@ -117,7 +131,10 @@ class _Window:
 class Penalties:
     """One request's logit biases, and penalties of tokens that came before."""
 
-    def __init__(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+    def __init__(
+        self, params: SamplingParams, num_prompt_tokens: int, never: Sequence[int] = ()
+    ) -> None:
+        self._never = np.array(never, np.int64)
         self._repeat = np.float32(params.repeat_penalty)
         self._presence = np.float32(params.presence_penalty)
         self._frequency = np.float32(params.frequency_penalty)
@@ -132,15 +149,16 @@ class Penalties:
     def applied(self, logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
         """The logits changed, in a copy, or the same array where nothing changes.
 
-        Biases are added first. Then, for a token among the last `repeat_last_n` of `tokens` (prompt
-        and answer), which counts c > 0 times:
+        Biases are added first, and `never` becomes -inf. Then, for a token among the last
+        `repeat_last_n` of `tokens` (prompt and answer), which counts c > 0 times:
             z' = (z / repeat if z > 0 else z * repeat) - c * frequency - presence
         Shapes:  logits, out (V,) float32
         """
-        if not (self._biased.size or self._repeats or self._counts):
+        if not (self._biased.size or self._repeats or self._counts or self._never.size):
             return logits
         found = logits.copy()
         found[self._biased] += self._biases
+        found[self._never] = -np.inf
         first = 0 if self._last < 0 else max(0, len(tokens) - self._last)
         if self._repeats:
             ids, _ = self._repeated.counts(tokens, first, len(logits))

@@ -27,7 +27,7 @@ from typing import TypeVar
 import numpy as np
 
 from hotcold.actors.driver.active_request import ActiveRequest
-from hotcold.actors.driver.batches import Batch, PromptChunks, StepEnd, Turns
+from hotcold.actors.driver.batches import Batch, Keep, PromptChunks, StepEnd, Turns
 from hotcold.actors.driver.drafts import Speculation
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.prefix_cache import PrefixCache
@@ -365,25 +365,42 @@ class Scheduler:
         """Run a layer of the request's chunks, or find what others have computed of the next."""
         with self._failing([request]):
             if self._chunk is None:
-                if self._prefixes.extend(request) or not self._with_pages([request]):
+                ends = request.chunk_ends(self._engine.chunks_at_once)
+                if self._prefixes.extend(request) or not self._with_pages([request], ends):
                     return
                 self._chunk = PromptChunks(self._engine, request)
             chunk = self._chunk
-            logits = chunk.run_layer()
+            logits = chunk.run_layer(self._keep)
             self._prefixes.keep(request)
             if chunk.is_done:
                 self._chunk = None
             if logits is not None:
                 self._accept(request, [logits])
 
-    def _with_pages(self, requests: list[ActiveRequest]) -> list[ActiveRequest]:
-        """Those of `requests` that have pages for their next tokens; others are preempted."""
+    def _with_pages(
+        self, requests: list[ActiveRequest], ends: Sequence[int] | None = None
+    ) -> list[ActiveRequest]:
+        """Those of `requests` that have pages for their next tokens, or for a chunk with `ends`.
+
+        Pages of recurrent layers come back after a few tokens of others: a request waits for them
+        while another one can go on. Else, and where others lack, the last one is preempted.
+        """
+        waiting: list[ActiveRequest] = []
         for request in requests:
-            while request.slot >= 0 and not self._pool.extend(
-                request.slot, request.num_positions(0), request.num_done
-            ):
+            while request.slot >= 0:
+                wanted = request.slot, request.num_positions(0), request.num_done
+                if self._pool.extend(*wanted, ends=ends):
+                    break
+                if self._pool.lacks_states_alone(*wanted, ends):
+                    waiting.append(request)
+                    break
                 self._preempt(self._running[-1])
-        return [request for request in requests if request.slot >= 0]
+        ready = [one for one in requests if one.slot >= 0 and one not in waiting]
+        others = (one for one in self._running if not one.chunk_sizes)
+        if not waiting or any(one not in waiting for one in others):
+            return ready
+        self._preempt(self._running[-1])
+        return self._with_pages([one for one in waiting if one.slot >= 0], ends)
 
     def _preempt(self, request: ActiveRequest) -> None:
         self._leave(request)
@@ -406,11 +423,16 @@ class Scheduler:
     def _stepped(self, batch: Batch) -> list[StepEnd]:
         """Run a step, again without drafts where it failed: they may be why."""
         try:
-            return batch.step(self._engine)
+            return batch.step(self._engine, self._keep)
         except RequestError:
             if not batch.drafts:
                 raise
-            return batch.with_drafts([]).step(self._engine)
+            return batch.with_drafts([]).step(self._engine, self._keep)
+
+    @property
+    def _keep(self) -> Keep | None:
+        """What takes hidden states for drafts."""
+        return None if self.speculation is None else self.speculation.keep
 
     def _reserve(self, request: ActiveRequest, count: int) -> int:
         """Allocate pages for a draft of `count` tokens, and return for how many there are any.

@@ -31,11 +31,14 @@ from hotcold.numba_kernels.loops.mailbox import (
     WEIGHS_BLOCKS,
     SharedBuffers,
 )
+from hotcold.numba_kernels.recurrent_arrays import STATE_POSITIONS
 
 _WITH_ATTENTION = (ATTENTION, LAYERS)
+_OF_TOKENS = ("hidden", "embedded", "layer_embeddings")
 _INPUTS = {
-    **dict.fromkeys(_WITH_ATTENTION, ("positions", "slots", "hidden")),
-    HEAD: ("hidden",),
+    # A layer with an FFN alone has the ffn_residual of the layer before.
+    **dict.fromkeys(_WITH_ATTENTION, ("positions", "slots", "ffn_residual", *_OF_TOKENS)),
+    HEAD: _OF_TOKENS,
     FFN: ("ffn_input",),
     COUNT_FFN: ("ffn_input",),
 }
@@ -63,7 +66,7 @@ class ServiceRequest:
         if words[OPERATION] == FFN and words[WEIGHS_BLOCKS]:
             inputs["block_weights"] = buffers.block_weights[:num_tokens].copy()
         if words[OPERATION] in _WITH_ATTENTION:
-            num_pages = num_pages_of(int(inputs["positions"].max()) + 1)
+            num_pages = num_pages_of(int(inputs["positions"].max()) + 1, STATE_POSITIONS)
             inputs[_PAGES] = buffers.page_tables[:, np.unique(inputs["slots"]), :num_pages]
         return cls(words, inputs)
 

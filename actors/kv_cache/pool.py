@@ -1,25 +1,30 @@
 """The pages of the KV cache: which are free, which sequence has which, what each is found by.
 
-Layers without and with a window have pages of their own (groups FULL and WINDOWED of the page
-tables). A sequence keeps all pages of the first, and of the second those that its next tokens see.
+Layers without a window, with one and recurrent layers have pages of their own (groups FULL,
+WINDOWED and RECURRENT of the page tables). A sequence keeps all pages of the first, and of the
+others those that its next tokens see. Recurrent layers' pages are large and of few positions: of a
+prompt's chunk a sequence has those at chosen ends alone.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.numba_kernels.loops.mailbox import FULL
+from hotcold.numba_kernels.recurrent_arrays import NO_PAGE
 
 _KEY_BYTES = 16
-Page = tuple[int, ...]  # 64 positions: one of layers without a window, and one of those with it
+# 64 positions: one page of each group, in the order of groups; of recurrent layers the one at their
+# end, or NO_PAGE
+Page = tuple[int, ...]
 
 
-def num_pages_of(num_positions: int) -> int:
+def num_pages_of(num_positions: int, page_positions: int = PAGE_POSITIONS) -> int:
     """Pages for `num_positions` of one sequence."""
-    return -(-num_positions // PAGE_POSITIONS)
+    return -(-num_positions // page_positions)
 
 
 @dataclass(frozen=True)
@@ -27,16 +32,23 @@ class Window:
     """What a sequence has pages for in layers with a window.
 
     size: positions that a token sees at most, its own included
-    step: tokens of the sequence that are computed at once, at most
+    step: tokens of the sequence that are computed at once, at most; but for chunks with `most_ends`
+    num_reserved: pages that a running sequence must be able to have once its prompt is done; 0: all
+    page_positions: of a page, a divisor of 64
+    most_ends: a chunk needs only pages that tokens after its ends see, so many at most; 0: all
     """
 
     size: int
     step: int
+    num_reserved: int = 0
+    page_positions: int = PAGE_POSITIONS
+    most_ends: int = 0
 
     @property
     def num_pages(self) -> int:
         """Pages that a sequence has at most: they hold a window and a step, wherever it begins."""
-        return num_pages_of(self.size + self.step - 2) + 1
+        pages = num_pages_of(self.size + self.step - 2, self.page_positions) + 1
+        return max(pages, 2 * self.most_ends and self.most_ends + 2)
 
 
 def namespace_key(identity: bytes, salt: str) -> bytes:
@@ -54,6 +66,11 @@ def page_keys(namespace: bytes, token_ids: Sequence[int]) -> list[bytes]:
         key = hashlib.blake2b(key + content, digest_size=_KEY_BYTES).digest()
         keys.append(key)
     return keys
+
+
+def states_key(key: bytes) -> bytes:
+    """The key of what recurrent layers have at the end of a page of that key, in files."""
+    return hashlib.blake2b(b"states" + key, digest_size=_KEY_BYTES).digest()
 
 
 class PageIndex:
@@ -131,13 +148,16 @@ class _Held:
 
 
 class _Group:
-    """The pages of all layers with a window, or of all without."""
+    """The pages of all layers of a kind: without a window, with one, or recurrent."""
 
     def __init__(self, num_pages: int, window: Window | None) -> None:
         self.num_pages = num_pages
         self.index = PageIndex()
         self.held: dict[int, _Held] = {}
         self._window = window
+        self.page_positions = PAGE_POSITIONS if window is None else window.page_positions
+        self.has_ends = window is not None and window.most_ends > 0
+        self._a_key = PAGE_POSITIONS // self.page_positions  # pages of a key's positions
         self._free_pages = list(range(num_pages - 1, -1, -1))  # without a key; the next stands last
         self._num_users = [0] * num_pages  # sequences, and writers, of each page
 
@@ -145,19 +165,31 @@ class _Group:
     def num_free(self) -> int:
         return len(self._free_pages) + self.index.num_unused
 
+    def count(self, num_positions: int) -> int:
+        """Pages of so many positions."""
+        return num_pages_of(num_positions, self.page_positions)
+
     def most(self, num_positions: int) -> int:
         """Pages that a sequence of so many positions has at any time, at most."""
-        num_pages = num_pages_of(num_positions)
+        num_pages = self.count(num_positions)
         return num_pages if self._window is None else min(num_pages, self._window.num_pages)
+
+    def num_lacking(self, slot: int, num_positions: int) -> int:
+        """Pages that a running sequence must be able to have: of its prompt it has them."""
+        most = self.most(num_positions)
+        if self._window is not None:
+            most = min(most, self._window.num_reserved or most)
+        pages = self.held[slot].pages
+        return max(0, most - len(pages) + pages.count(NO_PAGE))
 
     def first_page(self, num_done: int) -> int:
         """The first page that tokens from position `num_done` on see."""
         if self._window is None:
             return 0
-        return max(0, num_done + 1 - self._window.size) // PAGE_POSITIONS
+        return max(0, num_done + 1 - self._window.size) // self.page_positions
 
     def num_found(self, keys: Sequence[bytes], first: int, step: int) -> int:
-        """With how many of `keys` a sequence can go on that has its pages before `first`.
+        """With how many of `keys` a sequence can go on that has its pages before key `first`.
 
         A multiple of `step`. Pages before the window of what follows need not be there.
         """
@@ -165,27 +197,38 @@ class _Group:
         for count, key in enumerate(keys, 1):
             if self.index.page(key) is None:
                 begin = count
-            seen = max(0, self.first_page((first + count) * PAGE_POSITIONS) - first)
-            if count % step == 0 and begin <= seen:
+            seen = self.first_page((first + count) * PAGE_POSITIONS) // self._a_key - first
+            if count % step == 0 and begin <= max(0, seen):
                 num_found = count
         return num_found
 
     def found(self, keys: Sequence[bytes], first: int = 0) -> list[int]:
-        """The pages of `keys`, of a sequence's pages from `first` on, that it still sees then."""
+        """The pages of `keys`, of a sequence's positions from 64 `first` on, that it still sees."""
         seen = self.first_page((first + len(keys)) * PAGE_POSITIONS)
-        pages = [self.index.page(key) for key in keys[max(0, seen - first) :]]
+        numbers = range(max(seen, first * self._a_key), (first + len(keys)) * self._a_key)
+        pages = [self._named(keys, number - first * self._a_key) for number in numbers]
         return [page for page in pages if page is not None]
+
+    def _named(self, keys: Sequence[bytes], number: int) -> int | None:
+        """Of a key's pages the last one has its name."""
+        index, place = divmod(number, self._a_key)
+        return self.index.page(keys[index]) if place == self._a_key - 1 else NO_PAGE
+
+    def at_end(self, slot: int, index: int) -> int | None:
+        """The page at the end of a slot's positions of key `index`, or NO_PAGE; None: neither."""
+        return self.held[slot].at((index + 1) * self._a_key - 1)
 
     def num_wanted(self, num_positions: int, keys: Sequence[bytes]) -> int:
         """Free pages that a sequence takes which begins with those of `keys`, at most."""
-        in_use = sum(not self.index.is_unused(page) for page in self.found(keys))
+        pages = [page for page in self.found(keys) if page != NO_PAGE]
+        in_use = sum(not self.index.is_unused(page) for page in pages)
         return self.most(num_positions) - in_use
 
     def replace(self, slot: int, first: int, keys: Sequence[bytes]) -> None:
-        """Let the pages of `keys` be a slot's from its page `first` on, in place of its own."""
-        held, end = self.held[slot], first + len(keys)
-        seen = self.first_page(end * PAGE_POSITIONS)
-        before = held.pages[max(0, seen - held.first) : max(0, first - held.first)]
+        """Let the pages of `keys` be a slot's from key `first` on, in place of its own."""
+        held, seen = self.held[slot], self.first_page((first + len(keys)) * PAGE_POSITIONS)
+        begin, end = first * self._a_key, (first + len(keys)) * self._a_key
+        before = held.pages[max(0, seen - held.first) : max(0, begin - held.first)]
         after = held.pages[max(0, end - held.first) :]
         found = self.found(keys, first)
         for page in found:
@@ -205,11 +248,45 @@ class _Group:
         if not held.pages:
             held.first = max(held.first, first)
 
-    def num_to_take(self, slot: int, num_positions: int, num_done: int) -> int:
-        """Pages that a slot lacks for the step after `num_done`, or for all without a window."""
-        if self._window is not None:
-            num_positions = min(num_positions, num_done + self._window.step)
-        return max(0, num_pages_of(num_positions) - self.held[slot].end)
+    def to_take(
+        self, slot: int, num_positions: int, num_done: int, ends: Sequence[int] | None
+    ) -> list[int]:
+        """Which pages a slot lacks for the step after `num_done`, or for all without a window.
+
+        ends: of a chunk, instead, as in `KvPool.extend`
+        """
+        held, window = self.held[slot], self._window
+        if self.has_ends and ends is not None:
+            wanted = {n for end in ends for n in range(self.first_page(end), self.count(end))}
+            return [n for n in sorted(wanted) if n >= held.first and held.at(n) in (None, NO_PAGE)]
+        if window is not None:
+            num_positions = min(num_positions, num_done + window.step)
+        return list(range(held.end, self.count(num_positions)))
+
+    def extend(self, slot: int, numbers: Sequence[int]) -> None:
+        """Take these pages of a slot, and none of those between them that it lacks."""
+        held = self.held[slot]
+        for number in numbers:
+            held.pages += [NO_PAGE] * (number + 1 - held.end)
+            held.pages[number - held.first] = self.take()
+
+    def take_in_turn(self, slot: int, num_positions: int, step: int) -> np.ndarray:
+        """The page of each of a slot's, which has none yet, where a few stand for all in turn.
+
+        With `most_ends` only of those that are seen from a step to the next, where steps of many
+        tokens begin at multiples of `step`, or one position later.
+        """
+        held, window, count = self.held[slot], self._window, self.count(num_positions)
+        most = window.num_pages if window and self.has_ends else self.most(num_positions)
+        held.pages += [self.take() for _ in range(most - held.end)]
+        pages = np.array(held.pages, np.int32)
+        if window is None or not self.has_ends or step <= window.step:
+            return np.resize(pages, count)
+        table = np.full(count, NO_PAGE, np.int32)
+        for turn, begin in enumerate(range(0, num_positions, step)):
+            numbers = range(self.first_page(begin), self.count(begin + 1))
+            table[numbers] = [pages[(2 * turn + n % 2) % 4] for n in numbers]
+        return table
 
     def take(self) -> int:
         """A free page, for something new."""
@@ -218,11 +295,15 @@ class _Group:
         return page
 
     def use(self, page: int) -> None:
+        if page == NO_PAGE:
+            return
         if not self._num_users[page]:
             self.index.use(page)
         self._num_users[page] += 1
 
     def release(self, page: int) -> None:
+        if page == NO_PAGE:
+            return
         self._num_users[page] -= 1
         if self._num_users[page]:
             return
@@ -249,17 +330,17 @@ class KvPool:
         self,
         num_pages: int,
         page_tables: np.ndarray,
-        window: Window | None = None,
-        num_window_pages: int = 0,
+        windows: Mapping[int, tuple[Window, int]] = {},
     ) -> None:
-        """`page_tables` (2, slots, pages of a sequence at most) int32 are written for the services.
+        """`page_tables` (groups, slots, pages of a sequence at most) int32 are for the services.
 
-        window, num_window_pages: of layers with a window; None: there are none
+        The pages are those of the group whose pages have the fewest positions.
+        windows: of groups beside FULL, in their order, what a sequence sees, and their pages
         """
         self._page_tables = page_tables
-        self._groups = [_Group(num_pages, None)]  # FULL; WINDOWED where there are such layers
-        if window is not None:
-            self._groups.append(_Group(num_window_pages, window))
+        self._numbers = [FULL, *windows]  # of groups, as tables have them
+        self._groups = [_Group(num_pages, None)]
+        self._groups += [_Group(count, window) for window, count in windows.values()]
 
     @property
     def num_pages(self) -> np.ndarray:
@@ -270,6 +351,11 @@ class KvPool:
     def num_free_pages(self) -> np.ndarray:
         """Pages of each group that nobody has, those that can be found included."""
         return np.array([group.num_free for group in self._groups])
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there are recurrent layers, whose pages are at chosen ends alone."""
+        return any(group.has_ends for group in self._groups)
 
     @property
     def num_used(self) -> int:
@@ -294,7 +380,11 @@ class KvPool:
             num_found = min(counts)
 
     def allocate(
-        self, num_positions: int, num_spare: int | np.ndarray = 0, found: Sequence[bytes] = ()
+        self,
+        num_positions: int,
+        num_spare: int | np.ndarray = 0,
+        found: Sequence[bytes] = (),
+        ends: Sequence[int] | None = None,
     ) -> int | None:
         """The lowest free slot, with pages for `num_positions`; None where either is lacking.
 
@@ -302,6 +392,7 @@ class KvPool:
 
         num_spare: pages that must be free after that
         found: keys that `find` has found, of its first pages
+        ends: as of `extend`
         Errors:  ValueError for more positions than a slot can ever have
         """
         self._require_fits(num_positions)
@@ -312,36 +403,36 @@ class KvPool:
         for group in self._groups:
             group.held[slot] = _Held()
         self.replace(slot, 0, found)
-        self.extend(slot, num_positions, len(found) * PAGE_POSITIONS)
+        self.extend(slot, num_positions, len(found) * PAGE_POSITIONS, ends=ends)
         return slot
 
-    def allocate_whole(self, num_positions: int) -> int | None:
+    def allocate_whole(self, num_positions: int, step: int = 1) -> int | None:
         """The lowest free slot for one that computes `num_positions` from the first on by itself.
 
         Without `extend`: with a window a sequence's pages stand for later ones in turn.
+        step: tokens that it computes at once, if they are more than kernels take; a position that
+        is computed before may shift them by one
         Errors:  ValueError for more positions than a slot can ever have
         """
         slot = self.allocate(num_positions)
         if slot is None:
             return None
-        for number, group in enumerate(self._groups):
-            held = group.held[slot]
-            held.pages += [group.take() for _ in range(group.most(num_positions) - held.end)]
-            row = self._page_tables[number, slot, : num_pages_of(num_positions)]
-            row[:] = np.resize(np.array(held.pages, np.int32), row.shape)
+        for number, group in zip(self._numbers, self._groups, strict=True):
+            table = group.take_in_turn(slot, num_positions, step)
+            self._page_tables[number, slot, : len(table)] = table
         return slot
 
     def num_lacking(self, slot: int, num_positions: int) -> np.ndarray:
         """Pages of each group that a slot lacks of those for `num_positions`."""
-        return np.array(
-            [
-                max(0, group.most(num_positions) - len(group.held[slot].pages))
-                for group in self._groups
-            ]
-        )
+        return np.array([group.num_lacking(slot, num_positions) for group in self._groups])
 
     def extend(
-        self, slot: int, num_positions: int, num_done: int = 0, num_spare: int | np.ndarray = 0
+        self,
+        slot: int,
+        num_positions: int,
+        num_done: int = 0,
+        num_spare: int | np.ndarray = 0,
+        ends: Sequence[int] | None = None,
     ) -> bool:
         """Allocate a slot what it lacks for `num_positions`; False where too few pages are free.
 
@@ -349,35 +440,60 @@ class KvPool:
         its window then is released.
 
         num_spare: pages that must be free after that
+        ends: of a chunk, the positions at which later tokens may go on: recurrent layers then have
+        no other pages; [] for none yet, None for tokens that kernels take
         Errors:  ValueError for more positions than a slot can ever have
         """
         self._require_fits(num_positions)
         for group in self._groups:
             group.leave_behind(slot, num_done)
-        counts = [group.num_to_take(slot, num_positions, num_done) for group in self._groups]
-        if not any(counts):
+        lacking = [group.to_take(slot, num_positions, num_done, ends) for group in self._groups]
+        if not any(lacking):
             return True
-        if not (np.array(counts) + num_spare <= self.num_free_pages).all():
+        if not (np.array([len(one) for one in lacking]) + num_spare <= self.num_free_pages).all():
             return False
-        for group, count in zip(self._groups, counts, strict=True):
-            group.held[slot].pages += [group.take() for _ in range(count)]
+        for group, numbers in zip(self._groups, lacking, strict=True):
+            group.extend(slot, numbers)
         self._write_tables(slot)
         return True
 
+    def lacks_states_alone(
+        self, slot: int, num_positions: int, num_done: int, ends: Sequence[int] | None
+    ) -> bool:
+        """Whether `extend` found too few pages of recurrent layers, and enough of the others."""
+        return all(
+            group.has_ends
+            or len(group.to_take(slot, num_positions, num_done, ends)) <= group.num_free
+            for group in self._groups
+        )
+
     def num_positions(self, slot: int) -> int:
         """Positions that a slot has pages for, its first ones included."""
-        return min(group.held[slot].end for group in self._groups) * PAGE_POSITIONS
+        return min(group.held[slot].end * group.page_positions for group in self._groups)
 
-    def pages(self, slot: int, first: int, count: int) -> list[Page]:
-        """A slot's pages from `first` on, `count` at most: of each the page of each group."""
+    def pages(self, slot: int, first: int, count: int, of_states: bool = False) -> list[Page]:
+        """A slot's pages from key `first` on, `count` at most: of each the page of each group.
+
+        of_states: of recurrent layers, or else of the others; NO_PAGE stands for the rest
+        """
         found: list[Page] = []
         for index in range(first, first + count):
-            pages = [group.held[slot].at(index) for group in self._groups]
-            there = tuple(page for page in pages if page is not None)
-            if len(there) < len(pages):
+            own = [group.at_end(slot, index) for group in self._groups]
+            pages = self._whole(own, of_states)
+            if pages is None:
                 break
-            found.append(there)
+            found.append(pages)
         return found
+
+    def _whole(self, pages: Sequence[int | None], of_states: bool) -> Page | None:
+        """The pages that are meant of each group's, NO_PAGE of the others; None where one lacks."""
+        is_meant = [group.has_ends == of_states for group in self._groups]
+        found = [
+            page if meant and page is not None else NO_PAGE
+            for page, meant in zip(pages, is_meant, strict=True)
+        ]
+        is_whole = any(is_meant) and [page != NO_PAGE for page in found] == is_meant
+        return tuple(found) if is_whole else None
 
     def replace(self, slot: int, first: int, keys: Sequence[bytes]) -> None:
         """Let what `find` has found be a slot's from its page `first` on, in place of its own."""
@@ -385,26 +501,27 @@ class KvPool:
             group.replace(slot, first, keys)
         self._write_tables(slot)
 
-    def name(self, slot: int, index: int, key: bytes) -> bool:
-        """Let a slot's page `index` be found by `key`; False where another one already is."""
-        named = False
-        for group in self._groups:
-            page = group.held[slot].at(index)
-            named |= page is not None and group.index.add(key, page)
-        return named
+    def name(self, slot: int, index: int, key: bytes) -> list[bytes]:
+        """Let a slot's page `index` be found by `key`, unless another one already is.
 
-    def hold(self, key: bytes) -> Page | None:
+        Returns the keys in files of what is found now: `key`, `states_key(key)`, both or none.
+        """
+        named = {False: False, True: False}
+        for group in self._groups:
+            page = group.at_end(slot, index)
+            if page is not None and page != NO_PAGE:
+                named[group.has_ends] |= group.index.add(key, page)
+        return [key] * named[False] + [states_key(key)] * named[True]
+
+    def hold(self, key: bytes, of_states: bool = False) -> Page | None:
         """Keep the page of `key` from being given up until it is `let_go`; None: there is none.
 
-        Returns the page of each group.
+        Returns the page of each group, as `pages`.
         """
-        pages = [group.index.page(key) for group in self._groups]
-        there = tuple(page for page in pages if page is not None)
-        if len(there) < len(pages):
-            return None
-        for group, page in zip(self._groups, there, strict=True):
+        pages = self._whole([group.index.page(key) for group in self._groups], of_states)
+        for group, page in zip(self._groups, pages or (), strict=False):
             group.use(page)
-        return there
+        return pages
 
     def let_go(self, page: Page) -> None:
         """What `hold` held is held no more."""
@@ -439,12 +556,12 @@ class KvPool:
 
     def _require_fits(self, num_positions: int) -> None:
         max_pages = self._page_tables.shape[2]
-        if num_pages_of(num_positions) > max_pages:
+        if max(group.count(num_positions) for group in self._groups) > max_pages:
             raise ValueError(f"{num_positions} positions do not fit in {max_pages} pages")
 
     def _write_tables(self, slot: int) -> None:
         """Entries before and after a slot's pages stay: no kernel reads them."""
-        for number, group in enumerate(self._groups):
+        for number, group in zip(self._numbers, self._groups, strict=True):
             held = group.held[slot]
             self._page_tables[number, slot, held.first : held.end] = held.pages
 

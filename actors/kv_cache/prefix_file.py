@@ -1,8 +1,8 @@
 """Pages of this service's KV cache in a file that outlives it (`model/files/page_file.py`).
 
-One file for each arithmetic, in a folder of the model's artifacts, or in the user's cache where
-that cannot be written. All files there together stay within a limit: those of other arithmetics go
-first.
+One file for each arithmetic, and one of recurrent layers' pages, in a folder of the model's
+artifacts, or in the user's cache where that cannot be written. All files there together stay within
+a limit: those of other arithmetics go first.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact_places import artifact_base, artifact_folders
 from hotcold.model.files.locate import resolved_model
 from hotcold.model.files.page_file import LockedFileError, PageFile
-from hotcold.numba_kernels.loops.mailbox import FULL, WINDOWED
+from hotcold.numba_kernels.loops.mailbox import RECURRENT
 from hotcold.numba_kernels.own_cache import own_folder
+from hotcold.numba_kernels.recurrent_arrays import NO_PAGE
 
 FOLDER = "prefix-cache"
 _SUFFIX = ".pages"
@@ -55,27 +56,28 @@ class PrefixFile:
     def __init__(
         self,
         model_path: str | Path,
-        arrays: Sequence[np.ndarray],
+        arrays: Sequence[tuple[int, np.ndarray]],
         limit_bytes: int,
         part: str,
         keeps_cached: bool = True,
-        windowed: Sequence[bool] = (),
+        states: int = -1,
     ) -> None:
-        """arrays: of the KV cache, each (layers, pages, ...), contiguous
+        """arrays: of the KV cache: a layer's, with its place in a `Page`, each (pages, ...)
         limit_bytes: of all files in the folder
         part: names the layers, where several services have some
         keeps_cached: whether the system may keep the file in its page cache
-        windowed: which of the layers have a window; () for none
+        states: the place of recurrent layers', which have a file of their own
         """
         self._model_path, self._limit, self._part = Path(model_path), limit_bytes, part
-        self._flat = [
-            array.reshape(array.shape[0], array.shape[1], -1).view(np.uint8) for array in arrays
+        flat = [(place, array.reshape(len(array), -1).view(np.uint8)) for place, array in arrays]
+        kinds = [
+            [(place, one) for place, one in flat if (place == states) == of_states]
+            for of_states in (False, True)
         ]
-        self._page_bytes = sum(flat.shape[0] * flat.shape[2] for flat in self._flat)
+        self._kinds = [kind for kind in kinds if kind]
+        self._states = states if len(self._kinds) > 1 else -1
         self._keeps_cached = keeps_cached
-        num_layers = arrays[0].shape[0]
-        self._groups = [WINDOWED if has else FULL for has in windowed] or [FULL] * num_layers
-        self._file: PageFile | None = None
+        self._files: list[PageFile] = []  # of each kind, when they are open
         self._folder: int | None = None  # its folder's descriptor
         self._session = b""
         self._is_off = False  # the disk has not answered
@@ -85,13 +87,17 @@ class PrefixFile:
         self._num_loading = 0  # calls, which use the file
 
     @classmethod
-    def of(cls, spec: ServiceSpec, arrays: Sequence[np.ndarray], config: ModelConfig) -> PrefixFile:
-        """Those of a service whose KV cache is `arrays`, of a model of `config`."""
+    def of(
+        cls, spec: ServiceSpec, pages: Sequence[tuple[int, np.ndarray]], config: ModelConfig
+    ) -> PrefixFile:
+        """Those of a service with the `cache_pages`, of a model of `config`."""
         own, num_layers = spec.attention, config.num_layers
         limit = (spec.system.prefix_cache_bytes or 0) * len(own) // num_layers
         part = "" if len(own) == num_layers else f"-{own.start}-{own.stop}"
-        windowed = [bool(config.layers[layer].attention.window) for layer in own]
-        return cls(spec.path, arrays, limit, part, spec.keeps_pages, windowed)
+        groups = config.page_groups
+        arrays = [(groups.index(group), array) for group, array in pages]
+        states = groups.index(RECURRENT) if RECURRENT in groups else -1
+        return cls(spec.path, arrays, limit, part, spec.keeps_pages, states)
 
     def open(self, session: bytes, identity: bytes, anew: bool = False) -> OpenedPages:
         """Begin a session with the file of this arithmetic, without its pages if `anew`.
@@ -108,15 +114,19 @@ class PrefixFile:
             return self._opened(session, identity, anew)
 
     def _opened(self, session: bytes, identity: bytes, anew: bool) -> OpenedPages:
+        lacks = []
         try:
             folder, self._folder = _open_folder(self._model_path)
-            name = f"{hashlib.sha256(identity).hexdigest()[:32]}{self._part}{_SUFFIX}"
-            budget = FolderBudget(folder, self._folder, name, self._limit)
-            self._file = PageFile(
-                folder / name, identity, self._page_bytes, budget.may_grow, self._folder
-            )
-            if anew:
-                self._file.clear()
+            for kind, arrays in enumerate(self._kinds):
+                digest = hashlib.sha256(identity + b"states" * kind).hexdigest()[:32]
+                name = f"{digest}{self._part}{_SUFFIX}"
+                budget = FolderBudget(folder, self._folder, name, self._limit)
+                num_bytes = sum(flat.shape[1] for _, flat in arrays)
+                file = PageFile(folder / name, identity, num_bytes, budget.may_grow, self._folder)
+                self._files.append(file)
+                if anew:
+                    file.clear()
+                lacks.append(file.note or budget.lack(file, bool(file.keys())))
         except LockedFileError:
             self._close_file()
             return OpenedPages(note=f"{folder / name}: another running system uses it, {_WITHOUT}")
@@ -126,9 +136,9 @@ class PrefixFile:
             return OpenedPages(note=f"{where}: {problem.strerror}, {_WITHOUT}")
         with self._changing:
             self._session = b"" if self._is_off else session
-        file, keys = self._file, self._file.keys()
-        note = file.note or budget.lack(file, bool(keys))
-        return OpenedPages(str(file.path), keys, file.num_bytes, note)
+        keys = set[bytes]().union(*(file.keys() for file in self._files))
+        num_bytes = sum(file.num_bytes for file in self._files)
+        return OpenedPages(str(self._files[0].path), keys, num_bytes, next(filter(None, lacks), ""))
 
     def save(
         self, session: bytes, used: Sequence[bytes], keys: Sequence[bytes], pages: Sequence[Page]
@@ -150,21 +160,24 @@ class PrefixFile:
         note = ""
         with self._on_disk:
             for key, page in zip(keys, pages, strict=True):
-                if self._file is None or session != self._session:
+                if not self._files or session != self._session:
                     return None
+                kind = self._kind(page)
+                file = self._files[kind]
                 try:
                     is_page = partial(self._is_session, session)
-                    given_up += self._file.write(key, self._pieces(page), is_page)
+                    given_up += file.write(key, self._pieces(page, kind), is_page)
                     saved.append(key)
                 except OSError as problem:
-                    note = f"{self._file.path}: {problem.strerror}; no page is added"
+                    note = f"{file.path}: {problem.strerror}; no page is added"
                     break
-            if self._file is None or session != self._session:
+            if not self._files or session != self._session:
                 return None
-            with suppress(OSError):
-                self._file.touch(used)
-                self._file.flush()  # nobody else waits for what is left to write
-                self._drop_cached(self._file)
+            for file in self._files:
+                with suppress(OSError):
+                    file.touch(used)
+                    file.flush()  # nobody else waits for what is left to write
+                    self._drop_cached(file)
         return SavedPages(saved, given_up, note)
 
     def load(self, session: bytes, keys: Sequence[bytes], pages: Sequence[Page]) -> int:
@@ -173,14 +186,15 @@ class PrefixFile:
         No page is filled after it has returned.
         """
         with self._changing:
-            file = self._file
-            if file is None or session != self._session:
+            files = list(self._files)
+            if not files or session != self._session:
                 return 0
             self._num_loading += 1
-        return self._answered(partial(self._load, file, session, keys, pages), _LONGEST_LOAD_S, 0)
+        work = partial(self._load, files, session, keys, pages)
+        return self._answered(work, _LONGEST_LOAD_S, 0)
 
     def _load(
-        self, file: PageFile, session: bytes, keys: Sequence[bytes], pages: Sequence[Page]
+        self, files: list[PageFile], session: bytes, keys: Sequence[bytes], pages: Sequence[Page]
     ) -> int:
         def fill(piece: memoryview, content: memoryview) -> bool:
             with self._changing:
@@ -190,14 +204,18 @@ class PrefixFile:
 
         def read(first: int) -> list[bool]:
             own = zip(keys[first::_READERS], pages[first::_READERS], strict=True)
-            return [file.read(key, self._pieces(page), fill) for key, page in own]
+            kinds = ((key, page, self._kind(page)) for key, page in own)
+            return [
+                files[kind].read(key, self._pieces(page, kind), fill) for key, page, kind in kinds
+            ]
 
         try:
             readers = [_in_thread(partial(read, first)) for first in range(_READERS)]
             good = [False] * len(keys)
             for first, reader in enumerate(readers):
                 good[first::_READERS] = reader.result()
-            self._drop_cached(file)
+            for file in files:
+                self._drop_cached(file)
             return good.index(False) if False in good else len(good)
         finally:
             with self._changing:
@@ -240,9 +258,8 @@ class PrefixFile:
     def _close_file(self) -> None:
         with self._changing:
             self._changing.wait_for(lambda: not self._num_loading)
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        while self._files:
+            self._files.pop().close()
         if self._folder is not None:
             os.close(self._folder)
             self._folder = None
@@ -251,12 +268,12 @@ class PrefixFile:
         if not self._keeps_cached:
             file.drop_cache()
 
-    def _pieces(self, page: Page) -> list[memoryview]:
-        return [
-            memoryview(layer[page[group]])
-            for flat in self._flat
-            for layer, group in zip(flat, self._groups, strict=True)
-        ]
+    def _kind(self, page: Page) -> int:
+        """Which of the files has such pages."""
+        return int(self._states >= 0 and page[self._states] != NO_PAGE)
+
+    def _pieces(self, page: Page, kind: int) -> list[memoryview]:
+        return [memoryview(flat[page[place]]) for place, flat in self._kinds[kind]]
 
 
 _WITHOUT = "so no prefix is kept on disk"

@@ -104,7 +104,7 @@ def home_node(options: SystemOptions, say: Callable[[str], object]) -> str | Non
     own, needed = ray.get_runtime_context().get_node_id(), options.num_threads or 1
     if _cpus().get(own, 0):
         return None
-    if max(_cpus().values()) < needed and _can_grow():
+    if max(_cpus().values()) < needed and can_grow():
         say(f"waiting for a node of {needed} CPUs, which the cluster's autoscaler is asked for")
         asked = ray.util.placement_group([{"CPU": needed}])
         try:
@@ -146,7 +146,7 @@ def _cpus() -> dict[str, int]:
     return {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in nodes}
 
 
-def _can_grow() -> bool:
+def can_grow() -> bool:
     """Whether an autoscaler looks after the cluster. Its first report comes soon after the start.
 
     Without one a head has a monitor all the same, to which each node is of a type of its own.

@@ -144,6 +144,10 @@ class DriverActor:
         """The system's configuration."""
         return self.services.system
 
+    def identity(self) -> tuple[str, int, int]:
+        """What systems of the same tokens have in common; see `Driver.identity`."""
+        return self.services.driver.identity()
+
     def neuron_owners(self) -> tuple[list[str], np.ndarray]:
         """Which service holds each neuron; see `actors.setup.assignment`."""
         return neuron_owners(self.services.config, self.services.connection.topology)

@@ -177,7 +177,7 @@ def _attention_service(spec: ServiceSpec, config: ModelConfig) -> Service:
         return AttentionService(spec.name, spec.index, spec.num_threads, arrays)
 
     found = service(spec.system.weight_dtype, spec.cache)
-    if spec.draft is not None:
+    if spec.draft is not None and spec.drafts is None:
         found.draft = service(spec.draft.system.weight_dtype, spec.cache)
     return found
 
@@ -211,8 +211,8 @@ def _cpu_service(spec: ServiceSpec, config: ModelConfig) -> Service:
         service = load_offloaded_service(target, config, share, ahead, on_bytes)
     if spec.draft is not None:
         few = [ids[:1] for ids in spec.neuron_ids]  # compiled code does not depend on how many
-        draft = replace(spec.draft, neuron_ids=few)
-        service.draft = load_cpu_service(draft, config, on_bytes, keeps_pages=False)
+        draft, model = replace(spec.draft, neuron_ids=few), spec.system.draft_model(config)
+        service.draft = load_cpu_service(draft, model, on_bytes, keeps_pages=False)
     return service
 
 

@@ -246,7 +246,7 @@ class ServiceActor:
         if self._pages is None:
             service: Any = self._require_service()
             config = read_config(self.spec.path)
-            self._pages = PrefixFile.of(self.spec, service.cache_arrays, config)
+            self._pages = PrefixFile.of(self.spec, service.cache_pages, config)
         return self._pages.open(session, identity, anew)
 
     def save_pages(

@@ -16,6 +16,7 @@ from hotcold.numba_kernels.loops.mailbox import (
     CELLS_A_SERVICE,
     NUM_BUCKETS,
     NUM_COUNTS,
+    NUM_GROUPS,
     NUM_REPLY_WORDS,
     NUM_REQUEST_WORDS,
     SharedBuffers,
@@ -40,23 +41,28 @@ class ArenaLayout:
     num_slots: int
     pages_a_slot: int
     num_layers: int = 1
+    layer_embeddings: int = 0  # numbers of a token's embeddings that layers have of their own
     num_outputs: int = 1  # sums that a service passes on at most, of its neurons
     num_blocks: int = 0  # of a layer's neurons, in a mixture of experts
     num_guessed: int = 0  # tokens of a step whose next layer's experts are guessed
     num_buckets: int = NUM_BUCKETS  # in which a layer's neurons are counted
     predictor_words: int = 0  # of 64 bits, where the driver and services share predictors
+    state_pages_a_slot: int = 0  # of recurrent layers, whose pages are of fewer positions
     bundle_bytes: int = 0  # of each of a CPU service's two places for neurons to upload to a GPU
 
     def _parts(self) -> list[tuple[str, type, tuple[int, ...]]]:
         s, t, d = self.num_services, self.max_tokens, self.width
+        pages_a_slot = max(self.pages_a_slot, self.state_pages_a_slot)
         return [
             ("cells", np.int32, (s * CELLS_A_SERVICE * INTS_A_CELL,)),
             ("requests", np.int64, (s, NUM_REQUEST_WORDS)),
             ("replies", np.int64, (s, NUM_REPLY_WORDS)),
             ("positions", np.int32, (t,)),
             ("slots", np.int32, (t,)),
-            ("page_tables", np.int32, (2, self.num_slots, self.pages_a_slot)),
+            ("page_tables", np.int32, (NUM_GROUPS, self.num_slots, pages_a_slot)),
             ("hidden", np.float32, (t, d)),
+            ("embedded", np.float32, (t, d if self.layer_embeddings else 0)),
+            ("layer_embeddings", np.float32, (t, self.layer_embeddings)),
             ("ffn_residual", np.float32, (t, d)),
             ("ffn_input", np.float32, (t, d)),
             ("active_ids", np.int32, (s, self.max_neurons)),

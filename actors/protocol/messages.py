@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
     from hotcold.actors.protocol.stripes import Stripes
     from hotcold.actors.telemetry.experts import ExpertCounts
+    from hotcold.model.config.model_config import ModelConfig
     from hotcold.placement.machine.pinning import HostShare
 
 PREDICTED_MODES = ("sign", "lowrank")  # a predictor chooses the neurons
@@ -28,10 +29,11 @@ THRESHOLD = "threshold"  # neurons fire where their activation is not small
 MODES = ("dense", "exact", THRESHOLD, *PREDICTED_MODES)
 AUTO_MODE = "auto"  # a predicted mode where it is nearly as exact as the default, and faster
 EXCHANGES = ("arena", "calls")
-# What drafts tokens: repeated text alone; the model's own weights in so few bits, which services
-# hold beside the others; the model with the neurons that its predictors choose.
-NO_MODEL, PREDICTED_DRAFT, DRAFT_DTYPES = "ngram", "predicted", ("q4",)
-DRAFTS = (NO_MODEL, *DRAFT_DTYPES, PREDICTED_DRAFT)
+# What drafts tokens: repeated text alone; the model's layer for that (multi-token prediction); its
+# own weights in so few bits, which services hold beside the others; the model with the neurons that
+# its predictors choose.
+NO_MODEL, LAYER_DRAFT, PREDICTED_DRAFT, DRAFT_DTYPES = "ngram", "mtp", "predicted", ("q4",)
+DRAFTS = (NO_MODEL, LAYER_DRAFT, *DRAFT_DTYPES, PREDICTED_DRAFT)
 _BYTES_A_TOKEN, _BYTES_A_LOGPROB = 200, 12
 MOST_DRAFTED = 16  # tokens of one draft
 SPECULATE = ("auto", "off", *(str(count) for count in range(1, MOST_DRAFTED + 1)))
@@ -89,17 +91,27 @@ class SystemConfig:
 
     @property
     def draft_system(self) -> SystemConfig | None:
-        """This system as its second weights are loaded: all in memory; None where it has none."""
-        if self.draft not in DRAFT_DTYPES:
-            return None
+        """This system as its second weights are loaded: all in memory; None where it has none.
+
+        Those of a layer that drafts are as the file has them, or in 8 bits.
+        """
+        dtype = self.weight_dtype if self.weight_dtype in ("", "f16", "bf16") else "q8"
+        if self.draft != LAYER_DRAFT:
+            dtype = self.draft
+            if dtype not in DRAFT_DTYPES:
+                return None
         return replace(
             self,
-            weight_dtype=self.draft,
+            weight_dtype=dtype,
             draft=NO_MODEL,
             down_transposed=False,
             has_down_norms=False,
             storage=None,
         )
+
+    def draft_model(self, config: ModelConfig) -> ModelConfig:
+        """The model that the second weights are of: this one, or its layer that drafts."""
+        return config.draft_layer() if self.draft == LAYER_DRAFT else config
 
     def as_json(self) -> bytes:
         """All fields, for a process that is no Ray actor; `from_json` reads them."""
@@ -134,10 +146,12 @@ class CacheSpec:
     num_positions: int
     dtype: str  # of KV_DTYPES in actors.protocol.options
     num_window_pages: int = 0  # in layers with a window; 0: as many as in the others
+    num_recurrent_pages: int = 0  # in recurrent layers; 0: the same
 
-    def pages_of(self, window: int) -> int:
-        """Pages of a layer with so large a window, 0 for none."""
-        return self.num_window_pages or self.num_pages if window else self.num_pages
+    def pages_of(self, group: int) -> int:
+        """Pages of a layer of a group: FULL, WINDOWED or RECURRENT of the loops' mailbox."""
+        own = self.num_pages, self.num_window_pages, self.num_recurrent_pages
+        return own[group] or self.num_pages
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +164,7 @@ class ServicePart:
     has_down_bias: whether its partial output includes the biases of down projections
     host: the address of its Ray node; "": the driver's
     stripes: that its neurons are in, by which they are ordered; None: it has no neurons for the CPU
+    drafts: its part of the layer that drafts, if the system has that
     """
 
     name: str
@@ -160,6 +175,7 @@ class ServicePart:
     has_down_bias: bool = False
     host: str = ""
     stripes: Stripes | None = None
+    drafts: ServicePart | None = None
 
     @property
     def is_cpu_service(self) -> bool:
@@ -191,7 +207,17 @@ class ServiceSpec(ServicePart):
         system = self.system.draft_system
         if system is None:
             return None
-        return replace(self, system=system, storage=None, among=None)
+        part = self if self.drafts is None else self.drafts
+        return replace(
+            self,
+            system=system,
+            storage=None,
+            among=None,
+            attention=part.attention,
+            neuron_ids=part.neuron_ids,
+            stripes=part.stripes,
+            drafts=None,
+        )
 
     @property
     def path(self) -> Path:
@@ -273,6 +299,22 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
+class DrawState:
+    """What the rest of an answer depends on beside the tokens until then: another system goes on.
+
+    random: state and increment of the request's PCG64
+    forced: tokens of a mark that ends thoughts, still to come; `was_forced`: one has begun
+    logprobs: of tokens whose text is held back
+    """
+
+    random: tuple[int, int]
+    mu: float
+    forced: tuple[int, ...]
+    was_forced: bool
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
     """A prompt as text, as chat messages, or as token ids: exactly one of them.
 
@@ -282,6 +324,9 @@ class GenerateRequest:
     request_id: for cancelling; unique
     use_cache: whether the prompt's beginning is taken from the KV cache, and kept there for others
     cache_salt: only requests of one salt share
+    is_resumable: whether its events have a `state`, with which another system can go on
+    given: tokens of the answer that were handed out before, by a system whose bits are the same
+    state: that of the event with the last of them
     """
 
     sampling: SamplingParams
@@ -301,6 +346,9 @@ class GenerateRequest:
     wants_embedding: bool = False
     use_cache: bool = True
     cache_salt: str = ""
+    is_resumable: bool = False
+    given: tuple[int, ...] = ()
+    state: DrawState | None = None
 
     @property
     def may_think(self) -> bool:
@@ -380,7 +428,7 @@ class Generation:
     @property
     def decode_tokens_per_s(self) -> float:
         """New tokens a second after the first."""
-        return (len(self.ids) - 1) / self.decode_s if len(self.ids) > 1 else 0.0
+        return (len(self.ids) - 1) / self.decode_s if len(self.ids) > 1 and self.decode_s else 0.0
 
     @classmethod
     def of_values(cls, values: dict[str, Any]) -> Generation:
@@ -406,12 +454,15 @@ class Generation:
         }
 
 
+SAID, THOUGHT, MARK = "said", "thought", "mark"  # what parts of an answer are
+
+
 @dataclass(frozen=True)
 class TokenEvent:
     """New text of a running request; the last event has the whole result.
 
-    text: thoughts with their marks and the white space around them, then, from `said_at` on, the
-    answer itself
+    parts: what `text` is: SAID, THOUGHT or MARK, which nobody is shown, and how many characters;
+    without any all of it is said
     """
 
     text: str
@@ -421,13 +472,36 @@ class TokenEvent:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in one event, the first
     token_ids: tuple[int, ...] = ()  # those chosen since the last event
     num_prompt_tokens: int = 0  # of the request; 0: not known
-    thought: str = ""  # of `text`, the thoughts alone
-    said_at: int = 0
+    parts: tuple[tuple[str, int], ...] = ()
+    shown: str | None = None  # as who shows all of the text shows it; None: `text`
+    state: DrawState | None = None  # after these tokens, where the request `is_resumable`
+
+    @property
+    def readable(self) -> str:
+        """The text for who shows all of it, thoughts included."""
+        return self.text if self.shown is None else self.shown
+
+    @property
+    def told_parts(self) -> tuple[tuple[str, int], ...]:
+        """The parts, also of an event that is said as a whole."""
+        return self.parts or (((SAID, len(self.text)),) if self.text else ())
+
+    def split(self) -> Iterator[tuple[str, str]]:
+        """The parts with their texts, in order."""
+        at = 0
+        for kind, length in self.told_parts:
+            yield kind, self.text[at : at + length]
+            at += length
 
     @property
     def said(self) -> str:
         """Of `text`, the answer itself."""
-        return self.text[self.said_at :]
+        return "".join(text for kind, text in self.split() if kind == SAID)
+
+    @property
+    def thought(self) -> str:
+        """Of `text`, the thoughts alone."""
+        return "".join(text for kind, text in self.split() if kind == THOUGHT)
 
     def __add__(self, later: TokenEvent) -> TokenEvent:
         """This event and a later one as one."""
@@ -439,8 +513,9 @@ class TokenEvent:
             self.prompt_logprobs + later.prompt_logprobs,
             self.token_ids + later.token_ids,
             later.num_prompt_tokens,
-            self.thought + later.thought,
-            self.said_at + later.said_at,
+            self.told_parts + later.told_parts,
+            None if self.shown is later.shown is None else self.readable + later.readable,
+            later.state,
         )
 
 

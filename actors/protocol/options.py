@@ -127,9 +127,10 @@ class SystemOptions:
         "--exchange", "How the driver asks services: doorbells in shared memory, or actor calls.",
         choices=EXCHANGES, default="arena")
     draft: str = _option(
-        "--draft", "What drafts tokens for --speculate, beside repeated text (ngram): q4, the "
-        "model's own weights in 4 bits, in memory beside them; predicted, the model with the "
-        "neurons that its predictors choose; auto is ngram.", choices=(AUTO_DRAFT, *DRAFTS),
+        "--draft", "What drafts tokens for --speculate, beside repeated text (ngram): mtp, the "
+        "model's own layer for that, where it has one; q4, its weights in 4 bits, in memory beside "
+        "them; predicted, the model with the neurons that its predictors choose; auto is mtp where "
+        "it can be, else ngram.", choices=(AUTO_DRAFT, *DRAFTS),
         default=AUTO_DRAFT)
     pin: str = _option(
         "--pin", "Keep services on the cores and memory of their NUMA nodes; auto: with one node, "

@@ -88,7 +88,7 @@ def output_stripes(
     """
     pieces, unit = 1, UNIT
     if config.experts is not None and expert_pieces > 1:
-        formats = {DTYPES[name] for of_layer in config.down_formats for name in of_layer}
+        formats = {DTYPES[down] for of_layer in config.block_formats for *_, down in of_layer}
         pieces, unit = expert_pieces, QUANT_GROUP if formats and formats <= _GROUPWISE else UNIT
     shares = share_stripes(num_output_stripes(config), threads)
     return [own._replace(pieces=pieces, unit=unit) for own in shares]

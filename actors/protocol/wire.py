@@ -46,7 +46,9 @@ def event_values(event: TokenEvent) -> dict[str, Any]:
         found[name] = [(one.token_id, one.logprob, one.top, one.at) for one in found[name]]
     if event.result is not None:
         found["result"] = asdict(event.result)
-    return {name: value for name, value in found.items() if value or name == "text"}
+    kept = {name for name, value in found.items() if value or name == "text"}
+    kept |= {"shown"} if event.shown is not None else set()
+    return {name: value for name, value in found.items() if name in kept}
 
 
 def event_of(values: dict[str, Any]) -> TokenEvent:
@@ -56,4 +58,5 @@ def event_of(values: dict[str, Any]) -> TokenEvent:
         found[name] = tuple(TokenLogprob(*one) for one in found.get(name, ()))
     if "result" in found:
         found["result"] = Generation.of_values(found["result"])
+    found["parts"] = tuple((str(kind), int(length)) for kind, length in found.get("parts", ()))
     return TokenEvent(**found | {"token_ids": tuple(found.get("token_ids", ()))})

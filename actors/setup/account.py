@@ -6,6 +6,7 @@ what a GPU holds, what stays in memory of neurons on storage.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,13 +26,15 @@ from hotcold.cuda_kernels.matrix import padded_items
 from hotcold.model.byte_sizes import binary_text
 from hotcold.model.config.model_config import MatrixKind, ModelConfig
 from hotcold.model.errors import MemoryBudgetError
-from hotcold.model.files.checkpoint import needs_torch
+from hotcold.model.files.checkpoint import Checkpoint, needs_torch
+from hotcold.model.weights.draft_layer import draft_input_bytes, own_head
 from hotcold.model.weights.memory import available_bytes, memory_limit
 from hotcold.model.weights.sizes import (
     attention_bytes,
     ffn_bytes,
     head_bytes,
     neuron_bytes,
+    rope_table_shape,
     weight_bytes,
 )
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, SEGMENT_POSITIONS
@@ -96,6 +99,7 @@ def account(
         kv_cache_bytes=round(system_kv_bytes(system, config) * on_host),
         process_bytes=num_processes * _process_bytes(system)
         + attention_parts_bytes(system, config)
+        + (0 if has_gpu else 4 * math.prod(rope_table_shape(config, system.context_length)))
         + _vectors_bytes(system, config)
         + extra_bytes,
         arena_bytes=num_arenas * arena_layout(system, config).num_bytes,
@@ -108,12 +112,13 @@ def new_services_bytes(system: SystemConfig, config: ModelConfig) -> int:
     """Bytes of the CPU services and their arena alone, where attention's service stays."""
     need, drafting = account(system, config), draft_config(system, config)
     num_bytes = need.ffn_bytes + need.arena_bytes + system.num_cpu_actors * _process_bytes(system)
-    return num_bytes + (0 if drafting is None else ffn_bytes(drafting, config.num_neurons))
+    return num_bytes + (0 if drafting is None else ffn_bytes(drafting, drafting.num_neurons))
 
 
 def service_bytes(spec: ServiceSpec, config: ModelConfig) -> int:
     """Bytes of the weights of one service, whose files are here. Errors: CheckpointError."""
-    drafting = 0 if spec.draft is None else service_bytes(spec.draft, config)
+    draft = spec.draft
+    drafting = 0 if draft is None else service_bytes(draft, spec.system.draft_model(config))
     config = served_config(spec.system, config)
     if spec.storage is not None and spec.cache is None:
         return drafting + bytes_in_memory(config, spec.storage)
@@ -143,7 +148,14 @@ def loaded_bytes(system: SystemConfig, config: ModelConfig) -> int:
 def draft_bytes(system: SystemConfig, config: ModelConfig) -> int:
     """Bytes of the second weights, of drafts; all of them are in memory."""
     drafting = draft_config(system, config)
-    return 0 if drafting is None else weight_bytes(drafting)
+    if drafting is None:
+        return 0
+    num_bytes = weight_bytes(drafting)
+    if drafting.drafts_after:
+        checkpoint = Checkpoint(system.model_path)
+        num_bytes -= head_bytes(drafting) * (not own_head(checkpoint, drafting))
+        num_bytes += draft_input_bytes(drafting)
+    return num_bytes
 
 
 @dataclass(frozen=True)
@@ -159,8 +171,8 @@ class GpuParts:
         """`config` has the formats that matrices are loaded in."""
         width = config.hidden_size
         of_all = attention_bytes(config) + system_kv_bytes(system, config)
-        padding = config.qkv_rows * _padding(config, width, "qkv")
-        padding += width * _padding(config, config.attention_size, "out")
+        padding = config.most_inputs * _padding(config, width, "qkv")
+        padding += width * _padding(config, config.heads.heads_size, "out")
         neuron_padding = (1 + config.has_gate) * _padding(config, width, "gate")
         neuron_padding += _padding(config, width, "down")
         head_padding = config.vocab_size * _padding(config, config.embed_size, "head")
@@ -231,7 +243,7 @@ def _vectors_bytes(system: SystemConfig, config: ModelConfig) -> int:
 
     Their `ActivationSpace`, and what they pack vectors and rows into for AMX's tiles.
     """
-    width = max(config.hidden_size, config.num_heads * config.head_dim)
+    width = max(config.matrix_widths)
     kept = KERNEL_TOKENS * width * (4 + 1)  # floats, and a byte each
     blocks = (size for layer in config.layers for size in layer.ffn.block_sizes)
     packed = _TILED * max(width, *blocks) * 3 // 2  # a byte each, factors, sums
@@ -246,7 +258,9 @@ def attention_parts_bytes(system: SystemConfig, config: ModelConfig) -> int:
     layout = arena_layout(system, config)
     num_segments = -(-layout.pages_a_slot * PAGE_POSITIONS // SEGMENT_POSITIONS)
     num_tokens = min(KERNEL_TOKENS, layout.max_tokens)
-    return num_tokens * num_segments * config.num_heads * (config.head_dim + 2) * 4
+    heads = (layer.attention for layer in config.layers)
+    numbers = max(own.num_heads * (own.head_dim + 2) for own in heads)
+    return num_tokens * num_segments * numbers * 4
 
 
 def _predictor_bytes(system: SystemConfig) -> int:
@@ -287,11 +301,11 @@ def require_memory(
         f"this model needs {binary_text(need.total_bytes)} of memory ("
         f"{binary_text(weights)} weights, {draft}{binary_text(need.kv_cache_bytes)} KV cache, "
         f"{binary_text(need.process_bytes)} processes, {binary_text(need.arena_bytes)} arena), "
-        f"{binary_text(free)} are {what}; use {_what_fits(free, quantized)}"
+        f"{binary_text(free)} are {what}; use {what_fits(free, quantized)}"
     )
 
 
-def _what_fits(free: int, quantized: Iterable[tuple[str, Account]]) -> str:
+def what_fits(free: int, quantized: Iterable[tuple[str, Account]]) -> str:
     """What to use instead: the first --dtype that fits, if one does."""
     for dtype, need in quantized:
         if need.total_bytes <= free:

@@ -20,7 +20,7 @@ from hotcold.actors.protocol.messages import (
 from hotcold.actors.protocol.options import KV_DTYPES, SystemOptions
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.actors.setup.drafting import with_draft
-from hotcold.actors.setup.gpu_share import choose_device, neuron_upload_tokens
+from hotcold.actors.setup.gpu_share import choose_device, neuron_upload_tokens, only_on_cpu
 from hotcold.actors.setup.modes import auto_mode, require_predictable, thresholds_file
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
@@ -85,11 +85,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         pin=options.pin,
         hosts=options.hosts,
         numa_root=str(root),
-        device=choose_device(
-            options.device,
-            options.gpu_memory_bytes,
-            config.experts is not None and config.experts.has_predictors,
-        ),
+        device=choose_device(options.device, options.gpu_memory_bytes, only_on_cpu(config)),
         requires_gpu=options.device == "cuda" or bool(options.gpu_memory_bytes),
         gpu_memory_bytes=options.gpu_memory_bytes or 0,
     )

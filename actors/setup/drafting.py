@@ -9,6 +9,8 @@ from hotcold.actors.protocol.messages import (
     AUTO_MODE,
     DRAFT_DTYPES,
     DRAFTS,
+    LAYER_DRAFT,
+    NO_MODEL,
     PREDICTED_DRAFT,
     PREDICTED_MODES,
     SystemConfig,
@@ -22,6 +24,8 @@ from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError, shown
 from hotcold.model.files.artifact import ModelIdentity, check_artifact
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.check import why_no_drafts
 from hotcold.model.weights.sizes import weight_bytes
 from hotcold.predictors.predictor_file import predictors_path
 
@@ -36,12 +40,15 @@ def with_draft(
     Errors:  UsageError where this system cannot have it, ArtifactError for unusable predictors
     """
     if options.draft == AUTO_DRAFT:
-        return system
+        refusal = _refusal(path, system, config, options)
+        return system if refusal else replace(system, draft=LAYER_DRAFT)
     if options.draft not in DRAFTS:
         known = " or ".join((AUTO_DRAFT, *DRAFTS))
         raise UsageError(f"no draft named {shown(options.draft)}; give {known}")
-    if options.speculate == "off":
+    if options.speculate == "off" and options.draft != NO_MODEL:
         raise UsageError(f"--draft {options.draft} is for --speculate, which is off; leave one out")
+    if options.draft == LAYER_DRAFT and (refusal := _refusal(path, system, config, options)):
+        raise UsageError(f"--draft {LAYER_DRAFT}: {refusal}; leave it out")
     system = replace(system, draft=options.draft)
     if system.draft in DRAFT_DTYPES:
         _require_weights(system, config)
@@ -51,6 +58,22 @@ def with_draft(
         check_artifact(file, "predictors", ModelIdentity.of(path))
         return replace(system, draft_predictors_path=str(file.resolve()))
     return system
+
+
+def _refusal(path: Path, system: SystemConfig, config: ModelConfig, options: SystemOptions) -> str:
+    """Why the system cannot have the model's layer that drafts; "" where it can."""
+    is_predicted = system.auto_mode or system.mode in PREDICTED_MODES
+    places = {
+        "speculation is off": options.speculate == "off",
+        "the layer is computed on the CPU alone": system.device == "cuda",
+        "the layer is of systems of one host": bool(system.hosts),
+        "the mode has predictors, and none are of that layer": is_predicted,
+        "a plan places neurons, and none of that layer": options.plan is not None,
+    }
+    for why, is_so in places.items():
+        if is_so:
+            return why
+    return why_no_drafts(Checkpoint(path), config)
 
 
 def _require_weights(system: SystemConfig, config: ModelConfig) -> None:

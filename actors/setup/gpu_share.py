@@ -12,7 +12,18 @@ from hotcold.model.errors import UsageError
 from hotcold.placement.machine.this_machine import measured_before
 from hotcold.placement.solver.plan_devices import gpu_budget
 
-NO_EXPERT_PREDICTORS = "experts with predictors of their own run on the CPU only"
+
+def only_on_cpu(config: ModelConfig) -> str:
+    """Why no GPU has kernels for the model; "" where it has."""
+    if config.experts is not None and config.experts.has_predictors:
+        return "experts with predictors of their own run on the CPU only"
+    if config.latent is not None:
+        return f"{config.family}'s latent attention runs on the CPU only"
+    if config.norms_rotated:
+        return f"{config.family}'s norms behind rotations run on the CPU only"
+    if not config.has_like_layers:
+        return f"{config.family}'s layers, which are of several kinds, run on the CPU only"
+    return ""
 
 
 def usable_gpu_bytes(limit_bytes: int, is_sure: bool) -> int:
@@ -32,12 +43,10 @@ def num_cold_neurons(system: SystemConfig, config: ModelConfig) -> int:
     return config.num_neurons - num_hot
 
 
-def choose_device(
-    device: str, gpu_memory_bytes: int | None, has_expert_predictors: bool = False
-) -> str:
+def choose_device(device: str, gpu_memory_bytes: int | None, only_on_cpu: str = "") -> str:
     """Resolve --device: "auto" is "cuda" where there is a GPU, else "cpu".
 
-    Experts with predictors of their own (TurboSparse) have no kernels for a GPU.
+    only_on_cpu: why the model cannot use one
     Errors:  UsageError where `device` or a budget demands a GPU and none can be used
     """
     if device not in DEVICES:
@@ -48,12 +57,12 @@ def choose_device(
         raise UsageError("--gpu-memory 0 was given with --device cuda; leave one of them out")
     if device == "cpu" or gpu_memory_bytes == 0:
         return "cpu"
-    found = NO_EXPERT_PREDICTORS if has_expert_predictors else first_gpu()
+    found = only_on_cpu or first_gpu()
     if not isinstance(found, str):
         return "cuda"
     if device == "cuda" or gpu_memory_bytes:
         option = "--device cuda" if device == "cuda" else "--gpu-memory"
-        alone = "" if has_expert_predictors else " to use the CPU alone"
+        alone = "" if only_on_cpu else " to use the CPU alone"
         raise UsageError(f"{option} was given, but {found}; leave it out{alone}")
     return "cpu"
 

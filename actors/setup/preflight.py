@@ -5,9 +5,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hotcold.actors.protocol.messages import SystemConfig
+from hotcold.actors.protocol.messages import LAYER_DRAFT, NO_MODEL, SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
-from hotcold.actors.protocol.options import SystemOptions
+from hotcold.actors.protocol.options import AUTO_DRAFT, SystemOptions
 from hotcold.actors.protocol.ray_memory import free_bytes, monitor_bytes
 from hotcold.actors.setup.account import Account, account, require_memory
 from hotcold.actors.setup.choose import choose_system
@@ -19,7 +19,7 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import QUANTIZED_NAMES
 from hotcold.model.errors import UsageError
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.sampling import eos_ids
+from hotcold.model.sampling import eos_ids, suppressed_ids
 from hotcold.model.weights.check import check_tensors, stored_config
 
 
@@ -37,6 +37,16 @@ def prepare_system(
     has_plan = options.plan is not None
     served = in_memory(system, config, has_plan)
     fits = _fits(path, *served, options, extra_bytes)
+    is_chosen = system.draft == LAYER_DRAFT and options.draft == AUTO_DRAFT
+    if is_chosen and not (fits and account(*served, False, extra_bytes).total_bytes < free_bytes()):
+        system = replace(system, draft=NO_MODEL)
+        served = in_memory(system, config, has_plan)
+        fits = _fits(path, *served, options, extra_bytes)
+    if not fits and system.draft == LAYER_DRAFT:
+        raise UsageError(
+            f"--draft {LAYER_DRAFT} is for models in memory, and --cpu-memory is less than this "
+            "one needs; leave one of them out"
+        )
     if not fits and system.neuron_upload_tokens:
         # Upload buffers need memory; offloaded neurons are multiplied where they are read anyway.
         system = replace(system, neuron_upload_tokens=0)
@@ -50,7 +60,8 @@ def prepare_system(
             return replace(stored[0], storage=storage), stored[1]
     system, config = served
     check_memory(path, system, config, options, extra_bytes)
-    if system.down_transposed:  # services hold runs of neurons: no plan applies
+    if system.down_transposed or system.draft == LAYER_DRAFT:
+        # No plan applies to services with runs of neurons; none places those of such a layer.
         return system, config
     return replace(system, plan_path=find_plan(path, system, config, options)), config
 
@@ -98,6 +109,7 @@ def read_model(path: Path, weight_dtype: str | None = None) -> ModelConfig:
     checkpoint = Checkpoint(path)
     check_tensors(checkpoint, config)
     eos_ids(path, config)
+    suppressed_ids(path, config.vocab_size)
     return stored_config(checkpoint, config, weight_dtype or "")
 
 
@@ -121,7 +133,7 @@ def check_memory(
     Errors:  MemoryBudgetError, naming the --dtype that fits if there is one
     """
     need = account(system, config, extra_bytes=extra_bytes)
-    quantized = _quantized_needs(path, options, extra_bytes)
+    quantized = quantized_needs(path, options, extra_bytes)
     require_memory(need, options.cpu_memory_bytes, quantized, monitor_bytes())
 
 
@@ -155,8 +167,8 @@ def smaller_dtypes(path: Path) -> Iterator[tuple[str, ModelConfig]]:
         yield dtype, config
 
 
-def _quantized_needs(
-    path: Path, options: SystemOptions, extra_bytes: int
+def quantized_needs(
+    path: Path, options: SystemOptions, extra_bytes: int = 0
 ) -> Iterator[tuple[str, Account]]:
     """The memory need with each of `smaller_dtypes`."""
     for dtype, config in smaller_dtypes(path):

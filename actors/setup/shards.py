@@ -10,8 +10,10 @@ import numpy as np
 from hotcold.actors.kv_cache.pool import Window, num_pages_of
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import (
+    LAYER_DRAFT,
     MOST_DRAFTED,
     CacheSpec,
+    ServicePart,
     ServiceSpec,
     SystemConfig,
 )
@@ -44,8 +46,10 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.limits import cpu_quota
 from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.down_outputs import has_down_outputs
-from hotcold.model.weights.sizes import kv_cache_bytes
+from hotcold.model.weights.sizes import kv_cache_bytes, recurrent_page_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
+from hotcold.numba_kernels.loops.mailbox import RECURRENT, WINDOWED
+from hotcold.numba_kernels.recurrent_arrays import STATE_POSITIONS, window_size
 from hotcold.placement.machine.numa import nodes_with_memory, thread_counts
 from hotcold.placement.machine.pinning import HostShare, not_pinned_because
 from hotcold.placement.machine.survey import usable_cores
@@ -55,6 +59,7 @@ from hotcold.placement.plan import PlacementPlan
 # Rows of logits in the arena: generation needs one a request, scoring is faster with more. Eight
 # rows are 4 MiB of shared memory for a vocabulary of 128 thousand.
 _MIN_LOGITS = 8
+_MORE_ENDS = 2  # of the last chunk: of its last whole page, and of the one before
 _CHUNKS_AT_ONCE = 4  # of a prompt, where neurons are read from storage; some MB each
 
 
@@ -68,7 +73,7 @@ def service_specs(system: SystemConfig, config: ModelConfig) -> list[ServiceSpec
     plan = system_plan(system, config)
     hot = hot_neurons(system, config, plan)
     gpu = _attention_spec(system, config, hot)
-    return [gpu, *_cpu_specs(system, [gpu], *_cold_shards(system, config, plan, [hot]))]
+    return [gpu, *_cpu_specs(system, config, [gpu], *_cold_shards(system, config, plan, [hot]))]
 
 
 def attention_spec(system: SystemConfig, config: ModelConfig) -> ServiceSpec:
@@ -92,9 +97,11 @@ def _attention_spec(system: SystemConfig, config: ModelConfig, hot: Layers | Non
             system.context_length,
             system.kv_dtype,
             num_window_pages(system, config),
+            num_recurrent_pages(system, config),
         ),
         attention=range(config.num_layers),
         has_head=True,
+        drafts=attention_drafts() if system.draft == LAYER_DRAFT else None,
         neuron_ids=hot,
         stripes=of_hot,
         host=system.hosts[0] if system.hosts else "",
@@ -121,7 +128,7 @@ def changed_specs(
         replace(spec, system=system, share=share, gpu_layout=layout if spec.on_gpu else None)
         for spec in attention
     ]
-    return [*kept, *_cpu_specs(system, kept, *cold)]
+    return [*kept, *_cpu_specs(system, config, kept, *cold)]
 
 
 def _cold_shards(
@@ -148,8 +155,26 @@ def _cpu_stripes(
     return service_stripes(config, threads, planned)
 
 
+def attention_drafts() -> ServicePart:
+    """The attention service's part of the layer that drafts."""
+    return ServicePart("gpu", attention=range(1), has_head=True)
+
+
+def cpu_drafts(config: ModelConfig, threads: Sequence[int]) -> list[ServicePart]:
+    """CPU services' parts of a model's layer that drafts: neurons in proportion to threads."""
+    layer = config.draft_layer()
+    stripes = service_stripes(layer, threads, None)
+    every = [np.arange(size, dtype=np.int32) for size in layer.ffn_sizes]
+    shards = cold_shards(layer, None, every, stripes)
+    return [
+        ServicePart(f"cpu{i}", neuron_ids=shard, stripes=own)
+        for i, (shard, own) in enumerate(zip(shards, stripes, strict=True))
+    ]
+
+
 def _cpu_specs(
     system: SystemConfig,
+    config: ModelConfig,
     attention: Sequence[ServiceSpec],
     stripes: Sequence[Stripes],
     shards: Sequence[Layers],
@@ -159,6 +184,7 @@ def _cpu_specs(
     CPU service i has neurons shards[i], in stripes[i]. Hosts have them round-robin.
     """
     like, threads = attention[0], service_threads(system)
+    drafts = cpu_drafts(config, threads) if system.draft == LAYER_DRAFT else [None] * len(threads)
     return [
         ServiceSpec(
             f"cpu{i}",
@@ -173,6 +199,7 @@ def _cpu_specs(
             storage=_storage_share(system, shard, shards),
             among=_among(system, shards, i),
             stripes=stripes[i],
+            drafts=drafts[i],
         )
         for i, shard in enumerate(shards)
     ]
@@ -189,12 +216,12 @@ def served_config(system: SystemConfig, config: ModelConfig) -> ModelConfig:
 
 
 def draft_config(system: SystemConfig, config: ModelConfig) -> ModelConfig | None:
-    """`config` with the formats of the second weights, of drafts; None where there are none.
+    """The model of the second weights, of drafts, with their formats; None where there are none.
 
     Errors:  CheckpointError, UsageError
     """
     draft = system.draft_system
-    return None if draft is None else served_config(draft, config)
+    return None if draft is None else served_config(draft, system.draft_model(config))
 
 
 def can_keep_transposed(system: SystemConfig, config: ModelConfig) -> bool:
@@ -287,11 +314,52 @@ def num_window_pages(system: SystemConfig, config: ModelConfig) -> int:
     return min(num_kv_pages(system), num_sequences * window.num_pages)
 
 
+def cache_windows(system: SystemConfig, config: ModelConfig) -> dict[int, tuple[Window, int]]:
+    """Of each group of pages beside FULL what a sequence sees, and how many pages there are."""
+    windows = {
+        WINDOWED: (kv_window(system, config), num_window_pages(system, config)),
+        RECURRENT: (recurrent_window(system, config), num_recurrent_pages(system, config)),
+    }
+    return {group: (own, count) for group, (own, count) in windows.items() if own is not None}
+
+
+def recurrent_window(system: SystemConfig, config: ModelConfig) -> Window | None:
+    """What a sequence has pages for in recurrent layers; None: there are no such layers."""
+    if config.recurrent is None:
+        return None
+    return Window(
+        window_size(config.recurrent.conv_size),
+        KERNEL_TOKENS,
+        num_reserved=1,
+        page_positions=STATE_POSITIONS,
+        most_ends=chunks_at_once(system) + _MORE_ENDS,
+    )
+
+
+def num_recurrent_pages(system: SystemConfig, config: ModelConfig) -> int:
+    """Pages of the states of recurrent layers: one for each sequence, and those of one's chunk.
+
+    They are large. A sequence has a second one for a few tokens in 16, for which it may wait; those
+    that are free keep the ends of prompts that were left behind.
+    """
+    window = recurrent_window(system, config)
+    return 0 if window is None else system.max_batch + window.num_pages
+
+
+def num_state_pages_of(config: ModelConfig, num_positions: int) -> int:
+    """Pages of states that a sequence of so many positions would have at most."""
+    return 0 if config.recurrent is None else num_pages_of(num_positions, STATE_POSITIONS)
+
+
 def system_kv_bytes(system: SystemConfig, config: ModelConfig) -> int:
     """Bytes of the KV cache once all its pages are written."""
     pages = num_kv_pages(system), num_window_pages(system, config)
     positions, of_windows = (count * PAGE_POSITIONS for count in pages)
-    return kv_cache_bytes(config, positions, system.kv_dtype, of_windows)
+    of_states = num_recurrent_pages(system, config) * recurrent_page_bytes(config)
+    of_layers = kv_cache_bytes(config, positions, system.kv_dtype, of_windows)
+    if system.draft == LAYER_DRAFT:
+        of_layers += kv_cache_bytes(config.draft_layer(), positions, system.kv_dtype)
+    return of_layers + of_states
 
 
 def _max_tokens(system: SystemConfig) -> int:
@@ -333,10 +401,12 @@ def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
         num_slots=system.max_batch,
         pages_a_slot=num_pages_of(system.context_length),
         num_layers=config.num_layers,
+        layer_embeddings=config.num_layers * config.per_layer_size,
         num_outputs=_num_outputs(system, config),
         num_blocks=neurons.weighed_blocks(config),
         num_guessed=_num_guessed(system, config),
         num_buckets=num_buckets(config),
         predictor_words=system.storage.predictor_words if system.storage is not None else 0,
+        state_pages_a_slot=num_state_pages_of(config, system.context_length),
         bundle_bytes=bundle_bytes(system.num_cpu_actors) if system.neuron_upload_tokens else 0,
     )

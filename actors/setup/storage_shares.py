@@ -42,7 +42,7 @@ _ROW_BYTES = 64  # of each neuron: its place, checksums, biases, counts
 # Of each neuron of an expert: its number (twice), biases, bucket, norms (file's, own), count.
 _EXPERT_NEURON_BYTES = 8 + 8 + 2 + 8 + 8
 _SLOT_BYTES = 24  # of each slot: its owner, biases
-_UNIT_BYTES = 12 * 8  # of a service's part of an expert whose down is a row an output: place, cut
+_UNIT_BYTES = 21 * 8  # of a service's part of an expert whose down is a row an output: places, cut
 _UNKNOWN_RATE = 0.1  # firing rate assumed without a profile
 _DIVISIONS = 32  # steps between all memory for whole neurons and all for gates
 _SHARED_BYTES_LEFT = 256 << 20  # of shared memory for the rest of the arena
@@ -174,7 +174,7 @@ def _mean_expert(system: SystemConfig, config: ModelConfig, layers: Sequence[int
     geometry, number, num_bytes = BundleGeometry.of(config), 0.0, 0.0
     readers = _readers_of_down(system, config) if geometry.has_outputs else 1
     for layer in layers:
-        num_bundles = geometry.block_bundles(layer, [config.experts.size])[0]
+        num_bundles = geometry.blocks[layer][0].num_bundles
         first, second = geometry.part_bytes(layer)
         number += num_bundles
         num_bytes += num_bundles * (first + second * readers)
@@ -211,7 +211,7 @@ def more_slot_neurons(system: SystemConfig, config: ModelConfig, num_layers: int
     A service's runs of neurons, where down is a row an output, differ from expert to expert, and
     its slots are as large as the longest. 0 where that is not so.
     """
-    if config.experts is None or not config.down_formats:
+    if config.experts is None or not config.block_formats:
         return 0
     experts = config.experts
     more = int(_expert_shares(system, config).max(axis=1).sum()) - experts.size
@@ -222,9 +222,9 @@ def _cold_rates(
     profile: ActivationProfile | None, system: SystemConfig, config: ModelConfig
 ) -> np.ndarray:
     """Firing rates of the neurons that CPU services hold: (cold neurons of all layers,)."""
-    unknown = np.full((config.num_layers, config.ffn_size), _UNKNOWN_RATE)
+    unknown = np.full((config.num_layers, config.largest_ffn), _UNKNOWN_RATE)
     fired = unknown if profile is None else profile.frequency
-    is_cold = np.ones(fired.shape, bool)
+    is_cold = np.arange(fired.shape[1]) < np.array(config.ffn_sizes)[:, None]
     hot = hot_neurons(system, config, None) if system.device == "cuda" else None
     for layer, ids in enumerate(hot or []):
         is_cold[layer, ids] = False
@@ -264,8 +264,8 @@ def offloaded_ffn_bytes(system: SystemConfig, config: ModelConfig, storage: Neur
     geometry, services = BundleGeometry.of(config), system.num_cpu_actors
     tables = geometry.num_bundles * _ROW_BYTES + ffn_bytes(config, 0)  # down's biases
     if geometry.has_outputs:  # all services have all bundles
-        tables += (services - 1) * geometry.num_bundles * _ROW_BYTES + geometry.more_down_bytes
-        tables += services * sum(map(len, geometry.down_blocks)) * _UNIT_BYTES
+        tables += (services - 1) * geometry.num_bundles * _ROW_BYTES + geometry.more_bytes
+        tables += services * sum(map(len, geometry.blocks)) * _UNIT_BYTES
     if geometry.is_mixture:
         tables += config.num_neurons * _EXPERT_NEURON_BYTES
         tables += int(config.num_neurons * predictor_bytes_a_neuron(config, services))

@@ -96,6 +96,7 @@ class Telemetry:
     actors: tuple[ActorHealth, ...] = ()
     host_memory_bytes: int = 0
     host_memory_used_bytes: int = 0
+    draft: str = ""  # what drafts tokens, as `SystemConfig.draft`
 
 
 def num_buckets(config: ModelConfig) -> int:

@@ -135,9 +135,9 @@ DEVICE void add_words(
                     sums[q] = __dp4a(five_bits<FORMAT>(word, fifths, s, 1), x1, sums[q]);
                     continue;
                 }
-                if constexpr (has_e2m1(FORMAT)) {
+                if constexpr (has_table(FORMAT)) {
                     u32 low, high;
-                    look_up(word, low, high);
+                    look_up<FORMAT>(word, low, high);
                     sums[q] = __dp4a(static_cast<int>(low), x0, sums[q]);
                     sums[q] = __dp4a(static_cast<int>(high), x1, sums[q]);
                     continue;
@@ -217,35 +217,36 @@ DEVICE void add_quantized_products(
     }
 }
 
-// `add_quantized_products` of 6 bits: a lane's unit is four groups of a chunk; each half has
-// its sum.
+// `add_quantized_products` where halves have scales: a lane's unit is four groups of a chunk; each
+// half has its sum.
 template <int FORMAT, bool VECTOR, int ROWS, int TOKENS>
-DEVICE void add_six_bit_products(
+DEVICE void add_half_products(
     const Rows& rows, const Input& in, int first_token, int lane, float (&sums)[ROWS][TOKENS]) {
     int groups = in.width / GROUP;
     int num_units = (groups + CHUNK_GROUPS - 1) / CHUNK_GROUPS * QUARTER;
     for (int unit = lane; unit < num_units; unit += WARP) {
         int chunk = unit / QUARTER, quarter = unit % QUARTER;
-        int size = chunk_size(chunk, groups);
-        if (QUARTER * quarter >= size) continue;
+        int size = chunk_size(chunk, groups), valid = min_of(QUARTER, size - QUARTER * quarter);
+        if (valid <= 0) continue;
         int step_bytes = 4 * size, group = chunk * CHUNK_GROUPS + quarter * QUARTER;
         i64 offset = value_bytes<FORMAT>(static_cast<i64>(chunk) * CHUNK) + 16 * quarter;
-        uint4 weights[ROWS][6];  // four steps of nibbles, two of what stands above them
+        constexpr int WORDS = half_words_of(FORMAT);
+        uint4 weights[ROWS][WORDS];  // four steps of nibbles, then what stands above them
         float scales[ROWS][2][QUARTER];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-            for (int s = 0; s < 6; ++s) {
+            for (int s = 0; s < WORDS; ++s) {
                 weights[r][s] = make_uint4(0, 0, 0, 0);
                 if (!rows.is_active(r)) continue;
                 const u8* from = rows.row(r) + offset + s * step_bytes;
-                weights[r][s] = quarter_piece<VECTOR, TOKENS < 8>(from, QUARTER);
+                weights[r][s] = quarter_piece<VECTOR, TOKENS < 8>(from, valid);
             }
 #pragma unroll
             for (int q = 0; q < 2 * QUARTER; ++q) {
                 float& scale = scales[r][q / QUARTER][q % QUARTER];
                 scale = 0.0f;
-                if (!rows.is_active(r)) continue;
+                if (!rows.is_active(r) || q % QUARTER >= valid) continue;
                 scale = half_scale<FORMAT>(rows.row(r), in.width, group + q % QUARTER, q / QUARTER);
             }
         }
@@ -255,14 +256,14 @@ DEVICE void add_six_bit_products(
             const u8* from =
                 in.values + token * in.width + static_cast<i64>(chunk) * CHUNK + 16 * quarter;
             float own[QUARTER] = {};
-            load_floats<QUARTER, VECTOR>(in.scales + token * groups + group, 0, QUARTER, own);
+            load_floats<QUARTER, VECTOR>(in.scales + token * groups + group, 0, valid, own);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 uint4 values[4];
 #pragma unroll
                 for (int s = 0; s < 4; ++s) {
                     int step = 4 * half + s;
-                    values[s] = quarter_piece<VECTOR, false>(from + step * step_bytes, QUARTER);
+                    values[s] = quarter_piece<VECTOR, false>(from + step * step_bytes, valid);
                 }
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r) {
@@ -271,9 +272,9 @@ DEVICE void add_six_bit_products(
                         int product = 0;
 #pragma unroll
                         for (int s = 0; s < 4; ++s) {
-                            u32 pairs = word_of(weights[r][4 + s % 2], q);
+                            u32 pairs = word_of(weights[r][WORDS > 4 ? 4 + s % 2 : s], q);
                             u32 word =
-                                six_bit_values(word_of(weights[r][s], q), pairs, s, half);
+                                half_values<FORMAT>(word_of(weights[r][s], q), pairs, s, half);
                             int x = static_cast<int>(word_of(values[s], q));
                             product = __dp4a(static_cast<int>(word), x, product);
                         }
@@ -296,7 +297,7 @@ DEVICE float dot_products(const Rows& rows, const Input& in, int first_token, in
         for (int t = 0; t < TOKENS; ++t) sums[r][t] = 0.0f;
     }
     if constexpr (has_halves(FORMAT)) {
-        add_six_bit_products<FORMAT, VECTOR>(rows, in, first_token, lane, sums);
+        add_half_products<FORMAT, VECTOR>(rows, in, first_token, lane, sums);
     } else if constexpr (is_quantized(FORMAT)) {
         add_quantized_products<FORMAT, VECTOR>(rows, in, first_token, lane, sums);
     } else {

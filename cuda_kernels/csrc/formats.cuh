@@ -12,8 +12,9 @@ SHARED_CONSTANT int QUARTER = 4;  // groups with a word each in a 16-byte piece
 DEVICE constexpr bool is_quantized(int format) { return codes_of(format) != FLOAT_CODES; }
 DEVICE constexpr bool has_bytes(int format) { return codes_of(format) == BYTES_CODES; }
 DEVICE constexpr bool has_fifths(int format) { return codes_of(format) == FIFTHS_CODES; }
-DEVICE constexpr bool has_e2m1(int format) { return codes_of(format) == E2M1_CODES; }
 DEVICE constexpr bool has_exponents(int format) { return factors_of(format) == EXPONENTS_FACTORS; }
+DEVICE constexpr bool has_int8s(int format) { return factors_of(format) == INT8S_FACTORS; }
+DEVICE constexpr bool has_e4m3s(int format) { return factors_of(format) == E4M3S_FACTORS; }
 DEVICE constexpr bool has_six_bits(int format) { return factors_of(format) == SIX_BITS_FACTORS; }
 DEVICE constexpr int items_of(int format) { return 128 / bits_of(format); }  // of a float piece
 // Words of a group, but for what stands above nibbles, and the values of each.
@@ -163,12 +164,33 @@ DEVICE float power_of_two(u32 exponent) {
     return __uint_as_float(exponent < 2 ? (exponent + 1) << 21 : (exponent - 1) << 23);
 }
 
+// An E4M3 number without its sign.
+DEVICE float small_float(u32 bits) {
+    return __uint_as_float((bits & 127) << 20) * 1.329227995784916e36f;  // 2^120
+}
+
+// An int8 or E4M3 scale in units, times its block's: number `place` of a row's, of a group.
+template <int FORMAT>
+DEVICE float small_scale(const u8* row, int width, int group, int place) {
+    int groups = width / GROUP;
+    const u8* scales = row + value_bytes<FORMAT>(width);
+    const u8* blocks = scales + groups * (has_halves(FORMAT) ? 2 : 1);
+    if constexpr (has_e4m3s(FORMAT)) {
+        float block = __uint_as_float(load_bytes(blocks + 4 * (group / block_groups_of(FORMAT))));
+        return small_float(load(scales + place)) * (block * unit_of(FORMAT));
+    }
+    const u16* own = reinterpret_cast<const u16*>(blocks) + group / block_groups_of(FORMAT);
+    float number = static_cast<float>(static_cast<signed char>(load(scales + place)));
+    return half_to_float(load(own)) * unit_of(FORMAT) * number;
+}
+
 // The scale of a group of a row, and its minimum: 0 where the format has none.
 template <int FORMAT>
 DEVICE float group_scale(const u8* row, int width, int group) {
     if constexpr (has_exponents(FORMAT)) {
         return power_of_two(load(row + value_bytes<FORMAT>(width) + group));
     }
+    if constexpr (has_int8s(FORMAT)) return small_scale<FORMAT>(row, width, group, group);
     if constexpr (has_six_bits(FORMAT)) return six_bit_factor<FORMAT, 0>(row, width, group);
     return half_to_float(load(scales_of<FORMAT>(row, width) + group));
 }
@@ -189,6 +211,11 @@ DEVICE void quarter_factors(
 #pragma unroll
         for (int q = 0; q < QUARTER; ++q) {
             out[q] = q < valid ? six_bit_factor<FORMAT, KIND>(row, width, group + q) : 0.0f;
+        }
+    } else if constexpr (has_int8s(FORMAT)) {
+#pragma unroll
+        for (int q = 0; q < QUARTER; ++q) {
+            out[q] = q < valid ? group_scale<FORMAT>(row, width, group + q) : 0.0f;
         }
     } else if constexpr (has_exponents(FORMAT)) {
         const u8* own = row + value_bytes<FORMAT>(width) + group;
@@ -216,13 +243,15 @@ DEVICE u32 upper_bits(u32 fifths, int step, int half) {
 }
 
 // The values that a word's low nibbles number, and its high ones, as signed bytes.
+template <int FORMAT>
 DEVICE void look_up(u32 word, u32& low, u32& high) {
     u32 numbers = word & 0x77777777u, which = 0x32103210u | (word & 0x88888888u) >> 1;
     u32 found[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         u32 four = numbers >> 16 * half;
-        u32 first = __byte_perm(E2M1_0, E2M1_4, four), second = __byte_perm(E2M1_8, E2M1_12, four);
+        u32 first = __byte_perm(table_0_of(FORMAT), table_4_of(FORMAT), four);
+        u32 second = __byte_perm(table_8_of(FORMAT), table_12_of(FORMAT), four);
         found[half] = __byte_perm(first, second, which >> 16 * half);
     }
     low = __byte_perm(found[0], found[1], 0x6420), high = __byte_perm(found[0], found[1], 0x7531);
@@ -233,13 +262,13 @@ DEVICE void look_up(u32 word, u32& low, u32& high) {
 template <int FORMAT>
 DEVICE void word_values(u32 word, float (&out)[values_of(FORMAT)]) {
     u32 low = word ^ 0x80808080u, high = 0;
-    if constexpr (has_e2m1(FORMAT)) {
-        look_up(word, low, high);
+    if constexpr (has_table(FORMAT)) {
+        look_up<FORMAT>(word, low, high);
         low ^= 0x80808080u, high ^= 0x80808080u;
     } else if constexpr (!has_bytes(FORMAT)) {
         low = word & 0x0f0f0f0fu, high = word >> 4 & 0x0f0f0f0fu;
     }
-    constexpr bool IS_SIGNED = has_e2m1(FORMAT) || has_bytes(FORMAT);
+    constexpr bool IS_SIGNED = has_table(FORMAT) || has_bytes(FORMAT);
     constexpr float OFFSET = IS_SIGNED ? 128.0f : offset_of(FORMAT);
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
@@ -261,10 +290,22 @@ DEVICE u32 six_bit_values(u32 nibbles, u32 pairs, int step, int half) {
 // The scale of the first or the second half of a group.
 template <int FORMAT>
 DEVICE float half_scale(const u8* row, int width, int group, int half) {
-    int groups = width / GROUP, chunk = group / CHUNK_GROUPS;
-    const u8* scales = row + value_bytes<FORMAT>(width);
-    const u16* blocks = reinterpret_cast<const u16*>(scales + 2 * groups);
-    int place = chunk * 2 * CHUNK_GROUPS + half * chunk_size(chunk, groups) + group % CHUNK_GROUPS;
-    float scale = static_cast<float>(static_cast<signed char>(load(scales + place)));
-    return half_to_float(load(blocks + group / block_groups_of(FORMAT))) * scale;
+    int chunk = group / CHUNK_GROUPS, size = chunk_size(chunk, width / GROUP);
+    int place = chunk * 2 * CHUNK_GROUPS + half * size + group % CHUNK_GROUPS;
+    return small_scale<FORMAT>(row, width, group, place);
 }
+
+// Signed bytes of a half of a group where halves have scales: of word `step` of a group, and of 6
+// bits a word of what stands above.
+template <int FORMAT>
+DEVICE u32 half_values(u32 word, u32 pairs, int step, int half) {
+    if constexpr (has_table(FORMAT)) {
+        u32 low, high;
+        look_up<FORMAT>(word, low, high);
+        return half ? high : low;
+    }
+    return six_bit_values(word, pairs, step, half);
+}
+
+// Words of a group where halves have scales: of nibbles, and of 6 bits two of what stands above.
+DEVICE constexpr int half_words_of(int format) { return has_table(format) ? 4 : 6; }

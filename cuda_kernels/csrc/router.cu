@@ -51,9 +51,10 @@ DEVICE int num_better(const float* values, int count, int own) {
     return found;
 }
 
-// Lets experts of all but the best groups be -infinity. A group's score is the sum of its two
-// largest numbers.
-DEVICE void leave_groups(const LayerNumbers& layer, float* choice, float* groups) {
+// Lets experts of all but the best groups be -infinity. A group's score is its largest number, or
+// the sum of its two largest.
+DEVICE void leave_groups(
+    const LayerNumbers& layer, bool adds_second, float* choice, float* groups) {
     int size = layer.num_experts / layer.num_groups;
     for (int g = threadIdx.x; g < layer.num_groups; g += THREADS) {
         float first = -infinity(), second = -infinity();
@@ -61,7 +62,7 @@ DEVICE void leave_groups(const LayerNumbers& layer, float* choice, float* groups
             second = fmaxf(second, fminf(first, choice[e]));
             first = fmaxf(first, choice[e]);
         }
-        groups[g] = size > 1 ? first + second : first;
+        groups[g] = adds_second && size > 1 ? first + second : first;
     }
     __syncthreads();
     for (int e = threadIdx.x; e < layer.num_experts; e += THREADS) {
@@ -107,7 +108,7 @@ DEVICE void choose_experts_of(
         choice[e] = from.selection_bias ? value + load(from.selection_bias + e) : value;
     }
     __syncthreads();
-    if (layer.num_groups > 1) leave_groups(layer, choice, values);
+    if (layer.num_groups > 1) leave_groups(layer, from.selection_bias != nullptr, choice, values);
     float chosen_top = -infinity(), sum = 0.0f;
     for (int e = threadIdx.x; e < count; e += THREADS) {
         bool is_chosen = num_better(choice, count, e) < layer.num_chosen;

@@ -13,9 +13,9 @@ DEVICE float quantized_weight(const u8* row, int width, int column) {
         return scale * static_cast<float>(static_cast<signed char>(byte));
     } else {
         u32 number = item % 8 < 4 ? byte & 15 : byte >> 4;
-        if constexpr (has_e2m1(FORMAT)) {
+        if constexpr (has_table(FORMAT)) {
             u32 low, high;
-            look_up(number, low, high);
+            look_up<FORMAT>(number, low, high);
             return scale * (unsigned_byte(low ^ 0x80808080u, 0) - 128.0f);
         }
         if constexpr (has_fifths(FORMAT)) {
@@ -28,16 +28,16 @@ DEVICE float quantized_weight(const u8* row, int width, int column) {
     }
 }
 
-// `quantized_weight` of 6 bits, a scale for each half.
+// `quantized_weight` where each half has its scale.
 template <int FORMAT>
-DEVICE float six_bit_weight(const u8* row, int width, int column) {
+DEVICE float half_weight(const u8* row, int width, int column) {
     int groups = width / GROUP, group = column / GROUP, item = column % GROUP;
     int chunk = group / CHUNK_GROUPS, size = chunk_size(chunk, groups);
     int half = item / 16, step = item % 16 / 4;
     const u8* from = row + value_bytes<FORMAT>(static_cast<i64>(chunk) * CHUNK) +
                      4 * (group % CHUNK_GROUPS) + item % 4;
-    u32 pairs = load(from + (4 + step % 2) * 4 * size);
-    u32 value = six_bit_values(load(from + step * 4 * size), pairs, step, half);
+    u32 pairs = has_table(FORMAT) ? 0 : load(from + (4 + step % 2) * 4 * size);
+    u32 value = half_values<FORMAT>(load(from + step * 4 * size), pairs, step, half);
     float whole = static_cast<float>(static_cast<signed char>(value & 0xff));
     return half_scale<FORMAT>(row, width, group, half) * whole;
 }
@@ -47,7 +47,7 @@ template <int FORMAT, bool VECTOR>
 DEVICE void eight_weights(const u8* row, int width, int column, float (&out)[8]) {
     if constexpr (has_halves(FORMAT)) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) out[i] = six_bit_weight<FORMAT>(row, width, column + i);
+        for (int i = 0; i < 8; ++i) out[i] = half_weight<FORMAT>(row, width, column + i);
     } else if constexpr (is_quantized(FORMAT) && VECTOR && !has_fifths(FORMAT)) {
         int groups = width / GROUP, group = column / GROUP, item = column % GROUP;
         int chunk = group / CHUNK_GROUPS, size = chunk_size(chunk, groups);

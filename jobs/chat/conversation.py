@@ -189,7 +189,7 @@ class Conversation:
         began, answer, result = time.monotonic(), "", None
         try:
             for event in self.running.generate(request):
-                answer += event.text
+                answer += event.readable
                 answering.count(event)
                 result = event.result
                 show(event)

@@ -63,7 +63,7 @@ class Screen:
     @contextmanager
     def answer(self) -> Iterator[Callable[[TokenEvent], None]]:
         """Within it an answer is shown, event by event."""
-        yield lambda event: tell(event.text, nl=False)
+        yield lambda event: tell(event.readable, nl=False)
         click.echo()
 
 

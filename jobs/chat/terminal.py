@@ -96,7 +96,7 @@ class TerminalScreen(Screen):
         """See Screen."""
         live = LiveAnswer(self._console, self._settings.markdown, lambda: self._conversation.status)
         try:
-            yield lambda event: live.add(event.text)
+            yield lambda event: live.add(event.readable)
         finally:
             live.end()
             self._console.print()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import hotcold
-from hotcold.jobs.support.console import json_option, status_line, steps_bar
+from hotcold.jobs.support.console import end_with, json_option, plain, status_line, steps_bar
 from hotcold.jobs.support.options import system_option
 from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.model.byte_sizes import size_text
@@ -57,8 +57,10 @@ def doctor(
 ) -> dict[str, Any]:
     """Say what this machine has, what would be used, and what is wrong.
 
-    With MODEL, also how many bytes `generate` takes for it here, and whether it fits. Nothing is
-    loaded. Of systems that run meanwhile it says on which NUMA nodes their memory lies.
+    With MODEL, which must be on this machine, also what is read of its files and what is not, what
+    may change an answer, how many bytes `generate` takes for it here, and whether it fits. Nothing
+    is loaded. The exit status is 1 where it does not load, does not fit, or cannot chat. Of systems
+    that run meanwhile it says on which NUMA nodes their memory lies.
     """
     from hotcold.actors.protocol.options import SystemOptions
     from hotcold.actors.setup.account import account
@@ -71,6 +73,7 @@ def doctor(
         check_services,
         check_thresholds,
     )
+    from hotcold.jobs.support.model_checks import REFUSED, check_files
     from hotcold.model.files.locate import locate_model
     from hotcold.placement.machine.description import write_machine
     from hotcold.placement.machine.memory_pages import running_services
@@ -79,8 +82,15 @@ def doctor(
     if fresh and not measure:
         raise UsageError("--fresh measures and --no-measure does not; leave one out")
     found = None
+    files: list[Finding] = []
     if model is not None:
-        path = locate_model(model)
+        path = locate_model(model, may_fetch=False)
+        files = check_files(path)
+        if any(finding.level == "problem" for finding in files):
+            end_with(1)
+        if any(finding.subject == REFUSED for finding in files):
+            _print_findings("the model's files", files)
+            return {"version": hotcold.__version__, "files": list(map(asdict, files))}
         found = path, read_model(path, weight_dtype)
     need = None
     if found is not None:
@@ -96,11 +106,16 @@ def doctor(
     if measured is not None:
         findings.extend(check_measured(measured))
     if need is not None:
-        findings.append(check_model(machine, need))
+        fits = check_model(machine, need)
+        findings.append(fits)
+        if fits.level == "problem":
+            end_with(1)
     if found is not None:
         findings.extend(check_thresholds(*found))
     findings.extend(check_services(running_services(), _systems()))
     disk = {} if found is None or not measure else _disk(found[0])
+    if files:
+        _print_findings("the model's files", files)
     _print_report(machine, measured, findings, need, disk)
     sizes = None if need is None else {**asdict(need), "total_bytes": need.total_bytes}
     speed = None if measured is None else measured.read_gb_per_s
@@ -109,6 +124,7 @@ def doctor(
         "machine": {**asdict(machine), "read_gb_per_s": speed},
         "measured": None if measured is None else measured.as_json(),
         "findings": [asdict(finding) for finding in findings],
+        "files": [asdict(finding) for finding in files] if files else None,
         "model": sizes,
         "disk_gb_per_s": {"read_bytes": list(_READ_SIZES), **disk} if disk else None,
     }
@@ -177,7 +193,6 @@ def _print_report(
     disk: dict[str, list[float]],
 ) -> None:
     from rich.console import Console
-    from rich.markup import escape
 
     console = Console(highlight=False)
     console.print(_machine_table(machine))
@@ -187,10 +202,17 @@ def _print_report(
         console.print(_disk_table(disk))
     if need is not None:
         console.print(_need_table(machine, need))
-    table = _table("checks")
+    _print_findings("checks", findings)
+
+
+def _print_findings(title: str, findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    table = _table(title)
     for finding in findings:
-        table.add_row(finding.subject, f"{_MARKS[finding.level]}  {escape(finding.text)}")
-    console.print(table)
+        table.add_row(finding.subject, f"{_MARKS[finding.level]}  {escape(plain(finding.text))}")
+    Console(highlight=False).print(table)
 
 
 def _machine_table(machine: MachineSurvey) -> Table:

@@ -116,7 +116,7 @@ def _answer(connection: Connection, request: GenerateRequest) -> Generation:
     """Show the answer as it comes. Errors: GoneError of a system that has ended before it."""
     with closing(InFlight(connection)) as requests:
         for event in requests.events(request):
-            tell(event.text, nl=False)
+            tell(event.readable, nl=False)
             if event.result is not None:
                 return event.result
     raise ServiceError("the answer ended without a result")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hotcold.actors.protocol.messages import NO_MODEL
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.profile.files import ProfileFiles
 from hotcold.jobs.support.console import json_option
@@ -150,7 +151,7 @@ def _count(
     if not config.is_sparse and config.experts is None:
         click.echo(f"warning: {no_zeros(config)} for nearly every token", err=True)
     window = _window(config, reading.window)
-    options = SystemOptions(mode="dense", context_length=window, **values)
+    options = SystemOptions(mode="dense", context_length=window, draft=NO_MODEL, **values)
     system, config = prepare_system(path, options)
     prompts = Prompts(path, config, window)
     text = read_text(reading.text_path, prompts)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -133,7 +130,7 @@ def serve(
         require_known_gradio()
     from hotcold.ui.gate import is_loopback, origin_of
 
-    _check_keys(host, keys, is_loopback(host))
+    check_keys(host, keys, is_loopback(host))
     allowed_origins = [origin_of(one) for one in origins]
     share_imports(*_MODULES)
     from hotcold.actors.protocol.ray_memory import free_bytes
@@ -144,6 +141,7 @@ def serve(
     from hotcold.ui.app import create_app
     from hotcold.ui.connections import ConnectionLimits
     from hotcold.ui.model_loading import ModelLoader
+    from hotcold.ui.page.late_page import late_pages
     from hotcold.ui.server_thread import LoadingGate, ServerThread
     from hotcold.ui.system_routes import SystemRoutes
 
@@ -187,7 +185,7 @@ def serve(
         stack.callback(starter.close)
         models = ServedModels(backends)
         routes = SystemRoutes(models, keep_s or None, starter.publish)
-        server.use(create_app(models, {} if no_page else _pages(models), routes))
+        server.use(create_app(models, None if no_page else late_pages(models), routes))
         if url:
             names = ", ".join(backend.name for backend in models.backends)
             click.echo(f"hotcold serves {names} at {url} (API: {url}/v1)")
@@ -274,7 +272,8 @@ def _num_at(backend: Backend, is_only: bool) -> int:
     return int(load.num_running + load.num_waiting)
 
 
-def _check_keys(host: str, keys: tuple[str, ...], local: bool) -> None:
+def check_keys(host: str, keys: tuple[str, ...], local: bool) -> None:
+    """Raise UsageError for keys that anybody might guess, or none where others can connect."""
     if not local and not keys:
         raise UsageError(
             f"at {host} other machines can connect: give --api-key or HOTCOLD_API_KEY, or listen "
@@ -289,15 +288,3 @@ def _check_keys(host: str, keys: tuple[str, ...], local: bool) -> None:
         )
     if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):
         raise UsageError("an API key must be printable ASCII without blanks")
-
-
-def _pages(models: ServedModels) -> dict[str, Callable[[], Any]]:
-    """What makes the chat pages, by their paths; nothing where Gradio is not installed."""
-    if importlib.util.find_spec("gradio") is None:
-        return {}
-    paths = models.page_paths
-
-    def build(backend: Backend) -> Any:
-        return importlib.import_module("hotcold.ui.page.page").build_page(backend, paths)
-
-    return {paths[backend.name]: partial(build, backend) for backend in models.backends}

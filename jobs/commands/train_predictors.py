@@ -152,7 +152,8 @@ def _train(
         for layer in train_predictors(path, config, inputs, kind, target_recall, measure):
             made.append(layer)
             show(len(made))
-    share = sum(fitted.share_of_gates for fitted in made) / len(made)
+    with_ffn = sum(size > 0 for size in config.ffn_sizes)
+    share = sum(fitted.share_of_gates for fitted in made) / with_ffn
     return gather(made, inputs, target_recall), share
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from hotcold.actors.driver.prompts import Prompts
-from hotcold.actors.protocol.messages import THRESHOLD
+from hotcold.actors.protocol.messages import NO_MODEL, THRESHOLD
 from hotcold.actors.setup.modes import ffn_share, no_zeros, require_memory_to_calibrate
 from hotcold.actors.setup.preflight import SystemOptions, check_memory, prepare_system, read_model
 from hotcold.jobs.profile.files import ProfileFiles
@@ -48,7 +48,7 @@ def calibrate(
     )
 
     length = min(WINDOW, read_model(path).max_positions)
-    options = replace(options, context_length=length)
+    options = replace(options, context_length=length, draft=NO_MODEL)
     system, served = prepare_system(path, options)
     require_memory_to_calibrate(system.storage is not None)
     prompts = Prompts(path, served, length)

@@ -26,10 +26,10 @@ _SHARES = 0.25, 0.5, 0.75  # of all experts, in memory
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One layer, or some. The last two are None without experts."""
+    """One layer, or some. The first two are None without an FFN, the last two without experts."""
 
-    sparsity: float  # share of (token, neuron) pairs of chosen experts that are silent
-    hot_share: float  # the least share of neurons that makes ACTIVATION_SHARE of the activations
+    sparsity: float | None  # share of (token, neuron) pairs of chosen experts that are silent
+    hot_share: float | None  # the least share of neurons that makes ACTIVATION_SHARE
     num_silent: int  # neurons that never fired
     hot_experts: float | None = None  # the least share that is ACTIVATION_SHARE of what was chosen
     num_unchosen: int | None = None  # experts that were never chosen
@@ -41,10 +41,10 @@ class LayerSummary:
         num_computed: pairs of a token and one of these neurons in a block that it has chosen
         Shapes:  fired (N,), chosen (E,), of a layer without a router (0,)
         """
-        has_experts = chosen.size > 0
+        has_neurons, has_experts = fired.size > 0, chosen.size > 0
         return cls(
-            sparsity=float(1 - fired.sum() / max(num_computed, 1)),
-            hot_share=hot_share(fired),
+            sparsity=float(1 - fired.sum() / max(num_computed, 1)) if has_neurons else None,
+            hot_share=hot_share(fired) if has_neurons else None,
             num_silent=int((fired == 0).sum()),
             hot_experts=hot_share(chosen) if has_experts else None,
             num_unchosen=int((chosen == 0).sum()) if has_experts else None,
@@ -97,7 +97,7 @@ def print_summary(layers: list[LayerSummary], whole: LayerSummary) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2))
+    table = Table(box=None, padding=(0, 1))  # 80 columns hold it
     table.add_column("layer", style="cyan", justify="right", no_wrap=True)
     titles = ["silent", f"{ACTIVATION_SHARE:.0%} made by", "never fired"]
     if whole.hot_experts is not None:
@@ -108,12 +108,11 @@ def print_summary(layers: list[LayerSummary], whole: LayerSummary) -> None:
     for first in range(0, len(layers), size):
         group = layers[first : first + size]
         last = first + len(group) - 1
-        experts = [layer.hot_experts for layer in group if layer.hot_experts is not None]
         _add_row(table, f"{first}" if first == last else f"{first}-{last}", LayerSummary(
             sparsity=_mean([layer.sparsity for layer in group]),
             hot_share=_mean([layer.hot_share for layer in group]),
             num_silent=sum(layer.num_silent for layer in group),
-            hot_experts=_mean(experts) if experts else None,
+            hot_experts=_mean([layer.hot_experts for layer in group]),
             num_unchosen=sum(layer.num_unchosen or 0 for layer in group),
         ))  # fmt: skip
     table.add_section()
@@ -121,11 +120,15 @@ def print_summary(layers: list[LayerSummary], whole: LayerSummary) -> None:
     Console(highlight=False).print(table)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _add_row(table: Table, name: str, layer: LayerSummary) -> None:
+    if layer.sparsity is None:
+        table.add_row(name, "no FFN")
+        return
     cells = [f"{layer.sparsity:.1%}", f"{layer.hot_share:.1%} of neurons", f"{layer.num_silent}"]
     if layer.hot_experts is not None:
         cells += [f"{layer.hot_experts:.1%} of experts", f"{layer.num_unchosen}"]

@@ -27,15 +27,24 @@ _PICTURES = 0x2400  # of control characters
 
 @dataclass
 class Invocation:
-    """What one run of the command line was asked for, wherever on the line it stood."""
+    """What one run of the command line was asked for, wherever on the line it stood.
+
+    status: what it ends with where nothing is raised
+    """
 
     debug: bool = False
     as_json: bool = False
+    status: int = 0
 
 
 def wants_json() -> bool:
     """Whether the running command was given --json."""
     return click.get_current_context().ensure_object(Invocation).as_json
+
+
+def end_with(status: int) -> None:
+    """Let the running command end with this exit status."""
+    click.get_current_context().ensure_object(Invocation).status = status
 
 
 def _note_json(ctx: click.Context, param: click.Parameter, value: bool) -> None:

@@ -13,6 +13,7 @@ from hotcold.model.errors import UsageError
 
 EXTRAS = {
     "ui": ("fastapi", "uvicorn", "prometheus_client"),
+    "fleet": ("watchfiles",),
     "plan": ("scipy",),
     "plot": ("matplotlib",),
 }

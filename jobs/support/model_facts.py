@@ -17,12 +17,13 @@ from hotcold.model.errors import ArtifactError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.sparsity import known_firing_share
 from hotcold.model.text.tokenizer import Tokenizer
-from hotcold.model.weights.check import stored_config
+from hotcold.model.weights.check import stored_config, why_no_drafts
 from hotcold.model.weights.down_outputs import has_down_outputs
 from hotcold.model.weights.sizes import (
     kv_cache_bytes,
     num_parameters,
     num_unchosen_parameters,
+    recurrent_page_bytes,
     stored_bytes,
     weight_bytes,
 )
@@ -49,20 +50,24 @@ def facts_of(path: Path) -> dict[str, Any]:
     return {
         "path": str(path),
         **{name: getattr(config, name) for name in _OF_CONFIG},
+        "num_layers": config.num_layers // (1 + config.has_ffn_pairs),
         "num_parameters": parameters,
         "num_active_parameters": parameters - num_unchosen_parameters(config),
         "experts": _experts(config),
         "kv_bytes_a_token": kv_cache_bytes(config, 1, _KV_DTYPE),
         "kv_bytes_beyond_windows": kv_cache_bytes(config, 1, _KV_DTYPE, 0),
         "window": max(config.windows, default=0),
+        "state_bytes": recurrent_page_bytes(config),
         "stored_bytes": stored_bytes(checkpoint),
         "weight_bytes": weight_bytes(served),
+        "conversion": checkpoint.conversion_note(dict(served.mean_row_bytes)),
         "quantized_bytes": {
             dtype: weight_bytes(smaller) for dtype, smaller in smaller_dtypes(path)
         },
         "firing_share": _firing_share(path, config) if config.is_sparse else None,
         "published_share": known[0] if known else None,
         "share_source": known[1] if known else None,
+        "drafts": not why_no_drafts(checkpoint, config),
         "mode": mode,
         "thresholds": _thresholds(path, config),
         "predictors": _predictors(path, config),
@@ -87,6 +92,8 @@ def lines_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     stored = facts["stored_bytes"]
     formats = ", ".join(f"{size_text(size)} of {name}" for name, size in stored.items())
     yield "files", formats
+    if facts["conversion"]:
+        yield "read as", facts["conversion"]
     quantized = (f"{size_text(size)} with --dtype {name}"
                  for name, size in facts["quantized_bytes"].items())  # fmt: skip
     yield (
@@ -99,6 +106,8 @@ def lines_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if facts["window"]:
         beyond = binary_text(facts["kv_bytes_beyond_windows"])
         context += f", {beyond} beyond windows of {facts['window']}"
+    if facts["state_bytes"]:
+        context += f", and {binary_text(facts['state_bytes'])} a request for states"
     yield "context", context
     yield (
         "embeddings",
@@ -107,6 +116,8 @@ def lines_of(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "activation", facts["activation_fn"] + (" of a gate" if facts["has_gate"] else "")
     yield "sparsity", _sparsity(facts)
     yield "mode", _mode(facts)
+    if facts["drafts"]:
+        yield "drafts", "a layer after the last guesses tokens ahead (MTP), for --speculate"
     said = "yes" if facts["has_chat_template"] else "no: it goes on with a text"
     yield "chat", said if facts["has_tokenizer"] else "no tokenizer: prompts are token ids"
 
@@ -124,7 +135,7 @@ def _experts(config: ModelConfig) -> dict[str, Any] | None:
         "num_chosen": experts.router.num_chosen,
         "size": experts.size,
         "shared_size": experts.shared_size,
-        "num_dense_layers": len(experts.dense_layers),
+        "num_dense_layers": sum(config.ffn_sizes[layer] > 0 for layer in experts.dense_layers),
         "is_routed_early": experts.router.reads == "layer_input",
         "has_predictors": experts.has_predictors,
         "chosen_share": computed / config.num_neurons,  # of all layers' neurons
@@ -146,7 +157,9 @@ def _expert_words(facts: dict[str, Any]) -> str:
     )
     if experts["shared_size"]:
         text += f", and one of {experts['shared_size']} that all tokens share"
-    if experts["num_dense_layers"]:
+    if experts["num_dense_layers"] == facts["num_layers"]:
+        text += f"; beside them each layer has an FFN of {facts['ffn_size']}"
+    elif experts["num_dense_layers"]:
         plural = "s have" if experts["num_dense_layers"] > 1 else " has"
         text += f"; {experts['num_dense_layers']} layer{plural} an FFN of {facts['ffn_size']}"
     if experts["is_routed_early"]:

@@ -99,7 +99,7 @@ def measured_disk(file: Path, config: ModelConfig) -> Disk:
     geometry = BundleGeometry.of(config)
     if config.experts is not None:
         size = _whole_pages(geometry.bundle_bytes)
-        number = geometry.block_bundles(routed_layers(config)[0], [config.experts.size])[0]
+        number = geometry.blocks[routed_layers(config)[0]][0].num_bundles
         return Disk(0.0, *measure_bursts(file, size, number))
     sizes = min(_MAX_SMALL, _whole_pages(geometry.gate_bytes)), _LARGE
     small, large = zip(sizes, measure_disk(file, sizes), strict=True)

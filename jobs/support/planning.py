@@ -275,11 +275,13 @@ class Planning:
 
 def _chosen(model: PlannedModel, options: SystemOptions) -> SystemConfig:
     """Options checked; predictors of a model that is not here need no file."""
+    if options.draft == AUTO_DRAFT:
+        options = replace(options, draft=NO_MODEL)  # a plan places no layer that drafts
     if model.path is not None:
         return choose_system(model.path, model.config, options)
     if options.predictors is not None:
         raise UsageError("--predictors are of a model that is here; leave --shape and --config out")
-    if options.draft not in (AUTO_DRAFT, NO_MODEL):
+    if options.draft != NO_MODEL:
         raise UsageError("--draft is of a model that is here; leave --shape and --config out")
     is_predicted = options.mode in PREDICTED_MODES
     if is_predicted:

@@ -7,7 +7,6 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +59,10 @@ def bundle_path(model_path: str | Path, geometry: BundleGeometry) -> Path:
 def _facts_of(geometry: BundleGeometry) -> dict[str, Any]:
     """Of models without experts as files had them before there were mixtures."""
     facts = asdict(geometry) | {"layer_bundles": list(geometry.layer_bundles)}
-    names = "down_blocks", "layer_down_bytes", "num_outputs", "more_down_bytes"
-    outputs = [facts.pop(name) for name in names]
+    names = "blocks", "num_outputs", "slot_neuron_bytes", "more_bytes"
+    blocks = [facts.pop(name) for name in names]
     if geometry.has_outputs:  # too many for a header
-        return facts | {"outputs": zlib.crc32(json.dumps(outputs).encode())}
+        return facts | {"blocks": zlib.crc32(json.dumps(blocks).encode())}
     if geometry.is_mixture:
         return facts
     del facts["layer_bundles"], facts["bundle_neurons"], facts["is_mixture"]
@@ -163,56 +162,53 @@ def damaged_bundles(
     geometry, found = file.geometry, []
     done, firsts = 0, geometry.layer_firsts
     with file.path.open("rb", buffering=0) as stream:
-        for layer in range(geometry.num_layers):
-            size = sum(geometry.part_bytes(layer))
-            for first, last in _read_together(geometry, layer):
-                bundles = np.zeros((last - first, size), np.uint8)
-                _fill(stream.fileno(), bundles, geometry.span(layer)[0] + first * size)
-                checksums = np.empty((last - first, 2), np.uint32)
-                bundle_checksums(bundles, geometry.gate_bytes, checksums)
-                own = slice(firsts[layer] + first, firsts[layer] + last)
-                wrong = (checksums != file.checksums[own]).any(axis=1)
-                if not (geometry.has_outputs and wrong.any()):  # a norm is of several bundles
-                    norms = _norms(geometry, layer, first, bundles)
-                    wrong |= ~np.isclose(norms, file.norms[own], _NORM_ERROR, 0).all(axis=1)
-                found += [(layer, int(n)) for n in file.order[layer][first:last][wrong]]
-                done += bundles.nbytes
-                on_bytes(done, geometry.data_bytes)
+        for layer, block, first, last, place in _read_together(geometry):
+            parts = geometry.part_bytes(layer, block)
+            bundles = np.zeros((last - first, sum(parts)), np.uint8)
+            _fill(stream.fileno(), bundles, place)
+            checksums = np.empty((last - first, 2), np.uint32)
+            bundle_checksums(bundles, parts[0], checksums)
+            own = slice(firsts[layer] + first, firsts[layer] + last)
+            wrong = (checksums != file.checksums[own]).any(axis=1)
+            if not (geometry.has_outputs and wrong.any()):  # a norm is of several bundles
+                norms = _norms(geometry, layer, block, bundles)
+                wrong |= ~np.isclose(norms, file.norms[own], _NORM_ERROR, 0).all(axis=1)
+            found += [(layer, int(n)) for n in file.order[layer][first:last][wrong]]
+            done += bundles.nbytes
+            on_bytes(done, geometry.data_bytes)
     return found
 
 
-def _read_together(geometry: BundleGeometry, layer: int) -> Iterator[tuple[int, int]]:
-    """A layer's bundles, first and last of some: of whole blocks where down is a row an output."""
-    if geometry.has_outputs:
-        counts = [block.num_bundles for block in geometry.down_blocks[layer]]
-        yield from pairwise([0, *accumulate(counts)])
-        return
-    rows, count = max(1, _READ_BYTES // geometry.bundle_bytes), geometry.layer_bundles[layer]
-    for first in range(0, count, rows):
-        yield first, min(first + rows, count)
+def _read_together(geometry: BundleGeometry) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield layer, block, first and last of some of its bundles in the layer, their first byte.
+
+    All of a block's where down is a row an output.
+    """
+    for layer, blocks in enumerate(geometry.blocks):
+        begin = 0
+        for number, (block, (place, _)) in enumerate(
+            zip(blocks, geometry.block_spans(layer), strict=True)
+        ):
+            size, count = sum(geometry.part_bytes(layer, number)), block.num_bundles
+            at_once = count if geometry.has_outputs else _READ_BYTES // size
+            for first in range(0, count, max(1, at_once)):
+                last = min(first + max(1, at_once), count)
+                yield layer, number, begin + first, begin + last, place + first * size
+            begin += count
 
 
-def _norms(geometry: BundleGeometry, layer: int, first: int, bundles: np.ndarray) -> np.ndarray:
+def _norms(geometry: BundleGeometry, layer: int, block: int, bundles: np.ndarray) -> np.ndarray:
     """Norms of the neurons of bundles (N, bundle bytes) uint8 of `_read_together`: (N, K)."""
+    own, count = geometry.blocks[layer][block], geometry.bundle_neurons
+    begin, (_, up, down) = geometry.part_bytes(layer, block)[0], own.row_bytes
     if not geometry.has_outputs:
-        return row_lengths(_down_rows(geometry, bundles)).reshape(len(bundles), -1)
-    blocks = geometry.down_blocks[layer]
-    begins = [0, *accumulate(block.num_bundles for block in blocks)]
-    block = blocks[begins.index(first)]
-    down = bundles[:, geometry.gate_bytes :][:, : block.rows * block.row_bytes]
-    matrix = np.ascontiguousarray(down).reshape(-1, block.row_bytes)
-    lengths = column_lengths(matrix.view(numpy_dtype(block.dtype)))
-    norms = np.zeros((len(bundles), geometry.bundle_neurons), np.float32)
+        begin += count * up
+    rows = bundles[:, begin : begin + (own.outputs or count) * down]
+    matrix = np.ascontiguousarray(rows).reshape(-1, down).view(numpy_dtype(own.formats[2]))
+    lengths = column_lengths(matrix) if geometry.has_outputs else row_lengths(matrix)
+    norms = np.zeros((len(bundles), count), np.float32)
     norms.reshape(-1)[: lengths.size] = lengths
     return norms
-
-
-def _down_rows(geometry: BundleGeometry, bundles: np.ndarray) -> np.ndarray:
-    """The down rows, in their format, of bundles (N, bundle bytes) uint8: (N * K, items)."""
-    count = geometry.bundle_neurons
-    first = geometry.gate_bytes + count * geometry.up_row_bytes
-    rows = np.ascontiguousarray(bundles[:, first : first + count * geometry.down_row_bytes])
-    return rows.reshape(-1, geometry.down_row_bytes).view(numpy_dtype(geometry.down_dtype))
 
 
 def _fill(descriptor: int, into: np.ndarray, place: int) -> None:

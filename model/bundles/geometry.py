@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, starmap
 from typing import NamedTuple
 
 import numpy as np
 
-from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.model_config import BlockFormats, ModelConfig
 from hotcold.model.config.weight_formats import numpy_dtype, row_bytes
-from hotcold.numba_kernels.formats import WeightDtype, row_items
+from hotcold.numba_kernels.formats import DTYPES, WeightDtype, row_items
 from hotcold.numba_kernels.storage.neuron_file import PART_UNIT
 
 VERSION = 2
@@ -22,20 +24,22 @@ def _padded(num_bytes: int, unit: int) -> int:
     return -(-num_bytes // unit) * unit
 
 
-class DownBlock(NamedTuple):
-    """The bundles of a block whose down matrix is a row an output: how it is cut.
+class BlockBundles(NamedTuple):
+    """The bundles of a block of neurons: how many, and what is in each.
 
-    Bundle i of the block has rows i * rows to (i + 1) * rows - 1, as far as there are such.
+    Gate, up and down have a format each, and bytes of a row. Down rows are a neuron each, K of
+    them in a bundle, or an output each: bundle i has rows i * outputs to (i + 1) * outputs - 1,
+    as far as there are such.
     """
 
     num_bundles: int
-    rows: int
-    row_bytes: int
-    dtype: WeightDtype
+    formats: BlockFormats
+    row_bytes: tuple[int, int, int]  # 0 of up in a two-matrix FFN
+    outputs: int = 0
 
     def num_with_rows(self, num_outputs: int) -> int:
-        """How many of the bundles have such rows: the first ones."""
-        return -(-num_outputs // self.rows)
+        """How many of the bundles have down rows that are an output each: the first ones."""
+        return -(-num_outputs // self.outputs)
 
 
 @dataclass(frozen=True)
@@ -49,50 +53,53 @@ class BundleGeometry:
     of zeros at its end.
 
     Where a mixture's down is a row an output a bundle is K gate rows and K up rows, padded, then
-    some rows of its block's down matrix, padded.
+    some rows of its block's down matrix, padded. Each block then has formats of its own.
     Units:   bytes
     """
 
     layer_bundles: tuple[int, ...]  # of each layer
     gate_dtype: WeightDtype
     down_dtype: WeightDtype
-    gate_row_bytes: int
+    gate_row_bytes: int  # of rows that are a neuron each; else 0, as those of up and down
     up_row_bytes: int  # 0 in a two-matrix FFN
-    down_row_bytes: int  # of rows that are an output: what a neuron of an expert takes in a slot
+    down_row_bytes: int
     bundle_neurons: int = 1  # K
     is_mixture: bool = False  # bundles are in the order of their neurons
     version: int = VERSION
-    # Where down is a row an output, of each layer: its blocks, and the bytes of down of a bundle.
-    down_blocks: tuple[tuple[DownBlock, ...], ...] = ()
-    layer_down_bytes: tuple[int, ...] = ()
+    blocks: tuple[tuple[BlockBundles, ...], ...] = ()  # of each layer
+    # Where down is a row an output: the rows of a matrix, what a neuron of an expert takes in a
+    # slot, and what blocks that share no slots take beyond that.
     num_outputs: int = 0
-    more_down_bytes: int = 0  # that blocks which share no slots take beyond `down_row_bytes`
+    slot_neuron_bytes: int = 0
+    more_bytes: int = 0
 
     @classmethod
     def of(cls, config: ModelConfig) -> BundleGeometry:
         """Return the layout for a config with the dtypes that matrices are loaded in."""
-        if config.experts is not None and config.down_formats:
+        if config.experts is not None and config.block_formats:
             return _with_outputs(config)
         gate = row_bytes(config, config.hidden_size, "gate")
         down = row_bytes(config, config.hidden_size, "down")
         rows = gate, gate if config.has_gate else 0, down
         count = _bundle_neurons(config, sum(rows))
-        layers = (layer.ffn.block_sizes for layer in config.layers)
-        bundles = tuple(sum(-(-size // count) for size in sizes) for sizes in layers)
         dtypes = config.dtype_of("gate"), config.dtype_of("down")
-        return cls(bundles, *dtypes, *rows, count, config.experts is not None)
+        formats = dtypes[0], *dtypes
+        blocks = tuple(
+            tuple(BlockBundles(-(-size // count), formats, rows) for size in layer.ffn.block_sizes)
+            for layer in config.layers
+        )
+        is_mixture = config.experts is not None
+        return cls(_counts(blocks), *dtypes, *rows, count, is_mixture, blocks=blocks)
 
     @property
     def has_outputs(self) -> bool:
         """Whether down is a row an output."""
-        return bool(self.down_blocks)
+        return self.num_outputs > 0
 
-    @property
-    def down_dtypes(self) -> tuple[WeightDtype, WeightDtype]:
-        """Both formats of down rows that are an output each, or the one twice."""
-        found = {block.dtype for layer in self.down_blocks for block in layer}
-        (second,) = found - {self.down_dtype} or {self.down_dtype}
-        return self.down_dtype, second
+    def formats(self, role: int) -> tuple[WeightDtype, ...]:
+        """The formats of all blocks' gates, ups or downs: role 0, 1 or 2."""
+        found = {block.formats[role] for layer in self.blocks for block in layer}
+        return tuple(name for name in DTYPES if name in found)
 
     @property
     def noun(self) -> str:
@@ -114,43 +121,59 @@ class BundleGeometry:
         """The first bundle of each layer, and the number of all: (L + 1,) int64."""
         return np.concatenate([[0], np.cumsum(self.layer_bundles, dtype=np.int64)])
 
-    def block_bundles(self, layer: int, block_sizes: Sequence[int]) -> list[int]:
-        """The bundles of each of a layer's blocks."""
+    def part_bytes(self, layer: int, block: int = 0) -> tuple[int, int]:
+        """Sizes of both parts of a block's bundles."""
+        own, count = self.blocks[layer][block], self.bundle_neurons
+        gate, up, down = own.row_bytes
         if self.has_outputs:
-            return [block.num_bundles for block in self.down_blocks[layer]]
-        return [-(-size // self.bundle_neurons) for size in block_sizes]
+            parts = count * (gate + up), own.outputs * down
+        else:
+            parts = count * gate, count * (up + down)
+        return _padded(parts[0], PART_UNIT), _padded(parts[1], PART_UNIT)
+
+    def block_spans(self, layer: int) -> list[tuple[int, int]]:
+        """Of each of a layer's blocks the first byte of its bundles, and their size."""
+        spans, begin = [], self.span(layer)[0]
+        for number, block in enumerate(self.blocks[layer]):
+            spans.append((begin, block.num_bundles * sum(self.part_bytes(layer, number))))
+            begin += spans[-1][1]
+        return spans
+
+    @cached_property
+    def largest_parts(self) -> tuple[int, int]:
+        """The sizes of the parts of the largest bundle."""
+        every = (
+            self.part_bytes(layer, block)
+            for layer, blocks in enumerate(self.blocks)
+            for block in range(len(blocks))
+        )
+        return max(every, key=sum)
 
     @property
     def gate_bytes(self) -> int:
-        """Size of a bundle's first part."""
-        rows = self.gate_row_bytes + (self.up_row_bytes if self.has_outputs else 0)
-        return _padded(self.bundle_neurons * rows, PART_UNIT)
-
-    def part_bytes(self, layer: int) -> tuple[int, int]:
-        """Sizes of both parts of a layer's bundles."""
-        if self.has_outputs:
-            return self.gate_bytes, self.layer_down_bytes[layer]
-        return self.gate_bytes, _padded(self.bundle_neurons * self.up_down_row_bytes, PART_UNIT)
+        """Size of a bundle's first part; of blocks that differ that of the largest."""
+        return self.largest_parts[0]
 
     @property
     def up_down_bytes(self) -> int:
-        """Size of a bundle's second part; of all layers the largest."""
-        return max(self.part_bytes(layer)[1] for layer in range(self.num_layers))
+        """Size of a bundle's second part; of blocks that differ that of the largest."""
+        return self.largest_parts[1]
 
     @property
     def bundle_bytes(self) -> int:
-        """Size of a bundle; of all layers the largest."""
-        return self.gate_bytes + self.up_down_bytes
+        """Size of a bundle; of blocks that differ the largest."""
+        return sum(self.largest_parts)
 
     @property
     def up_down_row_bytes(self) -> int:
-        """Size of a neuron's up and down rows in memory."""
-        return self.up_row_bytes + self.down_row_bytes
+        """Size of a neuron's rows in memory but for its gate's, if that has one of its own."""
+        return self.neuron_bytes - self.gate_row_bytes
 
     @property
     def neuron_bytes(self) -> int:
-        """Size of a neuron's rows in memory."""
-        return self.gate_row_bytes + self.up_down_row_bytes
+        """Size of a neuron's rows in memory; where down is a row an output of an expert's."""
+        own = self.gate_row_bytes + self.up_row_bytes + self.down_row_bytes
+        return own or self.slot_neuron_bytes
 
     @property
     def order_start(self) -> int:
@@ -179,16 +202,22 @@ class BundleGeometry:
 
     def span(self, layer: int) -> tuple[int, int]:
         """First byte of a layer's bundles, and their size."""
-        sizes = [self._layer_bytes(before) for before in range(layer + 1)]
-        return self.first_byte + sum(sizes[:-1]), sizes[-1]
+        return self.first_byte + sum(self._layer_bytes[:layer]), self._layer_bytes[layer]
 
-    def _layer_bytes(self, layer: int) -> int:
-        return self.layer_bundles[layer] * sum(self.part_bytes(layer))
+    @cached_property
+    def _layer_bytes(self) -> list[int]:
+        return [
+            sum(
+                block.num_bundles * sum(self.part_bytes(layer, number))
+                for number, block in enumerate(blocks)
+            )
+            for layer, blocks in enumerate(self.blocks)
+        ]
 
     @property
     def data_bytes(self) -> int:
         """Size of all bundles."""
-        return sum(map(self._layer_bytes, range(self.num_layers)))
+        return sum(self._layer_bytes)
 
     @property
     def file_bytes(self) -> int:
@@ -210,51 +239,51 @@ def _bundle_neurons(config: ModelConfig, neuron_bytes: int) -> int:
     return -(-size // num_bundles)
 
 
+def _counts(blocks: Sequence[Sequence[BlockBundles]]) -> tuple[int, ...]:
+    return tuple(sum(block.num_bundles for block in layer) for layer in blocks)
+
+
 def _with_outputs(config: ModelConfig) -> BundleGeometry:
     """The layout of a mixture whose down matrices are a row an output.
 
-    A layer's bundles have as much of down as makes its first expert as many of them as its neurons
-    do; a block with longer rows has more of them.
+    A block has as many bundles as its neurons make, and of its down matrix as many rows in each.
     """
-    assert config.experts is not None
-    hidden = config.hidden_size
-    gate = row_bytes(config, hidden, "gate")
-    sizes = [layer.ffn.block_sizes for layer in config.layers]
-    routers = [layer.ffn.router for layer in config.layers]
-    num_experts = [0 if router is None else router.num_experts for router in routers]
-    rows = [
-        [row_items(numpy_dtype(name), size) for name, size in zip(names, own, strict=True)]
-        for names, own in zip(config.down_formats, sizes, strict=True)
+    hidden, most, alone = config.hidden_size, 0, []
+    every = [
+        [*zip(layer.ffn.block_sizes, formats, strict=True)]
+        for layer, formats in zip(config.layers, config.block_formats, strict=True)
     ]
-    most = max(
-        -(-hidden * length // size)
-        for of_layer, own, count in zip(rows, sizes, num_experts, strict=True)
-        for length, size in zip(of_layer[:count], own[:count], strict=True)
-    )
-    of_gates = gate, gate if config.has_gate else 0
-    count = _bundle_neurons(config, sum(of_gates) + most)
-    blocks: list[tuple[DownBlock, ...]] = []
-    down_bytes, more = [], 0
-    for names, of_layer, own, shared in zip(
-        config.down_formats, rows, sizes, num_experts, strict=True
-    ):
-        at_once = -(-hidden // -(-own[0] // count)) * of_layer[0]
-        down_bytes.append(_padded(max(at_once, *of_layer), PART_UNIT))
-        found = []
-        for name, length, size in zip(names, of_layer, own, strict=True):
-            height = min(hidden, down_bytes[-1] // length)
-            num_bundles = max(-(-size // count), -(-hidden // height))
-            found.append(DownBlock(num_bundles, height, length, name))
-        blocks.append(tuple(found))
-        of_own = zip(of_layer[shared:], own[shared:], strict=True)
-        more += sum(max(0, hidden * length - size * most) for length, size in of_own)
-    bundles = tuple(sum(block.num_bundles for block in found) for found in blocks)
-    dtypes = config.dtype_of("gate"), config.dtype_of("down")
-    plain = BundleGeometry(bundles, *dtypes, *of_gates, most, count, True)
-    return replace(
-        plain,
-        down_blocks=tuple(blocks),
-        layer_down_bytes=tuple(down_bytes),
+    rows = {(size, names): _row_bytes(config, size, names) for size, names in chain(*every)}
+    for layer, blocks in zip(config.layers, every, strict=True):
+        num_shared = 0 if layer.ffn.router is None else layer.ffn.router.num_experts
+        for number, (size, names) in enumerate(blocks):
+            gate, up, down = rows[size, names]
+            total = size * (gate + up) + hidden * down
+            if number < num_shared:
+                most = max(most, -(-total // size))
+            else:
+                alone.append((size, total))
+    count = _bundle_neurons(config, most)
+
+    def bundles(size: int, names: BlockFormats) -> BlockBundles:
+        number = -(-size // count)
+        return BlockBundles(number, names, rows[size, names], -(-hidden // max(1, number)))
+
+    found = tuple(tuple(starmap(bundles, blocks)) for blocks in every)
+    return BundleGeometry(
+        _counts(found), config.dtype_of("gate"), config.dtype_of("down"), 0, 0, 0, count, True,
+        blocks=found,
         num_outputs=hidden,
-        more_down_bytes=more,
+        slot_neuron_bytes=most,
+        more_bytes=sum(max(0, total - size * most) for size, total in alone),
+    )  # fmt: skip
+
+
+def _row_bytes(config: ModelConfig, size: int, formats: BlockFormats) -> tuple[int, int, int]:
+    """Bytes of a block's gate and up rows, and of down rows that are an output each."""
+    widths = config.hidden_size, config.hidden_size * config.has_gate, size
+    dtypes = map(numpy_dtype, formats)
+    gate, up, down = (
+        row_items(d, width) * d.itemsize for d, width in zip(dtypes, widths, strict=True)
     )
+    return gate, up, down

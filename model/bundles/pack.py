@@ -6,10 +6,9 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,7 @@ from hotcold.model.files.artifact_places import ARTIFACTS, place_to_write
 from hotcold.model.files.atomic_write import part_of, remove_old_parts, sync_folder
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
-from hotcold.model.weights.ffn import FfnWeights, ffn_layers
+from hotcold.model.weights.ffn import ffn_layers, read_gates
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.block_rows import BlockRows
 from hotcold.numba_kernels.load.convert import row_lengths
@@ -175,91 +174,103 @@ def _write_layers(
     if geometry.is_mixture:
         neurons = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
     with TensorReader(Checkpoint(model_path), None, requested_dtype(weight_dtype)) as reader:
-        found = ffn_layers(reader, config, neurons, missing, not geometry.has_outputs)
-        for layer, weights in zip(missing, found, strict=True):
-            own, down = _Layer.of(geometry, config, layer, weights), None
-            if geometry.has_outputs:
-                none = np.empty(0, np.int32)
-                alone = [neurons[at] if at == layer else none for at in range(config.num_layers)]
-                down = read_down_outputs(reader, config, alone)
-            num_norms = geometry.layer_bundles[layer] * geometry.bundle_neurons
-            norms = np.zeros(num_norms, "<f4")
-            norms[own.places] = row_lengths(weights.down) if down is None else down_lengths(down)
-            checksums = np.empty((geometry.layer_bundles[layer], 2), "<u4")
-            size = sum(geometry.part_bytes(layer))
-            rows = max(1, _WRITE_BYTES // size)
-            begin, layer_bytes = geometry.span(layer)
-            for first in range(0, len(checksums), rows):
-                last = min(first + rows, len(checksums))
-                bundles = np.zeros((last - first, size), np.uint8)
-                own.fill_neurons(bundles, first)
-                if down is not None:
-                    own.fill_outputs(bundles, first, down)
-                bundle_checksums(bundles, geometry.gate_bytes, checksums[first:last])
-                _write_all(descriptor, bundles, begin + first * size)
+        for layer in missing:
+            own = _Layer.read(reader, geometry, config, layer, neurons)
+            table = int(geometry.layer_firsts[layer])
+            for bundles, checksums, norms, (first, place) in own.bundles():
+                _write_all(descriptor, bundles, place)
+                at = geometry.checksums_start + (table + first) * 8
+                _write_all(descriptor, checksums, at)
+                at = geometry.norms_start + (table + first) * geometry.bundle_neurons * 4
+                _write_all(descriptor, norms, at)
                 written += bundles.nbytes
                 on_bytes(written, geometry.file_bytes)
-            table = int(geometry.layer_firsts[layer])
-            _write_all(descriptor, checksums, geometry.checksums_start + table * 8)
-            at = geometry.norms_start + table * geometry.bundle_neurons * 4
-            _write_all(descriptor, norms, at)
             os.fdatasync(descriptor)  # the layer is on the disk before its flag is
-            os.posix_fadvise(descriptor, begin, layer_bytes, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(descriptor, *geometry.span(layer), os.POSIX_FADV_DONTNEED)
             _write_all(descriptor, b"\1", geometry.done_start + layer)
 
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """A layer on its way into bundles.
-
-    begins (B + 1,): the first bundle of each block, and the end; places (N,) int64: where each
-    neuron stands among the rows of the bundles
-    """
+    """A layer on its way into bundles: its matrices by block, and all neurons' norms."""
 
     geometry: BundleGeometry
-    layer: int
-    weights: FfnWeights
-    begins: np.ndarray
-    places: np.ndarray
+    number: int
+    sizes: Sequence[int]
+    matrices: list[tuple[np.ndarray, ...]]  # gate, up and down of each block
+    norms: np.ndarray
 
     @classmethod
-    def of(
-        cls, geometry: BundleGeometry, config: ModelConfig, layer: int, weights: FfnWeights
+    def read(
+        cls,
+        reader: TensorReader,
+        geometry: BundleGeometry,
+        config: ModelConfig,
+        layer: int,
+        neurons: Sequence[np.ndarray],
     ) -> _Layer:
         sizes = config.layers[layer].ffn.block_sizes
-        begins = np.cumsum([0, *geometry.block_bundles(layer, sizes)])
-        firsts = begins[:-1] * geometry.bundle_neurons
-        places = [first + np.arange(size) for first, size in zip(firsts, sizes, strict=True)]
-        return cls(geometry, layer, weights, begins, np.concatenate(places))
+        if geometry.has_outputs:
+            none = np.empty(0, np.int32)
+            alone = [neurons[at] if at == layer else none for at in range(config.num_layers)]
+            (weights,) = ffn_layers(reader, config, neurons, [layer], has_matrices=False)
+            down = read_down_outputs(reader, config, alone)
+            roles = *read_gates(reader, config, weights), down
+            blocks = [tuple(_block(role, layer, n) for role in roles) for n in range(len(sizes))]
+            return cls(geometry, layer, sizes, blocks, down_lengths(down))
+        (weights,) = ffn_layers(reader, config, neurons, [layer])
+        ends = np.cumsum(sizes)[:-1]
+        of_roles = (
+            np.split(rows, ends) if len(rows) else [rows] * len(sizes)
+            for rows in (weights.gate, weights.up, weights.down)
+        )
+        blocks = [*zip(*of_roles, strict=True)]
+        return cls(geometry, layer, sizes, blocks, row_lengths(weights.down))
 
-    def fill_neurons(self, bundles: np.ndarray, first: int) -> None:
-        """Write the rows that are a neuron each into bundles first, first + 1 and so on.
+    def bundles(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, int]]]:
+        """Yield some bundles, their checksums and norms, the first one's number and place.
 
-        Shapes:  bundles (N, bundle bytes) uint8
+        Shapes:  bundles (N, bytes) uint8; the number is within the layer, the place in the file
         """
-        geometry, weights = self.geometry, self.weights
-        count, num_bundles = geometry.bundle_neurons, len(bundles)
-        ends = first * count, (first + num_bundles) * count
-        begin, end = np.searchsorted(self.places, ends)
-        own = self.places[begin:end] - first * count
-        up_at = count * geometry.gate_row_bytes if geometry.has_outputs else geometry.gate_bytes
-        down_at = up_at + count * geometry.up_row_bytes
-        for rows, at in ((weights.gate, 0), (weights.up, up_at), (weights.down, down_at)):
-            if rows.shape[0]:
-                found = rows[begin:end].view(np.uint8).reshape(end - begin, -1)
-                placed = np.zeros((num_bundles * count, found.shape[1]), np.uint8)
-                placed[own] = found
-                bundles[:, at : at + count * found.shape[1]] = placed.reshape(num_bundles, -1)
+        geometry, count, neuron, number = self.geometry, self.geometry.bundle_neurons, 0, 0
+        spans = geometry.block_spans(self.number)
+        for block, (size, (place, _)) in enumerate(zip(self.sizes, spans, strict=True)):
+            own = geometry.blocks[self.number][block]
+            parts = geometry.part_bytes(self.number, block)
+            lengths = np.zeros((own.num_bundles, count), "<f4")
+            lengths.reshape(-1)[:size] = self.norms[neuron : neuron + size]
+            step = max(1, _WRITE_BYTES // sum(parts))
+            for first in range(0, own.num_bundles, step):
+                last = min(first + step, own.num_bundles)
+                found = np.zeros((last - first, sum(parts)), np.uint8)
+                self._fill(found, block, first, parts[0])
+                checksums = np.empty((last - first, 2), "<u4")
+                bundle_checksums(found, parts[0], checksums)
+                at = number + first, place + first * sum(parts)
+                yield found, checksums, lengths[first:last], at
+            neuron, number = neuron + size, number + own.num_bundles
 
-    def fill_outputs(self, bundles: np.ndarray, first: int, down: BlockRows) -> None:
-        """Write the rows that are an output each into bundles first, first + 1 and so on."""
-        for block, (begin, end) in enumerate(pairwise(self.begins.tolist())):
-            cut = self.geometry.down_blocks[self.layer][block]
-            matrix = down.matrix(self.layer, block).view(np.uint8)
-            for bundle in range(max(first, begin), min(first + len(bundles), end)):
-                at = (bundle - begin) * cut.rows
-                rows = matrix[at : at + cut.rows].reshape(-1)
-                bundles[bundle - first, self.geometry.gate_bytes :][: rows.size] = rows
+    def _fill(self, bundles: np.ndarray, block: int, first: int, second_part: int) -> None:
+        """Write rows of a block into its bundles number `first`, first + 1 and so on."""
+        own, count = self.geometry.blocks[self.number][block], self.geometry.bundle_neurons
+        gate, up, _ = own.row_bytes
+        places = 0, second_part, second_part + count * up
+        if own.outputs:
+            places = 0, count * gate, second_part
+        numbers = count, count, own.outputs or count
+        for rows, at, number in zip(self.matrices[block], places, numbers, strict=True):
+            if not len(rows):
+                continue
+            found = rows[first * number : (first + len(bundles)) * number]
+            placed = np.zeros((len(bundles) * number, rows.shape[1] * rows.itemsize), np.uint8)
+            placed[: len(found)] = found.view(np.uint8).reshape(len(found), placed.shape[1])
+            placed = placed.reshape(len(bundles), -1)
+            bundles[:, at : at + placed.shape[1]] = placed
+
+
+def _block(rows: BlockRows, layer: int, block: int) -> np.ndarray:
+    """A block's matrix; without rows where the role has no blocks."""
+    return rows.matrix(layer, block) if rows.places.shape[1] else rows.arrays[0].reshape(0, 1)
 
 
 def _write_all(descriptor: int, content: bytes | np.ndarray, place: int) -> None:

@@ -18,16 +18,43 @@ from hotcold.model.config.gguf_config import gguf_values
 from hotcold.model.config.json_reader import ConfigReader, read_json_object
 from hotcold.model.config.model_config import ModelConfig, RopeConfig
 from hotcold.model.config.quantization import quantized_dtype
+from hotcold.model.config.unsupported_models import nearest_known, why_unsupported
 from hotcold.model.errors import shown
 from hotcold.model.gguf.file_names import is_gguf
 from hotcold.numba_kernels.formats import FLOAT_FORMATS, WeightDtype
 
 DTYPES: dict[str, WeightDtype] = {kind.name: kind.name for kind in FLOAT_FORMATS.values()}
 MAX_VOCAB = 1 << 24
-_CAUSAL = "ForCausalLM"  # how architectures end
 
-# Models with a vision part: model_type -> that of the language model in `text_config`.
-_WRAPPERS = {"gemma3": "gemma3_text"}
+# Models with a vision part: model_type -> that of the language model, which is in `text_config`, or
+# beside the vision part where there is none; some name it otherwise than a model of text alone.
+_WRAPPERS = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "mistral3": "mistral",
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "lfm2_vl": "lfm2",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "glm4v": "glm4",
+    "glm46v": "glm4",
+    "glm4v_moe": "glm4_moe",
+    "internvl": "qwen2",
+    "kimi_k25": "deepseek_v3",
+    "cohere2_vision": "cohere2",
+    "aya_vision": "cohere2",
+}
+_TEXT_NAMES = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
+}
 _WRAPPER_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 
 # Keys of related models that would change the result silently, and the values without effect. What
@@ -39,12 +66,16 @@ _WITHOUT_EFFECT: dict[str, Callable[[Any], bool]] = {
     "layer_types": lambda value: (
         isinstance(value, list) and all(kind == "full_attention" for kind in value)
     ),
+    "attn_output_gate": lambda value: value is False,
     "partial_rotary_factor": lambda value: value == 1,
     "no_rope_layers": lambda value: (
         isinstance(value, list) and all(has_rope == 1 for has_rope in value)
     ),
     "scale_emb": lambda value: value == 1,
     "clip_qkv": lambda value: False,
+    "use_bias": lambda value: value is False,
+    "num_nextn_predict_layers": lambda value: True,  # they only draft
+    "use_cla": lambda value: value is False,
     "use_qk_norm": lambda value: value is False,
     "qk_layernorm": lambda value: value is False,
     "is_encoder_decoder": lambda value: value is False,
@@ -84,7 +115,7 @@ def build_config(
         "family": family.name,
         "name": name,
         "dtype": _dtype(reader),
-        "num_layers": num_layers(reader),
+        "num_layers": fields.get("num_layers") or num_layers(reader),
         "vocab_size": vocab_size,
         "max_positions": max_positions(reader),
         "firing_share": reader.number("firing_share", 0.0, low=0.0, high=1.0),
@@ -96,8 +127,8 @@ def build_config(
     result = ModelConfig(**shared | fields)
     if all(layer.ffn.router is None for layer in result.layers):
         result = replace(result, experts=None)
-    for rope in result.ropes:
-        _check_rope(reader, rope, result.head_dim)
+    for index, rope in enumerate(result.ropes):
+        _check_rope(reader, rope, result.rotated_head_dim(index))
     longest = max(result.max_positions, *(rope.stretched for rope in result.ropes), 0)
     return replace(result, max_positions=min(longest, MAX_POSITIONS))
 
@@ -121,11 +152,21 @@ def _check_rope(reader: ConfigReader, rope: RopeConfig, head_dim: int) -> None:
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     """The language model's part of a config with a vision part; else the config."""
     kind = config.get("model_type")
-    inner = config.get("text_config")
-    if not isinstance(kind, str) or kind not in _WRAPPERS or not isinstance(inner, dict):
+    if not isinstance(kind, str) or kind not in _WRAPPERS:
         return config
-    outer = {key: value for key, value in config.items() if key in _WRAPPER_KEYS}
-    return {**inner, **outer, "model_type": _WRAPPERS[kind], "architectures": None}
+    inner = config.get("text_config", config)
+    if not isinstance(inner, dict):
+        return config
+    outer = {
+        key: value for key, value in config.items() if key in _WRAPPER_KEYS and value is not None
+    }
+    own = config if inner is config else inner
+    name = _WRAPPERS[kind] if inner is config else inner.get("model_type", _WRAPPERS[kind])
+    name = _TEXT_NAMES.get(name, name) if isinstance(name, str) else name
+    # A head beside tied embeddings is used, so either may say it.
+    is_tied = any(part.get("tie_word_embeddings") is True for part in (config, own))
+    tied = {"tie_word_embeddings": True} if is_tied else {}
+    return {**own, **outer, **tied, "model_type": name, "architectures": None}
 
 
 def _family(reader: ConfigReader) -> Family:
@@ -137,13 +178,14 @@ def _family(reader: ConfigReader) -> Family:
         is_named = named in family.architectures or (named is None and kind == family.name)
         if is_named and kind in (None, family.name):
             return family
+    if why := why_unsupported(kind) or why_unsupported(named):
+        raise reader.fail("model_type", f"is {shown(kind)}: {why}")
     found = "nothing" if named is None else shown(named)
     also = "" if kind is None else f" and model_type {shown(kind)}"
-    names = (family.architectures[0].removesuffix(_CAUSAL) for family in FAMILIES.values())
+    known = [one for family in FAMILIES.values() for one in family.architectures]
     raise reader.fail(
         "architectures",
-        f"names {found}{also}, which is not supported; supported, each with {_CAUSAL}: "
-        + ", ".join(names),
+        f"names {found}{also}, which is not supported; {nearest_known(named, known)}",
     )
 
 

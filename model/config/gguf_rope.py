@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.model.config.gguf_metadata import Metadata, head_dim
+from hotcold.model.config.gguf_metadata import LATENT_RANK, Metadata, head_dim
 from hotcold.model.errors import CheckpointError, shown
 
 _LLAMA3_FACTORS = "rope_freqs.weight"
@@ -23,7 +23,7 @@ _KINDS = ("none", "linear", "yarn", "longrope")
 _READ = ("freq_base", "dimension_count", "scale_linear", "scaling.type", "scaling.factor",
          "scaling.original_context_length", "scaling.attn_factor", "scaling.yarn_beta_fast",
          "scaling.yarn_beta_slow", "scaling.finetuned")  # fmt: skip
-_READ_BY = {"gemma3": ("freq_base_swa",)}
+_NEVER = 1e29  # a factor of angles that are 0
 
 
 def rope_values(metadata: Metadata) -> dict[str, Any]:
@@ -61,21 +61,29 @@ def _yarn(metadata: Metadata, factor: float) -> dict[str, Any]:
     """attn_factor is multiplied with the usual factor of cosines and sines."""
     positions = metadata.integer("context_length")
     own_scale = metadata.number("rope.scaling.attn_factor", 1.0)
+    below = metadata.number("rope.scaling.yarn_log_multiplier", 0.0)  # mscale_all_dim
+    if metadata.has(LATENT_RANK):
+        below *= 10  # stands there times 0.1, and mscale is the same
+        if not below:
+            raise metadata.fail("rope.scaling.yarn_log_multiplier", "is missing; use a newer file")
+    own_scale /= _yarn_scale(factor, below) if below else 1.0
     return {
+        "mscale_all_dim": below,
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings":
             metadata.integer("rope.scaling.original_context_length", positions) or positions,
         "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", 1.0),
-        "attention_factor": _yarn_scale(factor) * own_scale,
+        "attention_factor":
+            _yarn_scale(factor, below if metadata.has(LATENT_RANK) else 1.0) * own_scale,
         # llama.cpp rounds the bounds for gpt-oss, too; the model does not.
         "truncate": metadata.architecture != "gpt-oss",
     }  # fmt: skip
 
 
-def _yarn_scale(factor: float) -> float:
-    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+def _yarn_scale(factor: float, multiplier: float = 1.0) -> float:
+    return 0.1 * multiplier * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def _require_neutral(metadata: Metadata, values: dict[str, Any], rotated: int) -> None:
@@ -92,7 +100,7 @@ def _require_neutral(metadata: Metadata, values: dict[str, Any], rotated: int) -
         "scaling.yarn_log_multiplier": (0.0,),
     }
     own = f"{metadata.architecture}.rope."
-    read = {*_READ, *_READ_BY.get(str(metadata.architecture), ())}
+    read = {*_READ, *metadata.rope_keys}
     if not is_yarn and scaling["rope_type"] != "longrope":
         read.remove("scaling.attn_factor")
         neutral["scaling.attn_factor"] = (1.0,)
@@ -116,7 +124,7 @@ def _by_tensors(metadata: Metadata, theta: float, size: int) -> dict[str, Any]:
                 raise CheckpointError(
                     f"{metadata.model.path}: tensor {name!r} stands beside {_LLAMA3_FACTORS!r}"
                 )
-        return _llama3(metadata, theta, size)
+        return _proportional(metadata, size) or _llama3(metadata, theta, size)
     for name in (_SHORT_FACTORS, _LONG_FACTORS):
         metadata.rows_of(name)
     scaling = {
@@ -131,16 +139,32 @@ def _by_tensors(metadata: Metadata, theta: float, size: int) -> dict[str, Any]:
     return scaling
 
 
+def _proportional(metadata: Metadata, size: int) -> dict[str, Any]:
+    """Gemma 4's rope: the first pairs of a head as they are, the others not rotated; {} of others.
+
+    Source:  llama.cpp, conversion/gemma.py
+    """
+    factors = metadata.floats(_LLAMA3_FACTORS)
+    count = int((factors == 1).sum())
+    is_whole = factors.size == size // 2 and (factors[:count] == 1).all()
+    if not is_whole or not count or not (factors[count:] > _NEVER).all() or count == factors.size:
+        return {}
+    return {"rope_type": "proportional", "partial_rotary_factor": 2 * count / size}
+
+
 def _llama3(metadata: Metadata, theta: float, size: int) -> dict[str, Any]:
     """Llama 3's rope_scaling, from the factors: the file has nothing else of it.
 
-    Llama 3.1 to 3.3 have the same low and high frequencies, between which factors go from 1 to
-    `factor`.
+    All known models have the same low and high frequencies, between which factors go from 1 to
+    `factor`; those between tell the original context, which is mostly 8,192 positions.
     """
     factors = metadata.floats(_LLAMA3_FACTORS)
     factor, low, high, positions = float(factors.max(initial=1.0)), 1.0, 4.0, 8192
     if factors.size == size // 2:
         waves = 2 * np.pi * theta ** (2 * np.arange(size // 2) / size)
+        if len(inner := np.flatnonzero((factors > 1.01) & (factors < 0.99 * factor))):
+            smooth = (factor / factors[inner] - 1) / (factor - 1)
+            positions = round(float(np.median(waves[inner] * (low + smooth * (high - low)))))
         smooth = (positions / waves - low) / (high - low)
         between = 1 / ((1 - smooth) / factor + smooth)
         expected = np.where(waves > positions / low, factor, between)

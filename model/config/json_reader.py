@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +63,48 @@ def read_json_object(file: Path, error: type[HotcoldError] = ConfigError) -> dic
     return value
 
 
+class _Noted(dict[str, Any]):
+    """An object that notes which keys are asked for."""
+
+    def __init__(self, values: dict[str, Any], keys: set[str]):
+        super().__init__(values)
+        self._keys = keys
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._keys.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self._keys.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._keys.add(str(key))
+        return super().__contains__(key)
+
+
+_NOTED: ContextVar[set[str] | None] = ContextVar("noted keys", default=None)
+
+
+@contextmanager
+def noting_keys() -> Iterator[set[str]]:
+    """Give the keys that all readers made meanwhile are asked for, as they are."""
+    keys: set[str] = set()
+    before = _NOTED.set(keys)
+    try:
+        yield keys
+    finally:
+        _NOTED.reset(before)
+
+
 class ConfigReader:
     """Reads keys of one object; a key that is null counts as absent."""
 
     def __init__(
         self, values: dict[str, Any], source: str, error: type[HotcoldError] = ConfigError
     ):
-        self.values = values
+        keys = _NOTED.get()
+        self.values = values if keys is None else _Noted(values, keys)
         self.source = source
         self._error = error
 
@@ -123,6 +160,12 @@ class ConfigReader:
         """Raise where `key` has a value that `accepted` rejects."""
         if self.has(key) and not accepted(self.values[key]):
             raise self.fail(key, f"is {shown(self.values[key], 60)}; {reason}")
+
+    def renamed(self, keys: Mapping[str, str], **others: Any) -> ConfigReader:
+        """Return a reader in which keys have other names, too, and `others` their values."""
+        values = {**self.values, **others}
+        values |= {name: self.values[key] for key, name in keys.items() if self.has(key)}
+        return ConfigReader(values, self.source, self._error)
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.values.get(key)

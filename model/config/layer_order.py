@@ -1,6 +1,8 @@
 """The order of a layer's parts: norms, attention, residual, FFN.
 
     residual = h                                or ffn_norm(h) of the layer before: `norms_output`
+                                                or its output_scale * (h + its part of the token's
+                                                embedding): `scales_output`
     x = norm(residual)                          or the residual itself, without `norms_input`
     ffn_residual = residual + attention(x)      or norm of that: `norms_sum`
                                                 or residual + attention_norm(attention(x)):
@@ -10,8 +12,17 @@
     h = ffn_residual + ffn(ffn_input)           or ffn_residual + output_norm(ffn(ffn_input)):
                                                 `norms_added`
 
-The norm at the end of a layer is computed at the start of the next layer, or of the head: the
-attention service has the norms. FFN outputs with `norms_added` the driver norms: only it has their
+A model's layer with two FFNs side by side (Gemma 4 26B-A4B) is two layers here, of which the second
+has no attention and the first one's `ffn_residual`:
+    h = output_norm(ffn(ffn_norm(ffn_residual)))                          `begins_pair`
+    h = ffn_residual + pair_norm(h + output_norm(ffn(ffn_norm(ffn_residual))))    `ends_pair`
+The router of the second reads ffn_residual, normed without weights.
+
+The norm or scale at the end of a layer is computed at the start of the next layer, or of the head:
+the attention service has their weights. Layers may have an embedding of each token of their own
+(Gemma 4 E2B, E4B; Gemma 3n's per-layer embeddings). Its part, with h0 before the first layer:
+    norm(projection(gelu(gate(h)) * (context_norm(context(h0)) + embedding(token)) / sqrt(2)))
+ FFN outputs with `norms_added` the driver norms: only it has their
 sum and `ffn_residual`. Compiled loops read the same flags in a layer's record (LAYER_NUMBERS),
 which may stand for a `LayerOrder` below.
 """
@@ -32,6 +43,9 @@ class LayerOrder(NamedTuple):
     is_parallel: bool = False
     norms_ffn_input: bool = True
     norms_output: bool = False
+    scales_output: bool = False
+    begins_pair: bool = False
+    ends_pair: bool = False
     norms_added: bool = False
 
 
@@ -40,18 +54,29 @@ POST_NORM = LayerOrder(
     norms_input=False, norms_sum=True, norms_ffn_input=False, norms_output=True
 )  # opt-350m
 PRE_AND_OUTPUT_NORM = LayerOrder(norms_added=True)  # Gemma
+SCALED_OUTPUT = LayerOrder(scales_output=True, norms_added=True)  # Gemma 4
+FIRST_FFN = LayerOrder(norms_added=True, begins_pair=True)  # Gemma 4 26B-A4B
+SECOND_FFN = LayerOrder(scales_output=True, norms_added=True, ends_pair=True)
 OUTPUT_NORM = LayerOrder(norms_input=False, norms_ffn_input=False, norms_added=True)  # OLMo 2
 PARALLEL = LayerOrder(is_parallel=True)  # Falcon
 PARALLEL_SHARED_NORM = LayerOrder(is_parallel=True, norms_ffn_input=False)  # Falcon-7B
 
 
 def layer_input(
-    order: LayerOrder, layer: int, h: _Rows, ffn_norm: Callable[[int, _Rows], _Rows]
+    order: LayerOrder,
+    layer: int,
+    h: _Rows,
+    ffn_norm: Callable[[int, _Rows], _Rows],
+    scaled_output: Callable[[int, _Rows], _Rows] | None = None,
 ) -> _Rows:
     """Return the residual at the start of a layer; for layer L, at the start of the head.
 
-    `ffn_norm` takes the number of a layer and rows.
+    `ffn_norm` and `scaled_output` take the number of a layer and rows; the latter is needed with
+    `scales_output` alone.
     """
+    if order.scales_output and layer > 0:
+        assert scaled_output is not None, "the caller has no such models"
+        return scaled_output(layer - 1, h)
     return ffn_norm(layer - 1, h) if order.norms_output and layer > 0 else h
 
 

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hotcold.model.config.activations import ActivationFn
 from hotcold.model.config.layer_order import (
+    FIRST_FFN,
     OUTPUT_NORM,
     PARALLEL,
     PARALLEL_SHARED_NORM,
     POST_NORM,
     PRE_AND_OUTPUT_NORM,
     PRE_NORM,
+    SCALED_OUTPUT,
+    SECOND_FFN,
     LayerOrder,
 )
 
@@ -26,17 +29,123 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
-    """A layer's attention; learned vectors are in `LayerSpec.vectors`."""
+class HeadSizes:
+    """The heads of a layer's attention."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+
+    @property
+    def heads_size(self) -> int:
+        """Numbers of all query heads of a token: the width of the output projection's rows."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers of a token's keys, and of its values."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention: all heads' keys and values of one vector a position.
+
+    latent = norm(first `rank` of W_a . x); key of head h = [K_h . latent, rotated rest of W_a . x]
+    value of head h = V_h . latent; query = [q_plain, rotated q_rope]
+    The cache has [rotated, latent] of each position, and queries are [rotated q_rope,
+    transposed K_h . q_plain]: scores are the same, and V_h is applied to what attention makes.
+    Source:  DeepSeek-V2, arXiv 2405.04434, section 2.1
+    """
+
+    rank: int
+    query_rank: int  # of the vector that all heads' queries are made of; 0: of x itself
+    rope_size: int
+    plain_size: int  # of a query head's part that is not rotated
+    value_size: int
+
+    @property
+    def query_size(self) -> int:
+        """Numbers of a query head."""
+        return self.rope_size + self.plain_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec(HeadSizes):
+    """A layer's attention; learned vectors are in `LayerSpec.vectors`."""
+
     rope: int  # an index of ModelConfig.ropes; -1: heads are not rotated
+    query_rope: int  # the same for queries, whose cosines and sines may grow with the position
     window: int  # positions that a token attends to, its own included; 0: all
     scale: float  # of scores
     softcap: float  # of scores; 0: none
     has_sinks: bool = False  # a learned logit a head joins the softmax, and has no value
+    kv_layer: int  # whose keys and values it attends to: its own, or those of a layer before
+    has_keys: bool  # of its own
+    has_gate: bool = False  # a head's output times sigmoid of a row more of the query's tensor
+    norms_rotated: bool = False  # q and k are normed after they are rotated
+    # With it there is one KV head, whose rows in the cache are keys and values at once.
+    latent: LatentSpec | None = None
+
+    @property
+    def rotated_head_dim(self) -> int:
+        """Numbers of the vectors that rope takes."""
+        return self.head_dim if self.latent is None else self.latent.rope_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentSpec:
+    """What a layer has in place of attention, whose state is of a fixed size.
+
+    delta: a gated delta net, a state of dk x dv numbers for each value head. A short convolution
+    and silu, then for each token, with q and k of length 1,
+        state = exp(g) state, state += beta k (v - k . state), out = norm(q . state) silu(z)
+    mamba: Mamba-2; the same but for
+        state += dt k v, out = norm((q . state + skip v) silu(z)), of all value heads of a key head
+    conv: out = c * conv(b * x) of rows b | c | x alone; its values have heads in name, to be shared
+    among threads, and it has no keys.
+    """
+
+    kind: Literal["delta", "mamba", "conv"]
+    num_key_heads: int
+    num_value_heads: int  # a multiple of num_key_heads
+    key_dim: int
+    value_dim: int
+    conv_size: int  # positions that the convolution reads, its own included
+    has_conv_bias: bool = False
+    # Whether value head h has key head h % num_key_heads, as in GGUF files; else those of a key
+    # head stand side by side.
+    has_tiled_heads: bool = False
+
+    @property
+    def num_channels(self) -> int:
+        """Numbers of a token that are convolved: its queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.values_size
+
+    @property
+    def values_size(self) -> int:
+        """Numbers of a token's values: the width of the output projection's rows."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_states(self) -> int:
+        """Heads that have a state, a decay and gates."""
+        return 0 if self.kind == "conv" else self.num_value_heads
+
+    @property
+    def num_gates(self) -> int:
+        """Gates of a token: b and a of each head, or dt."""
+        return self.num_states * (2 if self.kind == "delta" else 1)
+
+    @property
+    def norm_size(self) -> int:
+        """Weights of the norm: of a head's output, or of all."""
+        return {"delta": self.value_dim, "mamba": self.values_size, "conv": 0}[self.kind]
+
+    @property
+    def num_others(self) -> int:
+        """Rows of the inputs' tensor that are gates'."""
+        return self.num_gates if self.kind == "mamba" else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +164,14 @@ class RouterSpec:
     scale: float = 1.0
     has_bias: bool = False
     has_selection_bias: bool = False
-    # With several groups of equally many experts, a group's score is the sum of its two largest,
-    # and only experts of the `num_chosen_groups` best are chosen.
+    # With several groups of equally many experts, a group's score is its largest, with a selection
+    # bias the sum of its two largest; only experts of the `num_chosen_groups` best are chosen.
     num_groups: int = 1
     num_chosen_groups: int = 1
-    reads: Literal["ffn_input", "layer_input"] = "ffn_input"  # or hidden, before attention, no norm
+    # Or hidden, before attention, no norm; or ffn_residual, normed without weights.
+    reads: Literal["ffn_input", "layer_input", "normed_residual"] = "ffn_input"
+    scales_input: bool = False  # by a learned vector / sqrt(d), which loading multiplies into rows
+    scales_experts: bool = False  # a learned number of each expert multiplies its weight
     gates_shared: bool = False  # the shared expert weighs sigmoid(w . ffn_input), else 1
 
 
@@ -85,15 +197,47 @@ class FfnSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One layer; `vectors` are sizes of its `LayerVectors`, 0 for none."""
+    """One layer; `vectors` are sizes of its `LayerVectors`, 0 for none.
+
+    input_sizes: rows of each tensor that is multiplied with the layer's normed input: q, k and v,
+    or the fused one; of a recurrent layer q | k | v, and z
+    A recurrent layer's attention has no heads.
+    """
 
     attention: AttentionSpec
+    recurrent: RecurrentSpec | None = None
+    input_sizes: tuple[int, ...]
     order: LayerOrder
     ffn: FfnSpec
     norm_kind: Literal["rmsnorm", "layernorm"]
     norm_eps: float
     residual_scale: float  # of what attention and FFN add to the residual
     vectors: Mapping[str, int]
+
+    @property
+    def num_inputs(self) -> int:
+        """Rows of the tensors of `input_sizes` together."""
+        return sum(self.input_sizes)
+
+    @property
+    def mixed_size(self) -> int:
+        """Numbers of a token before the output projection."""
+        if self.order.ends_pair:
+            return 0
+        own = self.attention
+        if self.recurrent is not None:
+            return self.recurrent.values_size
+        return own.heads_size if own.latent is None else own.num_heads * own.latent.value_size
+
+    @property
+    def heads_size(self) -> int:
+        """Numbers of a token that attention's heads make, or the recurrence in their place."""
+        return self.attention.heads_size if self.recurrent is None else self.mixed_size
+
+    @property
+    def page_group(self) -> int:
+        """Which pages the layer has: FULL, WINDOWED or RECURRENT of the loops' mailbox."""
+        return int(self.attention.window > 0) if self.recurrent is None else 2
 
     @property
     def adds_late(self) -> bool:
@@ -103,42 +247,79 @@ class LayerSpec:
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """Return the layers of a model."""
-    order, vectors = _order(config), _vector_sizes(config)
+    heads = config.layer_heads or (config.heads,) * config.num_layers
+    recurrent = dict.fromkeys(config.recurrent_layers, config.recurrent)
     return tuple(
         LayerSpec(
-            attention=_attention(config, layer),
-            order=order,
+            attention=_attention(config, layer, own),
+            recurrent=recurrent.get(layer),
+            input_sizes=_input_sizes(config, layer, own),
+            order=_order(config, layer),
             ffn=ffn,
             norm_kind=config.norm_kind,
             norm_eps=config.norm_eps,
             residual_scale=config.residual_scale,
-            vectors=vectors,
+            vectors=_vector_sizes(config, layer, own),
         )
-        for layer, ffn in enumerate(_ffns(config))
+        for layer, (own, ffn) in enumerate(zip(heads, _ffns(config), strict=True))
     )
 
 
-def _order(config: ModelConfig) -> LayerOrder:
+def _order(config: ModelConfig, layer: int) -> LayerOrder:
+    if config.has_ffn_pairs:
+        return SECOND_FFN if layer % 2 else FIRST_FFN
     if config.post_norm:
         return POST_NORM
     if config.parallel_ffn:
         return PARALLEL if config.has_ffn_norm else PARALLEL_SHARED_NORM
+    if config.has_output_scale:
+        return SCALED_OUTPUT
     if config.has_output_norms:
         return PRE_AND_OUTPUT_NORM if config.has_norm else OUTPUT_NORM
     return PRE_NORM
 
 
-def _attention(config: ModelConfig, layer: int) -> AttentionSpec:
+def _kv_layer(config: ModelConfig, layer: int) -> int:
+    """The layer whose keys and values it has."""
+    if config.has_ffn_pairs:
+        return layer - layer % 2
+    return config.kv_layers[layer] if config.kv_layers else layer
+
+
+def _input_sizes(config: ModelConfig, layer: int, heads: HeadSizes) -> tuple[int, ...]:
+    if config.recurrent is not None and layer in config.recurrent_layers:
+        return _recurrent_sizes(config, config.recurrent)
+    if _kv_layer(config, layer) != layer:
+        return () if config.has_ffn_pairs else (heads.heads_size,)
+    if config.latent is not None:
+        queries = config.latent.query_rank or heads.num_heads * config.latent.query_size
+        return queries, config.latent.rank + config.latent.rope_size
+    sizes = heads.heads_size * (1 + config.has_attention_gate), heads.kv_size, heads.kv_size
+    return (sum(sizes),) if config.fused_qkv else sizes
+
+
+def _recurrent_sizes(config: ModelConfig, recurrent: RecurrentSpec) -> tuple[int, ...]:
+    if recurrent.kind == "conv":
+        return (3 * recurrent.values_size,)
+    own = recurrent.num_channels, recurrent.values_size
+    return (sum(own),) if config.fused_recurrent or recurrent.kind == "mamba" else own
+
+
+def _attention(config: ModelConfig, layer: int, heads: HeadSizes) -> AttentionSpec:
     ropes = config.layer_ropes or (0 if config.ropes else -1,) * config.num_layers
     return AttentionSpec(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        **vars(heads),
         rope=ropes[layer],
+        query_rope=ropes[layer] if config.query_rope < 0 else config.query_rope,
         window=config.windows[layer] if config.windows else 0,
-        scale=config.attention_scale or config.head_dim**-0.5,
+        scale=config.attention_scale or heads.head_dim**-0.5,
         softcap=config.attention_softcap,
         has_sinks=config.has_sinks,
+        norms_rotated=config.norms_rotated,
+        latent=config.latent,
+        kv_layer=_kv_layer(config, layer),
+        has_keys=_kv_layer(config, layer) == layer,
+        has_gate=config.has_attention_gate and heads.num_heads > 0,
     )
 
 
@@ -150,10 +331,12 @@ def _ffns(config: ModelConfig) -> list[FfnSpec]:
         "has_gate": config.has_gate,
         "has_biases": config.ffn_bias,
     }
-    dense = FfnSpec(block_sizes=(config.ffn_size,), **shared)
     experts = config.experts
+    own_sizes = config.layer_ffn_sizes or (config.ffn_size,) * config.num_layers
+    of_size = {size: FfnSpec(block_sizes=(size,), **shared) for size in own_sizes}
+    dense = [of_size[size] for size in own_sizes]
     if experts is None:
-        return [dense] * config.num_layers
+        return dense
     sizes = (experts.size,) * experts.router.num_experts
     sizes += (experts.shared_size,) if experts.shared_size else ()
     routed = FfnSpec(
@@ -163,26 +346,33 @@ def _ffns(config: ModelConfig) -> list[FfnSpec]:
         **shared,
     )
     dense_layers = set(experts.dense_layers)
-    return [dense if layer in dense_layers else routed for layer in range(config.num_layers)]
+    return [own if layer in dense_layers else routed for layer, own in enumerate(dense)]
 
 
-def _vector_sizes(config: ModelConfig) -> dict[str, int]:
+def _vector_sizes(config: ModelConfig, layer: int, heads: HeadSizes) -> dict[str, int]:
     """The sizes of `LayerVectors`, by name."""
-    hidden, kv_size = config.hidden_size, config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
     q_norm, k_norm = {
         "": (0, 0),
-        "head": (config.head_dim, config.head_dim),
-        "full": (config.attention_size, kv_size),
-    }[config.qk_norm]
+        "head": (heads.head_dim, heads.head_dim),
+        "full": (heads.heads_size, heads.kv_size),
+    }[config.qk_norm if heads.num_heads else ""]
+    if config.latent is not None:
+        q_norm, k_norm = config.latent.query_rank, config.latent.rank
+    has_keys = _kv_layer(config, layer) == layer
+    has_attention = has_keys or not config.has_ffn_pairs
     return {
-        "norm_weight": hidden * config.has_norm,
+        "norm_weight": hidden * (config.has_norm and has_attention),
         "norm_bias": hidden * (config.has_norm and config.norm_bias),
         "ffn_norm_weight": hidden * config.has_ffn_norm,
         "ffn_norm_bias": hidden * (config.has_ffn_norm and config.norm_bias),
-        "attention_norm_weight": hidden * config.has_output_norms,
-        "q_norm_weight": q_norm,
-        "k_norm_weight": k_norm,
-        "qkv_bias": config.qkv_rows * config.attention_bias,
+        "attention_norm_weight": hidden * (config.has_output_norms and has_attention),
+        "q_norm_weight": q_norm * has_attention,
+        "k_norm_weight": k_norm * has_keys,
+        "v_norm_weight": heads.head_dim * (config.has_value_norm and has_keys),
+        "output_scale": int(config.has_output_scale and _order(config, layer).scales_output),
+        "per_layer_norm_weight": hidden * (config.per_layer_size > 0),
+        "qkv_bias": sum(_input_sizes(config, layer, heads)) * config.attention_bias,
         "out_bias": hidden * config.out_bias,
-        "sinks": config.num_heads * config.has_sinks,
+        "sinks": heads.num_heads * config.has_sinks,
     }

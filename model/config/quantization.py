@@ -5,13 +5,25 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from hotcold.model.config.json_reader import ConfigReader
-from hotcold.model.errors import shown
+from hotcold.model.errors import HotcoldError, shown
 from hotcold.numba_kernels.formats import QUANT_GROUP, QUANTIZED_TO, WeightDtype
 
 KEY = "quantization_config"
+_EARLIER_KEY = "compression_config"  # of compressed-tensors before 2025
 METHOD = "hotcold"
-# Of some modules alone, whose tensors say it themselves: `model/files/mxfp4_pairs.py`.
-MXFP4_METHOD = "mxfp4"
+# Whose tensors become rows by the rules of `model/files/packed_methods.py`.
+PACKED_METHODS = (
+    "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4",
+    "mxfp8", "quark",
+)  # fmt: skip
+_ROUNDS = ("auto-round", "intel/auto-round")  # which writes other methods' tensors
+_PACKINGS = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round:auto_awq": "awq",
+    "auto_round:awq": "awq",
+    "auto_round:llm_compressor": "compressed-tensors",
+}
 _MINIMUM = "minimum"  # whether groups have a minimum; absent for no
 
 
@@ -43,26 +55,95 @@ def quantization_config(dtype: WeightDtype) -> dict[str, Any]:
     }
 
 
-def quantized_dtype(reader: ConfigReader) -> WeightDtype | None:
-    """Return the format that config.json declares for all matrices; None for none.
+class PackedMethod(NamedTuple):
+    """One of PACKED_METHODS, and what config.json says of it."""
 
-    Errors:  the reader's, one line, for another method, version, group size or number of bits
+    name: str
+    values: dict[str, Any]
+
+    def values_of_groups(self, key: str) -> set[Any]:
+        """The values of `key`, or of each of compressed-tensors' groups of modules for weights."""
+        groups = self.values.get("config_groups")
+        each = list(groups.values()) if isinstance(groups, dict) else []
+        weights = [group.get("weights") for group in each if isinstance(group, dict)]
+        found = [one.get(key) for one in (self.values, *weights) if isinstance(one, dict)]
+        return {value for value in found if isinstance(value, int | str)}
+
+
+def packed_method(reader: ConfigReader) -> PackedMethod | None:
+    """Return the method that others quantized the model by; None for none, and for METHOD.
+
+    Errors:  the reader's, one line, for a method, or a form of it, that is not read
     """
-    if not reader.has(KEY):
+    values = reader.values.get(KEY) or reader.values.get(_EARLIER_KEY)
+    if values is None:
         return None
-    values = reader.values[KEY]
     if not isinstance(values, dict):
         raise reader.fail(KEY, f"is {shown(values, 60)}, not an object; download it again")
     method = values.get("quant_method")
-    if method == MXFP4_METHOD:
+    if method is None and (values.get("load_in_4bit") or values.get("load_in_8bit")):
+        method = "bitsandbytes"
+    if method is None and "bits" in values and "group_size" in values:
+        method = "MLX"
+    if method in _ROUNDS:
+        method = _PACKINGS.get(str(values.get("packing_format")), method)
+    if method == METHOD:
         return None
-    if method != METHOD:
-        *others, last = _FORMS
-        raise reader.fail(
-            KEY,
-            f"names the method {shown(method, 60)}, which is not supported; use the model that is "
-            f"not quantized, with --dtype {', '.join(others)} or {last}",
-        )
+    if method not in PACKED_METHODS:
+        raise _not_read(reader, f"names the method {shown(method, 60)}, which is not supported")
+    found = PackedMethod(method, values)
+    what = _unread_form(found)
+    if what:
+        raise _not_read(reader, f"of {method} {what}, which is not supported")
+    return found
+
+
+def _unread_form(method: PackedMethod) -> str:
+    """What of a method's form is not read; "" where all is."""
+    values = method.values
+    if method.name == "gptq":
+        known: dict[str, tuple[Any, ...]] = {
+            "bits": (2, 4, 8),
+            "checkpoint_format": ("gptq", "gptq_v2", None),
+        }
+    elif method.name == "awq":
+        known = {"bits": (4,), "version": ("gemm", "GEMM", None)}
+    elif method.name == "compressed-tensors":
+        known = {"transform_config": (None, {}), "format": _COMPRESSED}
+        sparsity = values.get("sparsity_config")
+        if isinstance(sparsity, dict) and sparsity.get("format") not in (None, "dense"):
+            return f"has sparsity_config.format {shown(sparsity.get('format'), 60)}"
+    else:
+        return ""
+    for key, accepted in known.items():
+        if isinstance(values.get(key), float) or values.get(key) not in accepted:
+            return f"has {key} {shown(values.get(key), 60)}"
+    return ""
+
+
+_COMPRESSED = (
+    "dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized",
+    "mxfp8-quantized", "naive-quantized", "nvfp4-pack-quantized", "pack-quantized",
+)  # fmt: skip
+
+
+def _not_read(reader: ConfigReader, what: str) -> HotcoldError:
+    *others, last = _FORMS
+    return reader.fail(
+        KEY,
+        f"{what}; use the model that is not quantized, with --dtype {', '.join(others)} or {last}",
+    )
+
+
+def quantized_dtype(reader: ConfigReader) -> WeightDtype | None:
+    """Return the format that config.json declares for all matrices; None for none.
+
+    Errors:  the reader's, one line, for a method that is not read; for another version, group size
+             or number of bits of METHOD
+    """
+    if packed_method(reader) is not None or not reader.has(KEY):
+        return None
+    values = reader.values[KEY]
     for name, known in _KNOWN.items():
         value = values.get(name)
         if type(value) is not int or value not in known:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
+# longrope's first name; and that of models with pictures: a text's three positions are one.
+_OTHER_NAMES = {"su": "longrope", "mrope": "default"}
 _MAX = 1e12
 _MAX_FACTORS = 4096
 
@@ -27,13 +29,17 @@ _MAX_FACTORS = 4096
 class RopeConfig:
     """The base period, and how frequencies are scaled.
 
-    The first `share` of a head's dimensions are rotated. longrope divides frequencies by one of two
+    The first `share` of a head's dimensions are rotated; proportional rotates that share of the
+    pairs (i, i + size / 2) of a whole head. longrope divides frequencies by one of two
     lists of factors, and dynamic has a longer base period, where sequences are longer than
-    `original_max_positions`. Cosines and sines are multiplied with `table_scale`.
+    `original_max_positions`. Cosines and sines are multiplied with `table_scale`; those of queries
+    grow with the position by `query_growth`.
     """
 
     theta: float
-    kind: Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn"] = "default"
+    kind: Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn", "proportional"] = (
+        "default"
+    )
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -45,10 +51,17 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncates: bool = True
     table_scale: float = 1.0
+    query_growth: float = 0.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Return how many dimensions of a head are rotated."""
-        return int(head_dim * self.share)
+        """Return how many dimensions of a head have an angle, which may always be 0."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.share)
+
+    def turning_pairs(self, head_dim: int) -> int:
+        """Return how many pairs, the first ones, have another angle than 0."""
+        if self.kind == "proportional":
+            return int(self.share * head_dim // 2)
+        return self.rotary_dim(head_dim) // 2
 
     @property
     def stretched(self) -> int:
@@ -73,6 +86,27 @@ class RopeConfig:
             return 0
         return num_positions if self.kind == "dynamic" else self.changes_after + 1
 
+    def scales(self, num_positions: int) -> np.ndarray:
+        """Return what cosines and sines of each position are multiplied with.
+
+        Shapes:  (num_positions,)
+        Dtypes:  float32
+        """
+        return (self.table_scale * self.growths(num_positions)).astype(np.float32)
+
+    def growths(self, num_positions: int) -> np.ndarray:
+        """Return what a whole vector of each position is multiplied with.
+
+        g[p] = 1 + query_growth * ln(1 + floor(p / original_max_positions))
+        Shapes:  (num_positions,)
+        Dtypes:  float64
+        Source:  get_llama_4_attn_scale of transformers/models/ministral3
+        """
+        if not self.query_growth:
+            return np.ones(num_positions)
+        times = np.arange(num_positions) // self.original_max_positions
+        return 1 + self.query_growth * np.log1p(times)
+
     def inv_freq(self, head_dim: int, num_positions: int = 0) -> np.ndarray:
         """Return the angle per position of each pair of dimensions, in radians.
 
@@ -83,6 +117,7 @@ class RopeConfig:
         For sequences of `num_positions`, n where they are longer than the original context o:
         longrope: 1 / (factors[i] * theta ** (2i / d)), with the long factors if they are longer
         dynamic: theta * (factor * n / o - factor + 1) ** (d / (d - 2)) in theta's place
+        proportional: default's / factor for the first `share` of the pairs, 0 for the others
         Shapes:  (d / 2,)
         Dtypes:  float32, computed by torch operation for operation as transformers computes it
         Source:  transformers/modeling_rope_utils.py
@@ -98,7 +133,9 @@ class RopeConfig:
             return self._yarn(self.theta**exponents, size).numpy()
         theta = self._dynamic_theta(torch.tensor(length), size) if length else self.theta
         inv_freq = 1.0 / (theta**exponents)
-        if self.kind == "linear":
+        if self.kind == "proportional":
+            inv_freq[self.turning_pairs(head_dim) :] = 0
+        if self.kind in ("linear", "proportional"):
             inv_freq = inv_freq / self.factor
         elif self.kind == "llama3":
             inv_freq = self._llama3(inv_freq)
@@ -182,6 +219,9 @@ def read_rope_object(
     if nested is not None:
         raise rope.fail(shown(nested), "sets a rope of its own; use one rope for all layers")
     kind, theta = _kind(rope, kinds), _theta(reader, rope, default_theta)
+    if kind == "proportional":
+        share, factor = _share(reader, rope, 1.0), rope.number("factor", 1.0, low=1e-6, high=_MAX)
+        return RopeConfig(theta, "proportional", factor, share=share)
     fields: dict[str, Any] = {"theta": theta, "kind": kind, "share": _share(reader, rope, share)}
     if kind == "longrope":
         return RopeConfig(**fields, **_longrope(reader, rope, max_positions))
@@ -203,6 +243,41 @@ def read_rope_object(
     if kind in ("yarn", "llama3"):
         fields["original_max_positions"] = _original_positions(reader, rope, max_positions)
     return RopeConfig(**fields)
+
+
+def read_ropes_by_window(
+    reader: ConfigReader,
+    max_positions: int,
+    *,
+    theta: float,
+    local_theta: float | None = None,
+    full: RopeConfig | None = None,
+    kinds: tuple[str, ...] = KINDS,
+) -> tuple[RopeConfig, RopeConfig]:
+    """Read the ropes of layers without and with a window, in both spellings. Errors: ConfigError.
+
+    `theta` and `local_theta` are the defaults of their base periods; without the latter both are
+    the same. `full` is the default of all of the first rope, of which `kinds` are supported. Only
+    layers without a window are scaled where config.json has one object for all.
+    """
+    found = reader.values.get("rope_parameters")
+    if isinstance(found, dict) and found.keys() & {"full_attention", "sliding_attention"}:
+        inner = ConfigReader(found, f"{reader.source}: rope_parameters")
+        defaults = {
+            "full_attention": full or RopeConfig(theta=theta),
+            "sliding_attention": RopeConfig(theta=local_theta or theta),
+        }
+        full, local = (
+            read_rope_object(inner, kind, max_positions, default.theta, kinds=kinds)
+            if inner.has(kind)
+            else default
+            for kind, default in defaults.items()
+        )
+        return full, local
+    is_given = any(reader.has(key) for key in ("rope_theta", "rope_scaling", "rope_parameters"))
+    if full is None or is_given:
+        full = read_rope(reader, max_positions, theta=theta, kinds=kinds)
+    return full, RopeConfig(theta=local_theta or full.theta)
 
 
 def _longrope(reader: ConfigReader, rope: ConfigReader, max_positions: int) -> dict[str, Any]:
@@ -258,7 +333,7 @@ def _share(reader: ConfigReader, rope: ConfigReader | None, share: float | None)
 
 def _kind(rope: ConfigReader, known: tuple[str, ...]) -> Any:
     kinds = [rope.text(key) for key in ("rope_type", "type") if rope.has(key)] or ["default"]
-    kinds = ["longrope" if kind == "su" else kind for kind in kinds]  # its first name
+    kinds = [_OTHER_NAMES.get(kind, kind) for kind in kinds]
     if kinds[0] != kinds[-1]:
         raise rope.fail(
             "rope_type", f"is {shown(kinds[0])} but type is {shown(kinds[-1])}; keep one"

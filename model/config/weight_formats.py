@@ -12,16 +12,29 @@ from hotcold.numba_kernels.formats import (
     DTYPES,
     FLOAT_FORMATS,
     FORMATS,
+    Q8,
     QUANT_GROUP,
     QUANTIZED_TO,
     WeightDtype,
     is_quantized,
     row_items,
+    summed_dtype,
 )
 
 QUANTIZED_NAMES: tuple[WeightDtype, ...] = tuple(row.name for row in QUANTIZED_TO)
 # Those that weights are cast to, by --dtype's names.
 CAST_NAMES = {kind.short: kind.name for kind in FLOAT_FORMATS.values() if kind.bits == 16}
+
+
+def agreed_dtype(dtypes: set[np.dtype]) -> np.dtype:
+    """Return the dtype of matrices that would each have one of `dtypes`: the one, else Q8.
+
+    They agree also where down rows would. Only of floats it is float32.
+    """
+    for agreed in (dtypes, set(map(summed_dtype, dtypes))):
+        if len(agreed) == 1:
+            return next(iter(agreed))
+    return Q8 if any(map(is_quantized, dtypes)) else np.dtype(np.float32)
 
 
 def numpy_dtype(name: WeightDtype) -> np.dtype:
@@ -75,9 +88,9 @@ def loaded_config(config: ModelConfig, dtype: str) -> ModelConfig:
     target = requested_dtype(dtype)
     if target is None:
         return config
-    require_whole_groups(target, config.hidden_size, config.attention_size, config.embed_size)
+    require_whole_groups(target, *config.matrix_widths)
     return replace(
-        config, dtype=dtype_name(target), other_dtypes=(), mean_row_bytes=(), down_formats=()
+        config, dtype=dtype_name(target), other_dtypes=(), mean_row_bytes=(), block_formats=()
     )
 
 

@@ -9,20 +9,19 @@ are rows of ggml's blocks, which loading converts to one of these.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Collection
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from hotcold.model.config.families import FAMILIES
+from hotcold.model.config.families import PREFIXES
 from hotcold.model.config.json_reader import ConfigReader, read_json_object
 from hotcold.model.config.quantization import quantized_dtype
 from hotcold.model.config.weight_formats import numpy_dtype
 from hotcold.model.errors import CheckpointError, shown
 from hotcold.model.files.gguf_weights import GgufWeights
-from hotcold.model.files.mxfp4_pairs import with_pairs
+from hotcold.model.files.packed_weights import with_packed
 from hotcold.model.files.safetensors_file import (
     BIT_DTYPES,
     SafetensorsFile,
@@ -35,9 +34,6 @@ from hotcold.model.gguf.file_names import is_gguf
 from hotcold.model.gguf.tensor_types import TYPE_OF_NAME
 from hotcold.model.mapped_file import forget_pages
 from hotcold.numba_kernels.formats import is_quantized
-
-# Checkpoints of one family use any of these for the same tensor.
-PREFIXES = ("", *(prefix for family in FAMILIES.values() for prefix in family.prefixes))
 
 # Kinds of weight files, the preferred first.
 _FORMS: tuple[tuple[str, Callable[[Path], WeightFile]], ...] = (
@@ -58,7 +54,8 @@ class Checkpoint:
         """Without `keeps_pages` released tensors leave the page cache too."""
         self.path = Path(path)
         self.keeps_pages = keeps_pages
-        self._files = with_pairs(_open_files(self.path))
+        self._files = with_packed(self.path, _open_files(self.path))
+        self._asked: set[str] = set()
 
     @functools.cached_property
     def quantized_dtype(self) -> np.dtype | None:
@@ -76,6 +73,14 @@ class Checkpoint:
     def names(self) -> list[str]:
         """Return the tensors' full names, sorted."""
         return sorted(self._files)
+
+    def own_names_asked(self) -> set[str]:
+        """The names, in the files, of all tensors that were asked for."""
+        return {own for name in self._asked for own in self._files[name].all_names(name)}
+
+    def own_names(self) -> set[str]:
+        """The names of all tensors in safetensors files, but for those that are never weights."""
+        return {own for name, file in self._files.items() for own in file.all_names(name)}
 
     def has(self, name: str) -> bool:
         """Whether the tensor exists, under any known prefix."""
@@ -135,8 +140,9 @@ class Checkpoint:
         return self._known_dtype(name) is not None
 
     def num_bytes(self, name: str) -> int:
-        """Return the bytes of the tensor's data."""
-        return math.prod(self.shape(name)) * self.dtype(name).itemsize
+        """Return the bytes of the tensor's data in the files."""
+        entry = self._entry(name)
+        return entry.end - entry.start
 
     def array(self, name: str) -> np.ndarray:
         """Return the tensor's bits as a view of the file: read-only, maybe unaligned."""
@@ -207,6 +213,7 @@ class Checkpoint:
 
     def _located(self, name: str) -> tuple[WeightFile, str]:
         full_name = self.full_name(name)
+        self._asked.add(full_name)
         return self._files[full_name], full_name
 
     def _entry(self, name: str) -> TensorEntry:
@@ -214,7 +221,10 @@ class Checkpoint:
         return file.entries[full_name]
 
     def _known_dtype(self, name: str) -> np.dtype | None:
-        found = self._entry(name).format_name
+        file, full_name = self._located(name)
+        if (dtype := file.block_dtype(full_name)) is not None:
+            return dtype
+        found = file.entries[full_name].format_name
         if found == "U8":
             return self.quantized_dtype
         kind = TYPE_OF_NAME.get(found)

@@ -5,19 +5,27 @@ Arrays are views of the file, but for rows of q and k in another order, and norm
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from hotcold.model.config.build import build_config
 from hotcold.model.config.families import tensor_names
-from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
+from hotcold.model.config.families.tensor_names import (
+    FFN_ROLES,
+    GGUF_NAMES,
+    DraftNames,
+    LayerNames,
+    RecurrentNames,
+    TensorNames,
+)
 from hotcold.model.config.gguf_config import architecture_of, gguf_values
 from hotcold.model.config.gguf_rope import FACTORS
 from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.weight_formats import agreed_dtype
 from hotcold.model.errors import CheckpointError, shown
 from hotcold.model.files.safetensors_file import TensorEntry, WeightFile
 from hotcold.model.gguf.file import open_gguf
@@ -26,16 +34,23 @@ from hotcold.model.gguf.tensor_types import TensorType
 from hotcold.model.mapped_file import MappedFile
 from hotcold.numba_kernels.formats import (
     BLOCK_FORMATS,
-    Q8,
+    NVFP4_SCALED,
     ROW_FORMATS,
-    is_blocks,
     is_quantized,
+    row_items,
     summed_dtype,
 )
+from hotcold.numba_kernels.load.stored_rows import ScaledBlocks, StoredRows
 
 # In memory these roles have one format: their matrices are multiplied with the same vectors.
 _TOGETHER = {"up": "gate", "shared_gate": "gate", "shared_up": "gate", "shared_down": "down"}
+_ROLES = {"inputs": "qkv"}  # of recurrent layers, with attention's; `out` is one of both
 _DOWN_T = "ffn_down_t"
+# How names of what is for pictures and sounds begin, which Ollama has in the model's own file.
+_OTHER_PARTS = ("v.", "a.", "mm.")
+_NO_MODULES = ("layers", "layer", "parts", "layer_changes", "blocks")
+_RECURRENT_NORM = "ssm_norm"  # it has no one added
+_DECAY = "ssm_a"  # -exp of the checkpoint's tensor
 
 
 @dataclass(frozen=True)
@@ -45,6 +60,7 @@ class _Place:
     name: str  # in the file
     module: str  # of the file's names, without layer and suffix
     role: str  # a field of LayerNames or TensorNames
+    drafts: bool = False  # it is the layer's that drafts
 
 
 class GgufWeights(WeightFile):
@@ -58,13 +74,13 @@ class GgufWeights(WeightFile):
         self.path = path
         self._model = open_gguf(path)
         self.paths = self._model.paths
-        self._architecture = architecture_of(self._model)
-        self._values = gguf_values(path)
-        config = build_config(self._values, source=str(path))
+        _, self._architecture = architecture_of(self._model)
+        self._config = config = build_config(gguf_values(path), source=str(path))
         self._own_names: dict[str, str] = {}
+        self._scales: dict[str, np.ndarray] = {}  # of NVFP4, by the tensor's name in the file
         self._places = self._find(config)
         self.entries = {name: self._entry(place) for name, place in self._places.items()}
-        self._loaded = self._loaded_dtypes(config)
+        self._loaded = {drafts: self._loaded_dtypes(config, drafts) for drafts in (False, True)}
 
     def array(self, name: str) -> np.ndarray:
         """Return the tensor's items, read-only, maybe unaligned; blocks keep their bytes."""
@@ -72,18 +88,24 @@ class GgufWeights(WeightFile):
         kind = self._info(place).type
         assert kind.dtype is not None, "Checkpoint.dtype refuses it"
         items = self._model.file_of(place.name).array(place.name)
-        order = self._architecture.row_orders.get(place.module)
-        if order is not None:
-            ids = order(self._values)
+        if place.name in self._scales:
+            return self._scaled(place, items)
+        ids = self._row_order(place)
+        if ids is not None:
             if ids.size != len(items):
                 raise CheckpointError(
                     f"{self.path}: tensor {shown(place.name)} has {len(items)} rows, its metadata "
                     f"asks for {ids.size}"
                 )
             return items[ids]
-        if self._architecture.adds_one_to_norms and place.name.endswith("norm.weight"):
-            return items - np.float32(1)
-        return items
+        is_norm = place.name.endswith("norm.weight") and place.module != _RECURRENT_NORM
+        if self._config.norm_offset and is_norm:  # a file's weights have it
+            return items - np.float32(self._config.norm_offset)
+        return np.log(-items) if place.module == _DECAY else items
+
+    def block_dtype(self, name: str) -> np.dtype | None:
+        """Return the dtype of blocks with their tensor's scale; None for what files hold so."""
+        return NVFP4_SCALED if self._places[name].name in self._scales else None
 
     def mapped_file(self, name: str) -> MappedFile:
         """Return the file that holds the tensor."""
@@ -96,7 +118,8 @@ class GgufWeights(WeightFile):
     def loaded_dtype(self, name: str) -> np.dtype:
         """Return the matrix's dtype in memory, the same in all layers."""
         kind = self._info(self._places[name]).type
-        return self._loaded.get(self._places[name].role, kind.loaded or np.dtype(np.float32))
+        place = self._places[name]
+        return self._loaded[place.drafts].get(place.role, kind.loaded or np.dtype(np.float32))
 
     def own_dtype(self, name: str) -> np.dtype:
         """Return the dtype in memory that suits the matrix alone, whatever other layers have."""
@@ -109,16 +132,19 @@ class GgufWeights(WeightFile):
     def conversion_note(self, by_layer: Collection[str] = ()) -> str:
         """Return a line about formats that are converted in memory; "" where none are.
 
-        In the roles `by_layer` each tensor has its `own_dtype`, in the others its `loaded_dtype`.
+        In the roles `by_layer` each tensor in blocks has its `own_dtype`; others their
+        `loaded_dtype`.
         """
         changes: dict[tuple[str, str], int] = {}
         for place in self._places.values():
-            kind = self._info(place).type
-            role = _TOGETHER.get(place.role, place.role)
-            into = kind.loaded if role in by_layer else self._loaded.get(role)
-            if into is None or kind.dtype is None or not is_blocks(kind.dtype):
+            info, role = self._info(place), _TOGETHER.get(place.role, place.role)
+            kind, into = info.type, self._loaded[place.drafts].get(role)
+            if into is None or kind.dtype is None or len(info.shape) < 2:
                 continue
-            if is_quantized(into) and not BLOCK_FORMATS[kind.dtype].is_as_stored(into):
+            block = BLOCK_FORMATS.get(kind.dtype)
+            if role in by_layer and block is not None:
+                into = kind.loaded or into
+            if is_quantized(into) and not (block is not None and block.is_as_stored(into)):
                 key = (kind.name, f"{ROW_FORMATS[into].bits} bits")
                 changes[key] = changes.get(key, 0) + 1
         if not changes:
@@ -126,27 +152,31 @@ class GgufWeights(WeightFile):
         names = ", ".join(dict.fromkeys(name for name, _ in changes))
         return f"{names}: read as {' and '.join(dict.fromkeys(b for _, b in changes))} a weight"
 
+    def _row_order(self, place: _Place) -> np.ndarray | None:
+        """Which rows of the file's tensor are the checkpoint's; None for the same order."""
+        config = self._config
+        if place.module == "attn_qkv" and config.fused_qkv == "grouped":
+            return _grouped_rows(config)
+        heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(place.module)
+        if heads is None or not self._architecture.pairs_rows:
+            return None
+        rows = np.arange(heads * config.head_dim).reshape(heads, config.head_dim // 2, 2)
+        return rows.swapaxes(1, 2).reshape(-1)
+
     def _info(self, place: _Place) -> TensorInfo:
         return self._model.file_of(place.name).tensors[place.name]
 
     def _find(self, config: ModelConfig) -> dict[str, _Place]:
-        places = {}
-        for ours, theirs, role in _pairs(tensor_names(config), self._architecture.names, config):
-            self._own_names[ours] = f"{theirs}.weight"
-            for suffix in (".weight", ".bias"):
-                self._own_names[ours + suffix] = theirs + suffix
-                if theirs + suffix in self._model.names:
-                    module = theirs.rsplit(".", 1)[-1]
-                    places[ours + suffix] = _Place(theirs + suffix, module, role)
-        places |= self._find_experts(config)
-        known = {place.name for place in places.values()}.union(
-            FACTORS
-        )  # the configuration has these
+        places = self._find_model(config, GGUF_NAMES)
+        drafting = GGUF_NAMES.of_draft(config.num_layers)
+        if f"{drafting.draft.projection}.weight" in self._model.names:
+            found = self._find_model(config.draft_layer(), drafting)
+            places |= {name: replace(place, drafts=True) for name, place in found.items()}
+        known = {place.name for place in places.values()} | without_effect(config)
+        known |= self._find_scales(places.values())
         last = config.num_layers + config.num_extra_layers
-        extra = tuple(
-            self._architecture.names.layers.format(layer)
-            for layer in range(config.num_layers, last)
-        )
+        extra = tuple(GGUF_NAMES.layers.format(n) for n in range(config.num_layers, last))
+        extra += _OTHER_PARTS
         left = [n for n in self._model.names if n not in known and not n.startswith(extra)]
         if left:
             raise CheckpointError(
@@ -155,41 +185,94 @@ class GgufWeights(WeightFile):
             )
         return places
 
-    def _find_experts(self, config: ModelConfig) -> dict[str, _Place]:
+    def _find_model(self, config: ModelConfig, names: TensorNames) -> dict[str, _Place]:
+        """The tensors of a model, or of its layer that drafts; `names` are the file's."""
+        places = {}
+        for ours, theirs, role in _pairs(config, names, self._architecture.names):
+            is_bare = theirs in self._model.names
+            self._own_names.setdefault(ours, theirs if is_bare else f"{theirs}.weight")
+            for suffix in (".weight", ".bias", ""):
+                self._own_names.setdefault(ours + suffix, theirs + suffix)
+                if theirs + suffix in self._model.names:
+                    module = theirs.rsplit(".", 1)[-1]
+                    places[ours + suffix] = _Place(theirs + suffix, module, role)
+        return places | self._find_experts(config, names)
+
+    def _find_experts(self, config: ModelConfig, names: TensorNames) -> dict[str, _Place]:
         """Experts' tensors keep the file's names: a layout of their families has these."""
         if config.experts is None:
             return {}
-        names, prefix = self._architecture.names, tensor_names(config).layers
+        own = tensor_names(config)
         modules = {
             module: role
-            for layout in names.layer.experts
+            for layout in GGUF_NAMES.layer.experts
             for role, module in vars(layout).items()
             if isinstance(module, str) and module
         }
         places = {}
-        for layer in range(config.num_layers):
+        for layer in range(0, config.num_layers, len(own.parts)):
+            block = own.blocks_of(layer)[1]
+            prefix, our_prefix = names.layers.format(block), own.layers.format(block)
             for module, role in modules.items():
                 count = config.experts.router.num_experts if "{}" in module else 1
                 for name in (module.format(expert) for expert in range(count)):
-                    theirs, ours = names.layers.format(layer) + name, prefix.format(layer) + name
+                    theirs = prefix + self._architecture.names.get(name, name)
+                    ours = our_prefix + name
                     self._own_names[ours] = theirs
                     if theirs in self._model.names:
                         places[ours] = _Place(theirs, name.rpartition(".")[0], role)
         return places
 
+    def _scaled(self, place: _Place, items: np.ndarray) -> np.ndarray:
+        """Rows of a tensor with a scale, or with one for each of its matrices."""
+        rows = items.reshape(-1, items.shape[-1])
+        scales = self._scales[place.name]
+        scales = scales.repeat(len(rows) // scales.size)
+        ids = self._row_order(place)
+        if ids is not None:
+            rows, scales = rows[ids], scales[ids]
+        return cast(np.ndarray, StoredRows.of(ScaledBlocks(rows, scales), *items.shape[:-2]))
+
+    def _find_scales(self, places: Collection[_Place]) -> set[str]:
+        """Read the scales of NVFP4 tensors; return their names, and of scales of activations.
+
+        What those would do to activations is left out.
+        """
+        known = set()
+        for place in places:
+            info, base = self._info(place), place.name.removesuffix("weight")
+            if info.type.name != "NVFP4" or not place.name.endswith(".weight"):
+                continue
+            known |= {f"{base}scale", f"{base}input_scale"}
+            if f"{base}scale" in self._model.names:
+                scales = self._model.file_of(f"{base}scale").array(f"{base}scale")
+                count = info.shape[0] if len(info.shape) == 3 else 1
+                is_good = scales.dtype == np.float32 and scales.size in (1, count)
+                if not is_good or not np.isfinite(scales).all():
+                    raise CheckpointError(
+                        f"{self.path}: tensor {shown(f'{base}scale')} is not {count} finite "
+                        "numbers of float32; download it again"
+                    )
+                self._scales[place.name] = scales.reshape(-1).astype(np.float32)
+        return known
+
     def _entry(self, place: _Place) -> TensorEntry:
         info = self._info(place)
-        shape = (*info.shape[:-1], info.type.items(info.shape[-1]))
+        items = info.type.items(info.shape[-1])
+        if place.name in self._scales:
+            items = row_items(NVFP4_SCALED, info.shape[-1])
+        shape = (*info.shape[:-1], items)
         return TensorEntry(info.type.name, shape, info.start, info.end)
 
-    def _loaded_dtypes(self, config: ModelConfig) -> dict[str, np.dtype]:
-        """By role, the dtype of its matrices in all layers."""
+    def _loaded_dtypes(self, config: ModelConfig, drafts: bool) -> dict[str, np.dtype]:
+        """By role, the dtype of its matrices in all layers, or in that which drafts."""
         kinds: dict[str, set[TensorType]] = {}
-        for place in self._places.values():
+        own = [place for place in self._places.values() if place.drafts == drafts]
+        for place in own:
             info = self._info(place)
             if len(info.shape) in (2, 3):  # of one matrix, or of all experts
                 kinds.setdefault(_TOGETHER.get(place.role, place.role), set()).add(info.type)
-        transposed = {place.role for place in self._places.values() if place.module != _DOWN_T}
+        transposed = {place.role for place in own if place.module != _DOWN_T}
         common = {
             role: _common(types, role == "down" and role in transposed)
             for role, types in kinds.items()
@@ -202,36 +285,61 @@ class GgufWeights(WeightFile):
 
 
 def _common(types: set[TensorType], is_transposed: bool) -> np.dtype:
-    """The dtype of matrices of these types in memory: their own where they agree, else Q8.
-
-    They agree also where down rows would.
-    """
+    """The dtype of matrices of these types in memory."""
     found = {(kind.transposed if is_transposed else kind.loaded) for kind in types}
-    dtypes = {dtype for dtype in found if dtype is not None}
-    for agreed in (dtypes, set(map(summed_dtype, dtypes))):
-        if len(agreed) == 1:
-            return agreed.pop()
-    return Q8 if any(is_quantized(dtype) for dtype in dtypes) else np.dtype(np.float32)
+    return agreed_dtype({dtype for dtype in found if dtype is not None})
+
+
+def without_effect(config: ModelConfig) -> set[str]:
+    """Return names of tensors that a file may have, and that no layer reads.
+
+    The configuration has what they say of the rope; some layers have an earlier one's keys.
+    """
+    shared = [layer for layer, kv in enumerate(config.kv_layers) if layer != kv]
+    keys = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+    return {*FACTORS, *(GGUF_NAMES.layers.format(n) + key for n in shared for key in keys)}
+
+
+def _grouped_rows(config: ModelConfig) -> np.ndarray:
+    """Falcon's rows of q, k and v: all q, k, v in a file, by KV head in a checkpoint."""
+    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+    rows = np.arange((heads + 2 * kv_heads) * size).reshape(-1, size)
+    q, k, v = rows[:heads], rows[heads : heads + kv_heads], rows[heads + kv_heads :]
+    groups = [q.reshape(kv_heads, -1, size), k[:, None], v[:, None]]
+    return np.concatenate(groups, axis=1).reshape(-1)
 
 
 def _pairs(
-    ours: TensorNames, theirs: TensorNames, config: ModelConfig
+    config: ModelConfig, usual: TensorNames, names: Mapping[str, str]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield (name in a checkpoint, name in the file, role) of each module."""
-    for field in fields(TensorNames):
-        if field.name not in ("layers", "layer"):
-            yield from _named(getattr(ours, field.name), getattr(theirs, field.name), field.name)
+    """Yield (name in a checkpoint, name in the file, role) of each module.
+
+    names: the file's, by module of a checkpoint, where they are not the `usual` ones
+    """
+    ours = tensor_names(config)
+    for role, own, other in _by_role(ours, usual):
+        yield own, names.get(own, other), role
     for layer in range(config.num_layers):
-        own, other = ours.of_layer(layer), theirs.of_layer(layer)
-        for field in fields(LayerNames):
-            if field.name == "experts":
-                continue  # `GgufWeights._find_experts`
-            yield from _named(getattr(own, field.name), getattr(other, field.name), field.name)
+        blocks = ours.blocks_of(layer)
+        for role, own, other in _by_role(ours.within_layer(layer), usual.layer):
+            block = blocks[role in FFN_ROLES]
+            full, prefix = ours.layers.format(block) + own, usual.layers.format(block)
+            yield full, prefix + names.get(own, other), role
+            if role == "down":
+                yield full, prefix + _DOWN_T, role
 
 
-def _named(ours: Any, theirs: Any, role: str) -> Iterator[tuple[str, str, str]]:
-    if isinstance(ours, tuple) and theirs:
-        for own, other in zip(ours, theirs, strict=True):
-            yield from _named(own, other, role)
-    elif ours and theirs:
-        yield ours, theirs, role
+def _by_role(
+    ours: TensorNames | LayerNames | RecurrentNames | DraftNames, theirs: Any
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (role, a checkpoint's module, the file's usual one)."""
+    for field in fields(ours):
+        own, other = getattr(ours, field.name), getattr(theirs, field.name)
+        if isinstance(own, (RecurrentNames, DraftNames)):
+            yield from _by_role(own, other)
+        elif field.name not in (*_NO_MODULES, "experts"):
+            modules = own if isinstance(own, tuple) else (own,)
+            usual = other if isinstance(other, tuple) else (other,)
+            for module, one in zip(modules, usual, strict=False):
+                if module and one:
+                    yield _ROLES.get(field.name, field.name), module, one

@@ -144,6 +144,16 @@ def find(repo_id: str, part: str | None) -> HubModel:
     return replace(model, folder=newest.snapshot_path)
 
 
+def find_here(repo_id: str, part: str | None) -> HubModel:
+    """Choose the files of a model of the cache. Errors: UsageError where it is not there."""
+    newest = _newest_snapshot(repo_id)
+    if newest is None:
+        name = repo_id if part is None else f"{repo_id}:{part}"
+        raise UsageError(f"{name} is not on this machine; `hotcold pull {name}` fetches it")
+    model = choose_files(repo_id, [file.file_name for file in newest.files], part)
+    return replace(model, folder=newest.snapshot_path)
+
+
 def ggufs_beside(file: Path) -> list[str]:
     """The GGUF models in the repository of a file of the cache, as commands take them.
 

@@ -22,7 +22,7 @@ _DEMO = "demo"  # the embedded model's name
 DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "demo"
 
 
-def locate_model(text: str | None) -> Path:
+def locate_model(text: str | None, may_fetch: bool = True) -> Path:
     """Return a model's directory or GGUF file: a path, `org/repo[:NAME]`, None or "demo" for the
     embedded one.
 
@@ -30,7 +30,8 @@ def locate_model(text: str | None) -> Path:
     file for its directory, a later part of a GGUF model for the first. NAME is a part of a file's
     name. A repository is downloaded once (`model/files/hub.py`); `ollama:NAME[:TAG]` is one of
     Ollama's models (`model/files/ollama.py`), and a well-known name such as qwen3:8b stands for a
-    repository (`model/files/known_models.py`).
+    repository (`model/files/known_models.py`). Unless it `may_fetch`, one that is not there is an
+    error.
     Errors:  UsageError for no such model, several that match, or no network;
              CheckpointError for a damaged file; OSError for an unreadable one
     """
@@ -55,7 +56,8 @@ def locate_model(text: str | None) -> Path:
     if _PATH.match(text) or (path.suffix.lower() == SUFFIX and not is_part):
         raise UsageError(f"{shown(text)}: there is no such file or folder")
     if named:
-        return hub.fetch(hub.find(named["repo"], named["name"]))
+        find = hub.find if may_fetch else hub.find_here
+        return hub.fetch(find(named["repo"], named["name"]))
     if text == _DEMO:
         return locate_model(None)
     if len(text.split()) > 2:

@@ -84,6 +84,14 @@ class WeightFile:
         """Return the file's name of a tensor, even of one that is missing."""
         return name
 
+    def all_names(self, name: str) -> tuple[str, ...]:
+        """Return the file's names of all tensors that one is read from."""
+        return (self.own_name(name),)
+
+    def block_dtype(self, name: str) -> np.dtype | None:
+        """Return the dtype of rows that are made of a matrix; None where it says its format."""
+        return None
+
     def loaded_dtype(self, name: str) -> np.dtype | None:
         """Return the matrix's dtype in memory, the same in all layers; None for the stored one."""
         return None

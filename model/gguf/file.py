@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from hotcold.model.gguf.header import ArrayValue, HeaderReader, TensorInfo
 from hotcold.model.mapped_file import MappedFile, file_state, mapped
 
 _CACHED_FILES = 4
+_FUSED = "attn_qkv"
+_COMPUTED_FUSED = ("falcon", "phi3", "bailingmoe2")  # architectures whose layers are read so
+_GATED = ("qwen35", "qwen35moe", "qwen3next")  # queries have as many rows again, of gates
 
 
 class GgufFile:
@@ -98,6 +102,7 @@ class GgufModel:
                 f"{path}: its parts hold {len(self._file_of)} tensors of {shown(declared)}; "
                 "download all parts again"
             )
+        self._split_fused()
 
     @property
     def names(self) -> list[str]:
@@ -112,6 +117,37 @@ class GgufModel:
     def paths(self) -> tuple[Path, ...]:
         """The files of all parts."""
         return (self.path, *(file.path for file in self._others))
+
+    def _split_fused(self) -> None:
+        """Have q, k and v as tensors, which llama.cpp's converter writes as one by --fuse-qkv.
+
+        A recurrent layer's tensor of that name stays: it has no attn_output.
+        Errors:  CheckpointError for rows that are not q's, k's and v's
+        """
+        architecture = self.metadata.get("general.architecture")
+        if architecture in _COMPUTED_FUSED:
+            return
+        for fused in [name for name in self._file_of if _FUSED in name.split(".")]:
+            prefix, suffix = fused.split(_FUSED)
+            output = f"{prefix}attn_output.weight"
+            if output not in self._file_of or f"{prefix}attn_q{suffix}" in self._file_of:
+                continue
+            file, heads = self._file_of.pop(fused), self._file_of[output].tensors[output].shape[-1]
+            info = file.tensors.pop(fused)
+            rows, queries = info.shape[0], heads * (1 + (architecture in _GATED))
+            keys, odd = divmod(rows - queries, 2)
+            if keys <= 0 or odd:
+                raise CheckpointError(
+                    f"{file.path}: tensor {shown(fused)} has {rows} rows, of which {queries} are "
+                    "queries: the others are no keys and values; download it again"
+                )
+            start, row_bytes = info.start, (info.end - info.start) // rows
+            for part, count in (("attn_q", queries), ("attn_k", keys), ("attn_v", keys)):
+                name, end = f"{prefix}{part}{suffix}", start + count * row_bytes
+                file.tensors[name] = replace(
+                    info, shape=(count, *info.shape[1:]), start=start, end=end
+                )
+                self._file_of[name], start = file, end
 
     def _other_parts(self) -> list[GgufFile]:
         count, number = (self.metadata.get(f"split.{key}", 0) for key in ("count", "no"))

@@ -1,4 +1,4 @@
-"""Names of GGUF files and their parts. (Tensor names: model/config/gguf_architectures.py.)"""
+"""Names of GGUF files and their parts. (Tensor names: model/config/families/tensor_names.py.)"""
 
 from __future__ import annotations
 

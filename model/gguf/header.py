@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
@@ -95,11 +96,22 @@ class HeaderReader:
     def tensors(self) -> dict[str, TensorInfo]:
         """Read the tensors' entries, and check that they lie in the file without overlap."""
         declared: dict[str, tuple[TensorType, tuple[int, ...], int]] = {}
+        unknown: Counter[int] = Counter()
         for _ in range(self.num_tensors):
             name = self._name("tensor")
             if name in declared:
                 raise self.fail(f"tensor {shown(name)} is declared twice")
-            declared[name] = self._tensor(name)
+            found = self._tensor(name)
+            if isinstance(found, int):
+                unknown[found] += 1
+            else:
+                declared[name] = found
+        if unknown:
+            kinds = (f"{count} of {about_unknown(code)}" for code, count in unknown.most_common(3))
+            raise CheckpointError(
+                f"{self._path}: {unknown.total()} of {self.num_tensors} tensors cannot be read: "
+                f"{'; '.join(kinds)}"
+            )
         alignment = self.alignment()
         self.num_bytes = self._at
         data_start = -(-self._at // alignment) * alignment
@@ -209,14 +221,15 @@ class HeaderReader:
             raise self._too_short()
         self._at = at
 
-    def _tensor(self, name: str) -> tuple[TensorType, tuple[int, ...], int]:
+    def _tensor(self, name: str) -> tuple[TensorType, tuple[int, ...], int] | int:
+        """A tensor's type, shape and offset; or the number of a type that nothing is known of."""
         num_dimensions = self._scalar("I")
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
             raise self.fail(f"tensor {shown(name)} has {num_dimensions} dimensions")
         sizes = [self._scalar("Q") for _ in range(num_dimensions)]
         code, offset = self._scalar("I"), self._scalar("Q")
         if code not in TENSOR_TYPES:
-            raise CheckpointError(f"{self._path}: tensor {shown(name)} is of {about_unknown(code)}")
+            return int(code)
         kind = TENSOR_TYPES[code]
         if not all(0 < size <= MAX_SIZE for size in sizes) or math.prod(sizes) > MAX_SIZE:
             raise self.fail(f"tensor {shown(name)} has the shape {shown(sizes)}")

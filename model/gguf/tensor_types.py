@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotcold.numba_kernels.formats import BLOCK_FORMATS, FLOAT_FORMATS, Q8
+from hotcold.numba_kernels.formats import BLOCK_FORMATS, FLOAT_FORMATS, Q8, UNPACKED_FORMATS
 
 
 @dataclass(frozen=True)
@@ -40,28 +40,17 @@ TENSOR_TYPES |= {
         block.name, block.weights, block.num_bytes, dtype, block.loaded_as, Q8
     )
     for dtype, block in BLOCK_FORMATS.items()
+    if dtype not in UNPACKED_FORMATS
 }
 # Unsupported.
 TENSOR_TYPES |= {
     9: TensorType("Q8_1", 32, 36),
     15: TensorType("Q8_K", 256, 292),
-    16: TensorType("IQ2_XXS", 256, 66),
-    17: TensorType("IQ2_XS", 256, 74),
-    18: TensorType("IQ3_XXS", 256, 98),
-    19: TensorType("IQ1_S", 256, 50),
-    21: TensorType("IQ3_S", 256, 110),
-    22: TensorType("IQ2_S", 256, 82),
-    23: TensorType("IQ4_XS", 256, 136),
     24: TensorType("I8", 1, 1),
     25: TensorType("I16", 1, 2),
     26: TensorType("I32", 1, 4),
     27: TensorType("I64", 1, 8),
     28: TensorType("F64", 1, 8),
-    29: TensorType("IQ1_M", 256, 56),
-    34: TensorType("TQ1_0", 256, 54),
-    35: TensorType("TQ2_0", 256, 66),
-    40: TensorType("NVFP4", 64, 36),
-    41: TensorType("Q1_0", 128, 18),
 }
 TYPE_OF_NAME = {kind.name: kind for kind in TENSOR_TYPES.values()}
 READ_NAMES = tuple(kind.name for kind in TENSOR_TYPES.values() if kind.dtype is not None)

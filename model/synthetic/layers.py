@@ -39,6 +39,11 @@ def written_names(config: ModelConfig) -> TensorNames:
     )
 
 
+def normalization(config: ModelConfig) -> Callable[..., torch.Tensor]:
+    """Return torch's function for the family's kind of norm."""
+    return functional.rms_norm if config.norm_kind == "rmsnorm" else functional.layer_norm
+
+
 @dataclass(frozen=True)
 class LayerMaker:
     """Writes layers one by one; all have tensors of the same shapes."""
@@ -84,7 +89,8 @@ class LayerMaker:
         hidden = self.config.hidden_size
         self.write(f"{name}.weight", torch.ones(hidden))
         if not self.config.norm_bias:
-            return lambda x: functional.rms_norm(x, (hidden,))
+            norm = normalization(self.config)
+            return lambda x: norm(x, (hidden,))
         bias = self.source.normal((hidden,), bias_rms)
         self.write(f"{name}.bias", bias)
         return lambda x: functional.layer_norm(x, (hidden,), bias=bias)
@@ -93,7 +99,7 @@ class LayerMaker:
         """Causal attention without positions, which do not change the sizes measured here."""
         config, has_bias = self.config, self.config.attention_bias
         group = config.num_heads // config.num_kv_heads
-        rows = zip(names.qkv, config.qkv_sizes, strict=True)
+        rows = zip(names.qkv, config.layers[0].input_sizes, strict=True)
         projected = [self._linear(name, x, num_rows, has_bias) for name, num_rows in rows]
         if config.qk_norm == "full":
             for i in range(2):

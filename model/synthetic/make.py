@@ -22,7 +22,7 @@ from hotcold.model.errors import HotcoldError, UsageError
 from hotcold.model.files.safetensors_writer import SafetensorsWriter, TensorSpec, require_disk_space
 from hotcold.model.sparsity import MAX_DENSITY, MIN_DENSITY
 from hotcold.model.synthetic.ffn import FiringStats
-from hotcold.model.synthetic.layers import LayerMaker, written_names
+from hotcold.model.synthetic.layers import LayerMaker, normalization, written_names
 from hotcold.model.synthetic.random_source import NormalSource
 from hotcold.model.synthetic.router import RoutingStats
 from hotcold.model.synthetic.shape import SyntheticShape, config_json, generation_config_json
@@ -220,7 +220,9 @@ def _write_head(
         write(f"{names.final_norm}.bias", -outputs.mean(dim=0))
         return
     write(f"{names.final_norm}.weight", torch.ones(hidden))
-    outputs = functional.rms_norm(hidden_states, (hidden,))
+    if config.norm_bias:
+        write(f"{names.final_norm}.bias", torch.zeros(hidden))
+    outputs = normalization(config)(hidden_states, (hidden,))
     direction = functional.normalize(outputs.mean(dim=0), dim=0)
     head = source.normal((config.vocab_size, hidden), scale)
     write(f"{names.head}.weight", head.addr_(head @ direction, direction, alpha=-1))

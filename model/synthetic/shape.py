@@ -226,6 +226,19 @@ def _smallthinker(shape: SyntheticShape) -> dict[str, Any]:
     return values
 
 
+def _cohere(shape: SyntheticShape) -> dict[str, Any]:
+    return _llama(shape) | {"layer_norm_eps": _NORM_EPS, "logit_scale": 1.0, "use_qk_norm": False}
+
+
+def _starcoder2(shape: SyntheticShape) -> dict[str, Any]:
+    return _llama(shape) | {
+        "hidden_act": shape.activation.replace("gelu_tanh", "gelu_pytorch_tanh"),
+        "norm_epsilon": _NORM_EPS,
+        "use_bias": True,
+        "sliding_window": 4096,
+    }
+
+
 def _opt(shape: SyntheticShape) -> dict[str, Any]:
     return {
         "ffn_dim": shape.ffn,
@@ -261,6 +274,11 @@ SYNTHETIC_FAMILIES: dict[str, SyntheticFamily] = {
     "qwen3": SyntheticFamily(_llama, activation="silu"),
     "bamboo": SyntheticFamily(lambda shape: _gate_alone(_llama(shape)), activation="drelu"),
     "arcee": SyntheticFamily(_llama, has_gate=False, activation="relu2"),
+    "cohere": SyntheticFamily(_cohere, free_head_dim=False, activation="silu"),
+    "cohere2": SyntheticFamily(_cohere, activation="silu"),
+    "starcoder2": SyntheticFamily(
+        _starcoder2, has_gate=False, free_head_dim=False, activation="gelu_tanh"
+    ),
     "opt": SyntheticFamily(
         _opt, has_gate=False, rotates=False, free_head_dim=False, shares_kv_heads=False
     ),
@@ -291,6 +309,10 @@ SHAPES: dict[str, SyntheticShape] = {
     "qwen3-8b": _shape("qwen3", 4096, 12288, 32, 8, 128, 151936, 40960, 36),
     "bamboo-7b": _shape("bamboo", 4096, 14336, 32, 8, 128, 32064, 4096, 32),
     "afm-4.5b": _shape("arcee", 2560, 18432, 20, 4, 128, 128004, 4096, 36),
+    "command-r-35b": _shape("cohere", 8192, 22528, 64, 64, 128, 256000, 131072, 40),
+    "command-r7b": _shape("cohere2", 4096, 14336, 32, 8, 128, 256000, 132096, 32),
+    "command-a-111b": _shape("cohere2", 12288, 36864, 96, 8, 128, 256000, 131072, 64),
+    "starcoder2-15b": _shape("starcoder2", 6144, 24576, 48, 4, 128, 49152, 16384, 40),
     "opt-6.7b": _shape("opt", 4096, 16384, 32, 32, 128, 50272, 2048, 32),
     "opt-30b": _shape("opt", 7168, 28672, 56, 56, 128, 50272, 2048, 48),
     "opt-66b": _shape("opt", 9216, 36864, 72, 72, 128, 50272, 2048, 64),

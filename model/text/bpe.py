@@ -2,71 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from hotcold.model.text.split_patterns import LOWER, UPPER
+from hotcold.model.text.splittings import Splitting
 
 _SPACE = "▁"
 # Of a token: real ones have up to 256, and work on a token grows with the square of its length.
 _MAX_CHARS = 1024
-# The GPT-2 pattern is that of ByteLevel itself.
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{_CONTRACTION}"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{_CONTRACTION}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-@dataclass(frozen=True)
-class Splitting:
-    """The pre-tokenizer: how text is cut into words before merges. Without a pattern, GPT-2's.
-
-    `whole_words`: a word that is a token becomes that token, whatever merges would make of it.
-    """
-
-    pattern: str = ""
-    single_digits: bool = False
-    falcon: bool = False  # punctuation and three digits on their own
-    nfc: bool = False
-    whole_words: bool = False
-    adds_bos: bool = False
-
-
-GPT2 = Splitting()
-LLAMA3 = Splitting(_LLAMA3, whole_words=True, adds_bos=True)
-QWEN2 = Splitting(_QWEN2, nfc=True)
-# By the value of tokenizer.ggml.pre.
-SPLITTINGS: dict[str, Splitting] = {
-    **dict.fromkeys(("default", "gpt-2", "phi-2", "olmo", "mpt", "jais"), GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), Splitting(single_digits=True)),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Splitting(_LLAMA3)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
-    **dict.fromkeys(("gpt-4o", "llama4"), Splitting(_GPT4O)),
-    "tekken": Splitting(_TEKKEN, whole_words=True, adds_bos=True),
-    "falcon": Splitting(falcon=True),
-}
+_NORMAL_FORMS = {"NFC": normalizers.NFC, "NFKC": normalizers.NFKC}
 
 
 def byte_bpe(
-    vocab: Mapping[str, int],
-    merges: Sequence[tuple[str, str]],
-    splitting: Splitting,
-    add_prefix_space: bool = False,
+    vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], splitting: Splitting
 ) -> tokenizers.Tokenizer:
     """Return a byte-level BPE tokenizer.
 
@@ -76,26 +27,21 @@ def byte_bpe(
     tokenizer = tokenizers.Tokenizer(
         models.BPE(vocab=dict(vocab), merges=list(merges), ignore_merges=splitting.whole_words)
     )
-    if splitting.nfc:
-        tokenizer.normalizer = normalizers.NFC()
-    steps = []
-    if splitting.falcon:
-        steps = [
-            pre_tokenizers.Punctuation("contiguous"),
-            pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=True),
-            pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+    if splitting.normal_form:
+        tokenizer.normalizer = _NORMAL_FORMS[splitting.normal_form]()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *_splits(splitting.patterns),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            *_splits(splitting.letter_patterns),
         ]
-    elif splitting.pattern:
-        steps = [
-            pre_tokenizers.Split(Regex(splitting.pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False),
-        ]
-    else:
-        digits = [pre_tokenizers.Digits(individual_digits=True)] if splitting.single_digits else []
-        steps = [*digits, pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _splits(patterns: Iterable[str]) -> list[pre_tokenizers.PreTokenizer]:
+    return [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
 
 
 def merges_of(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -133,23 +79,28 @@ class Pieces:
 
 
 def tokenizer_of_pieces(
-    pieces: Pieces, add_prefix_space: bool, unknown: str | None = None
+    pieces: Pieces,
+    add_prefix_space: bool,
+    unknown: str | None = None,
+    merges: Sequence[tuple[str, str]] | None = None,
+    strips_after: Container[str] = (),
 ) -> tokenizers.Tokenizer:
     """Return SentencePiece's BPE of a vocabulary with its special tokens.
 
     Characters that are no piece fall back to bytes. Every text begins with a space where
     `add_prefix_space`, as SentencePiece adds one. `unknown` is the unknown token where no piece has
-    that type.
+    that type. Without `merges` they follow from the scores. `strips_after`: as of `add_tokens`.
     Errors:  ValueError for a token that is too long; whatever the library raises
     """
     _require_short(pieces.texts)
-    entries = zip(pieces.texts, pieces.kinds, pieces.scores, strict=True)
-    normal = {text: float(score) for text, kind, score in entries if kind == NORMAL}
+    if merges is None:
+        entries = zip(pieces.texts, pieces.kinds, pieces.scores, strict=True)
+        merges = merges_of({text: float(score) for text, kind, score in entries if kind == NORMAL})
     named = pieces.of_kind(UNKNOWN)
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
             vocab={text: token_id for token_id, text in enumerate(pieces.texts)},
-            merges=merges_of(normal),
+            merges=list(merges),
             unk_token=named[0] if named else unknown,
             fuse_unk=True,
             byte_fallback=True,
@@ -162,7 +113,8 @@ def tokenizer_of_pieces(
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
-    add_tokens(tokenizer, [*pieces.of_kind(CONTROL), *named], pieces.of_kind(USER_DEFINED))
+    special = [*pieces.of_kind(CONTROL), *named]
+    add_tokens(tokenizer, special, pieces.of_kind(USER_DEFINED), strips_after)
     return tokenizer
 
 
@@ -173,11 +125,21 @@ def _require_short(texts: Iterable[str]) -> None:
 
 
 def add_tokens(
-    tokenizer: tokenizers.Tokenizer, special: Sequence[str], others: Sequence[str]
+    tokenizer: tokenizers.Tokenizer,
+    special: Sequence[str],
+    others: Sequence[str],
+    strips_after: Container[str] = (),
 ) -> None:
-    """Match these tokens of the vocabulary in a text before it is cut into words."""
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in others])
+    """Match these tokens of the vocabulary in a text before it is cut into words.
+
+    White space after one of `strips_after` is left out.
+    """
+
+    def added(texts: Sequence[str]) -> list[AddedToken]:
+        return [AddedToken(one, normalized=False, rstrip=one in strips_after) for one in texts]
+
+    tokenizer.add_special_tokens(added(special))
+    tokenizer.add_tokens(added(others))
 
 
 def add_ends(tokenizer: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:

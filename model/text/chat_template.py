@@ -15,22 +15,21 @@ from typing import Any, NamedTuple
 from hotcold.model.config.json_reader import read_json_object
 from hotcold.model.errors import ConfigError, PromptError, shown
 from hotcold.model.files.side_files import require_own
+from hotcold.model.text.call_syntax import TAGGED, CallSyntax, syntax_of
+from hotcold.model.text.channels import END, FINAL, MARKS, THOUGHTS
 from hotcold.model.text.subprocess_worker import FailedError, RefusedError, SubprocessWorker
 from hotcold.model.text.system_messages import one_at_the_start, plainer
-from hotcold.model.text.tools import (
-    TAGGED,
-    CallSyntax,
-    Tools,
-    described_in_system_prompt,
-    in_words,
-    syntax_of,
-)
+from hotcold.model.text.template_dialects import switched, told_to, without_thoughts
+from hotcold.model.text.tools import Tools, calls_in_words, described_in_system_prompt, in_words
 
 MAX_TEMPLATE_BYTES = 1 << 20
 RENDER_TIMEOUT_S = 5
 _MAX_MEMORY_BYTES = 1 << 29
 # A template that holds it prints the arguments of a call as they were written.
 _PRINTS_TEXT = re.compile(r"\barguments\s{1,9}is\s{1,9}(?:not\s{1,9})?string\b")
+_CALLS = re.compile(r"\btool_calls\b")  # so does one that renders those of the conversation
+# One that holds this renders calls in messages alone that say nothing.
+_WITHOUT_TEXT = re.compile(r"content['\"]?\]? is none")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 Messages = Sequence[dict[str, Any]]
@@ -41,21 +40,50 @@ class Thinking(NamedTuple):
 
     begin: str
     end: str
+    are_channels: bool = False  # thoughts are messages of their own (`model/text/channels.py`)
+    answer: str = ""  # what may be written to end them and begin the answer, in place of the end
+    sign: str = ""  # in a template that does not spell the marks
+    may_reopen: bool = False  # whether models think though the prompt has ended thoughts
+
+    def is_of(self, template: str) -> bool:
+        """Whether a template's model thinks so."""
+        return any(text and text in template for text in (self.begin, self.end, self.sign))
+
+    def skipped(self, prompt: str) -> str:
+        """A prompt whose template has no way to leave thoughts out, with empty ones.
+
+        Source:  "Reasoning Models Can Be Effective Without Thinking", arXiv 2504.09858; Ollama's
+                 templates of DeepSeek-R1
+        """
+        if prompt.rstrip().endswith(self.begin):
+            return f"{prompt}{self.end}\n\n" if prompt.endswith("\n") else f"{prompt}{self.end}"
+        return f"{prompt}{self.begin}\n\n{self.end}\n\n"
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """What ends thoughts by force: the first that the answer's grammar takes."""
+        return (f"{self.end}{self.answer}", self.end) if self.answer else (self.end,)
 
 
 # The first whose marks are in a model's chat template is that model's.
 _THINKING = (
+    Thinking(THOUGHTS, END, True, FINAL),  # gpt-oss
+    Thinking("<|channel>thought", "<channel|>", may_reopen=True),  # Gemma 4
+    Thinking("<think:opensource>", "</think:opensource>", sign="'<think{}>'"),  # Hy3
+    Thinking("<|think|>", "<|end|><|begin|>assistant", answer="<|content|>"),  # Solar Open
     Thinking("<think>", "</think>"),  # DeepSeek R1, Qwen 3, SmolLM 3, GLM 4.5
     Thinking("<seed:think>", "</seed:think>"),  # Seed-OSS
     Thinking("[THINK]", "[/THINK]"),  # Magistral
     Thinking("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
     Thinking("\u25c1think\u25b7", "\u25c1/think\u25b7"),  # Kimi
+    Thinking("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+    Thinking("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),  # Apriel
 )
 
 
 def thinking_of(template: str) -> Thinking | None:
     """Return the marks of a chat template's model; None where it does not reason."""
-    return next((one for one in _THINKING if one.begin in template or one.end in template), None)
+    return next((one for one in _THINKING if one.is_of(template)), None)
 
 
 class ChatTemplate:
@@ -91,6 +119,16 @@ class ChatTemplate:
         """The marks around the model's reasoning; None where it does not reason."""
         return thinking_of(self.text)
 
+    @property
+    def marks(self) -> Sequence[str]:
+        """Texts that hold the control tokens which tell the parts of an answer apart."""
+        thinking = self.thinking
+        if thinking is not None and thinking.are_channels:
+            return MARKS
+        own = self._own_syntax
+        marks = [] if thinking is None else [thinking.begin, thinking.end]
+        return marks if own is None else [*marks, own.marks]
+
     @functools.cached_property
     def _facts(self) -> bytes:
         try:
@@ -98,9 +136,9 @@ class ChatTemplate:
         except FailedError as problem:
             raise ConfigError(f"{self._source}: bad chat template: {problem}") from None
 
-    @property
+    @functools.cached_property
     def _own_syntax(self) -> CallSyntax | None:
-        return syntax_of(self.text, bool(self._facts))
+        return syntax_of(self.text)
 
     @functools.cached_property
     def _prints_text(self) -> bool:
@@ -145,23 +183,40 @@ class ChatTemplate:
             **self._special_tokens,
             "add_generation_prompt": add_generation_prompt,
             "documents": None,
-            **(variables or {}),
+            **switched(self.text, variables or {}),
         }
-        messages = one_at_the_start(messages)
-        if tools is not None and self._own_syntax is None:
-            messages, tools = described_in_system_prompt(messages, tools), None
+        messages = without_thoughts(self.text, one_at_the_start(messages), given)
+        own = self._own_syntax
+        if tools is not None and (own is None or not self._facts):
+            is_told = _CALLS.search(self.text) and not _WITHOUT_TEXT.search(self.text)
+            messages = described_in_system_prompt(messages, tools, own if is_told else None)
+            tools = None
         refusal: PromptError | None = None
         for told in self._forms(messages):
             try:
-                return self._rendered({**given, "messages": told, "tools": tools})
+                variables = {**given, "messages": told, "tools": tools}
+                text = self._rendered(variables)
+                return self._without_thoughts(text, variables) if add_generation_prompt else text
             except PromptError as problem:
                 refusal = refusal or problem
         assert refusal is not None
         raise refusal
 
+    def _without_thoughts(self, prompt: str, given: Mapping[str, Any]) -> str:
+        """The prompt of who wants no thoughts, with empty ones where the template has no switch."""
+        way = self.thinking
+        if given.get("enable_thinking") is not False or way is None or way.are_channels:
+            return prompt
+        on = switched(self.text, {"enable_thinking": True})
+        has_switch = prompt.rstrip().endswith(way.end) or self._rendered({**given, **on}) != prompt
+        return prompt if has_switch else way.skipped(prompt)
+
     def _forms(self, messages: Messages) -> Iterator[Messages]:
         """The conversation, then what to try where the template refuses it."""
-        yield from plainer(messages if self._prints_text else list(map(_with_objects, messages)))
+        told = told_to(self.text, messages)
+        if self._own_syntax is not None and not _CALLS.search(self.text):
+            told = [calls_in_words(message, self._own_syntax) for message in told]
+        yield from plainer(told if self._prints_text else list(map(_with_objects, told)))
         if any(one["role"] == "tool" or one.get("tool_calls") for one in messages):
             yield from plainer(in_words(messages, self.call_syntax))
 

@@ -5,7 +5,7 @@ Source:  llama.cpp, src/llama-vocab.cpp; ggml/docs/gguf.md
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,35 @@ from hotcold.model.errors import ConfigError, first_line, shown
 from hotcold.model.gguf.file import GgufFile, open_gguf
 from hotcold.model.text.bpe import (
     CONTROL,
-    GPT2,
     NORMAL,
-    SPLITTINGS,
     UNKNOWN,
     USER_DEFINED,
     Pieces,
     add_ends,
     add_tokens,
     byte_bpe,
+    merges_of,
     tokenizer_of_pieces,
 )
 from hotcold.model.text.chat_template import ChatTemplate
+from hotcold.model.text.end_tokens import END_TOKENS
+from hotcold.model.text.splittings import GPT2, SPLITTINGS
 from hotcold.model.text.tokenizer_cache import cached_tokenizer
 
 _NO_VOCABULARY = ("none", "no_vocab")
 _LARGE = 100_000  # tokens: their merges take over a second to find
 _END_KEYS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id"}
 _END_KEYS |= {"unk_token": "unknown_token_id", "pad_token": "padding_token_id"}
+# What to take where a file's vocabulary is of another kind.
+_OTHER_KINDS = {
+    "bert": "which models of embeddings have; hotcold runs models that write",
+    "t5": "which encoders and decoders have; hotcold runs decoders alone",
+    "rwkv": "RWKV's; take another model",
+    "plamo2": "PLaMo's; take another model",
+}
+# By general.architecture: the tokens after which white space counts, where it does not after all
+# others. GGUF has no place for what their tokenizer.json says.
+_KEEPS_SPACES = {"phi3": ("<unk>", "<s>", "<|endoftext|>", "<|endofprompt|>")}
 
 
 class _Vocabulary:
@@ -68,6 +79,26 @@ class _Vocabulary:
         """Return the tokens' texts of one type."""
         return [self.texts[token_id] for token_id in np.flatnonzero(self.kinds == kind)]
 
+    def special(self) -> list[str]:
+        """Control tokens, and those known to end answers that a file calls ordinary ones."""
+        ends = [text for text, rule in END_TOKENS.items() if not rule.is_control]
+        ordinary = [
+            text for text in ends if text in self.ids and self.kinds[self.ids[text]] == NORMAL
+        ]
+        return [*self.of_kind(CONTROL), *ordinary]
+
+    def strips_after(self) -> Container[str]:
+        """The tokens after which white space is left out."""
+        kept = _KEEPS_SPACES.get(str(self.file.metadata.get("general.architecture")))
+        if kept is None:
+            return ()
+        return {*self.special(), *self.of_kind(USER_DEFINED)}.difference(kept)
+
+    def merges(self) -> list[tuple[str, str]]:
+        """The pairs of tokens that become one, the first first. Errors: ConfigError."""
+        merges = self.file.strings("tokenizer.ggml.merges") or []
+        return [_pair(self.file, merge) for merge in merges]
+
     def scores(self) -> np.ndarray:
         """Return the tokens' scores; without any, falling in the order of ids."""
         if "tokenizer.ggml.scores" in self.file.metadata:
@@ -98,22 +129,19 @@ def gguf_tokenizer(path: str | Path) -> tokenizers.Tokenizer | None:
         return None
     vocabulary = _Vocabulary(file)
     try:
-        if kind == "gpt2":
-            return _byte_level(vocabulary)
-        if kind == "llama" and len(vocabulary.texts) > _LARGE:
-            return cached_tokenizer(file.header_digest, lambda: _sentencepiece(vocabulary))
-        if kind == "llama":
-            return _sentencepiece(vocabulary)
+        makers = {"gpt2": _byte_level, "gemma4": _merged_pieces, "llama": _sentencepiece}
+        make = makers.get(str(kind))
+        if make is None:
+            raise _unknown_kind(file, kind)
+        if "tokenizer.ggml.merges" in file.metadata or len(vocabulary.texts) <= _LARGE:
+            return make(vocabulary)
+        return cached_tokenizer(file.header_digest, lambda: make(vocabulary))
     except (ValueError, OverflowError, TypeError) as problem:
         raise _damaged(file, problem) from None
     except Exception as problem:  # the library raises nothing narrower
         if type(problem) is Exception:
             raise _damaged(file, problem) from None
         raise
-    raise ConfigError(
-        f"{path}: tokenizer.ggml.model is {shown(kind)}, which is not supported; supported: "
-        "gpt2, llama"
-    )
 
 
 def gguf_chat_template(path: str | Path) -> ChatTemplate | None:
@@ -129,32 +157,64 @@ def gguf_chat_template(path: str | Path) -> ChatTemplate | None:
     return ChatTemplate(text, str(path), {name: text for name, text in tokens.items() if text})
 
 
+def begins_chats(path: str | Path) -> bool:
+    """Whether conversations begin with BOS even if the template writes none, as with llama.cpp.
+
+    So it is where the file itself says that texts do: publishers then leave it out of templates.
+    """
+    metadata = open_gguf(path).metadata
+    says = metadata.get("tokenizer.ggml.add_bos_token") is True
+    return says or metadata.get("tokenizer.ggml.model") == "gemma4"
+
+
 def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    file = vocabulary.file
     name = vocabulary.get("pre", str, None)
     if name is not None and name not in SPLITTINGS:
         raise ConfigError(
-            f"{file.path}: tokenizer.ggml.pre is {shown(name)}, which is not supported; "
-            f"supported: {', '.join(SPLITTINGS)}"
+            f"{vocabulary.file.path}: tokenizer.ggml.pre is {shown(name)}: hotcold does not know "
+            "how that cuts texts into words; take the model's own files with a tokenizer.json, "
+            "which says so, or look for a newer hotcold"
         )
     splitting = SPLITTINGS[name] if name is not None else GPT2
-    merges = [_pair(file, merge) for merge in file.strings("tokenizer.ggml.merges") or []]
-    tokenizer = byte_bpe(
-        vocabulary.ids, merges, splitting, vocabulary.get("add_space_prefix", bool, False)
-    )
-    special = [*vocabulary.of_kind(CONTROL), *vocabulary.of_kind(UNKNOWN)]
-    add_tokens(tokenizer, special, vocabulary.of_kind(USER_DEFINED))
+    tokenizer = byte_bpe(vocabulary.ids, vocabulary.merges() or _ranked(vocabulary), splitting)
+    special = [*vocabulary.special(), *vocabulary.of_kind(UNKNOWN)]
+    others = vocabulary.of_kind(USER_DEFINED)
+    add_tokens(tokenizer, special, others, vocabulary.strips_after())
     return _finished(tokenizer, vocabulary, splitting.adds_bos)
 
 
+def _ranked(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """The merges of a vocabulary without: tiktoken's, where ids are ranks."""
+    return merges_of({text: -vocabulary.ids[text] for text in vocabulary.of_kind(NORMAL)})
+
+
 def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    kinds, scores = vocabulary.kinds.tolist(), vocabulary.scores().tolist()
-    tokenizer = tokenizer_of_pieces(
-        Pieces(vocabulary.texts, kinds, scores),
-        vocabulary.get("add_space_prefix", bool, True),
+    return _finished(_pieces(vocabulary, None, True), vocabulary, True)
+
+
+def _merged_pieces(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    """Gemma 4's: pieces as SentencePiece's, merges as of BPE.
+
+    Texts begin with BOS even if the file says no: its first files did (llama.cpp's pull request
+    21500), and without it the model writes nonsense.
+    """
+    tokenizer = _pieces(vocabulary, vocabulary.merges() or None, False)
+    add_ends(tokenizer, vocabulary.text_of("bos_token_id"), None)
+    return tokenizer
+
+
+def _pieces(
+    vocabulary: _Vocabulary, merges: list[tuple[str, str]] | None, adds_prefix: bool
+) -> tokenizers.Tokenizer:
+    kinds = vocabulary.kinds.copy()
+    kinds[[vocabulary.ids[text] for text in vocabulary.special()]] = CONTROL
+    return tokenizer_of_pieces(
+        Pieces(vocabulary.texts, kinds.tolist(), vocabulary.scores().tolist()),
+        vocabulary.get("add_space_prefix", bool, adds_prefix),
         vocabulary.text_of("unknown_token_id"),
+        merges,
+        vocabulary.strips_after(),
     )
-    return _finished(tokenizer, vocabulary, True)
 
 
 def _finished(
@@ -172,7 +232,10 @@ def _finished(
 
 
 def _pair(file: GgufFile, merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
+    left, right = merge[:1], ""
+    if merge:
+        rest, _, right = merge[1:].partition(" ")
+        left += rest
     if not left or not right:
         raise ConfigError(
             f"{file.path}: tokenizer.ggml.merges has {shown(merge, 60)}, which is no pair; "
@@ -195,3 +258,12 @@ def _distinct(texts: Sequence[str]) -> list[str]:
 def _damaged(file: GgufFile, problem: BaseException) -> ConfigError:
     reason = first_line(problem)
     return ConfigError(f"{file.path}: its vocabulary is damaged ({reason}); download it again")
+
+
+def _unknown_kind(file: GgufFile, kind: Any) -> ConfigError:
+    what = _OTHER_KINDS.get(kind) if isinstance(kind, str) else None
+    instead = (
+        "which is not supported (gpt2, llama and gemma4 are); take the model's own files with a "
+        "tokenizer.json instead of this one"
+    )
+    return ConfigError(f"{file.path}: tokenizer.ggml.model is {shown(kind)}, {what or instead}")

@@ -17,7 +17,6 @@ import tokenizers
 from hotcold.model.config.json_reader import read_bounded, read_json_object
 from hotcold.model.errors import ConfigError, first_line_of_any
 from hotcold.model.text.bpe import (
-    GPT2,
     NORMAL,
     Pieces,
     add_ends,
@@ -26,6 +25,7 @@ from hotcold.model.text.bpe import (
     tokenizer_of_pieces,
 )
 from hotcold.model.text.chat_template import special_tokens
+from hotcold.model.text.splittings import GPT2
 
 MAX_BYTES = 64 << 20
 _BPE = 2  # trainer_spec.model_type

@@ -38,6 +38,11 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.globals["dict"] = _Dict()
         self.globals["namespace"] = _Namespace
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Lists may grow, as some templates want it: all that a template has is its own."""
+        grows = isinstance(obj, list) and attr in ("append", "pop")
+        return grows or super().is_safe_attribute(obj, attr, value)
+
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
         """Refuse an unsafe attribute at once: jinja2 itself would print nothing for it."""
         raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__} is unsafe")

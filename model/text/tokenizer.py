@@ -10,7 +10,7 @@ import copy
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,14 @@ from hotcold.model.errors import (
     shown,
 )
 from hotcold.model.gguf.file_names import is_gguf
-from hotcold.model.text.chat_template import ChatTemplate, Messages, Thinking
-from hotcold.model.text.gguf_tokenizer import gguf_chat_template, gguf_tokenizer
+from hotcold.model.text.call_syntax import CallSyntax
+from hotcold.model.text.channels import split_readable
+from hotcold.model.text.chat_template import ChatTemplate, Messages, Thinking, special_tokens
+from hotcold.model.text.end_tokens import end_ids
+from hotcold.model.text.gguf_tokenizer import begins_chats, gguf_chat_template, gguf_tokenizer
 from hotcold.model.text.legacy_tokenizers import legacy_tokenizer
 from hotcold.model.text.split_patterns import is_linear, patterns_of
-from hotcold.model.text.tools import CallSyntax, Tools
+from hotcold.model.text.tools import Tools
 
 # Characters or ids. The library takes over a millisecond for more, and lets other threads run
 # meanwhile only in functions that take several texts.
@@ -45,11 +48,26 @@ _MOST_PENDING = 8  # tokens whose text is held back, as their last character may
 class Tokenizer:
     """A model's tokenizer and chat template. Truncation and padding are off."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None = None):
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        template: ChatTemplate | None = None,
+        begins_chats: bool = False,
+        eos: str | None = None,
+    ):
+        """With `begins_chats` conversations begin with BOS where texts do. `eos` ends answers."""
         backend.no_truncation()
         backend.no_padding()
         self._template = template
-        self._backend = _with_plain(self.thinking or (), backend)
+        self._backend = _with_plain(template.marks if template else (), backend)
+        self._begins_chats = begins_chats
+        self._eos = eos
+
+    @functools.cached_property
+    def bos(self) -> str:
+        """The text of the token that texts begin with; "" where there is none."""
+        first = self.encode("a")[:1]
+        return self.token_text(first[0]) if first and first != self.encode("a", False)[:1] else ""
 
     @classmethod
     def from_model(cls, path: str | Path) -> Tokenizer | None:
@@ -61,11 +79,13 @@ class Tokenizer:
         """
         if is_gguf(path):
             own = gguf_tokenizer(path)
-            return None if own is None else cls(own, gguf_chat_template(path))
+            if own is None:
+                return None
+            return cls(own, gguf_chat_template(path), begins_chats=begins_chats(path))
         file = Path(path) / "tokenizer.json"
         if not file.exists():
             legacy = legacy_tokenizer(Path(path))
-            return None if legacy is None else cls(legacy, ChatTemplate.from_directory(path))
+            return None if legacy is None else cls(legacy, **_beside(Path(path)))
         try:
             backend = tokenizers.Tokenizer.from_buffer(file.read_bytes())
             backend.encode("a")  # some damage shows only here
@@ -79,7 +99,7 @@ class Tokenizer:
                 f"{file}: its decoder has the pattern {shown(slow[0])}, which may take for ever; "
                 "take the model from where you trust it"
             )
-        return cls(backend, ChatTemplate.from_directory(path))
+        return cls(backend, **_beside(Path(path)))
 
     @functools.cached_property
     def is_linear(self) -> bool:
@@ -144,11 +164,23 @@ class Tokenizer:
         """Return the id of a token's exact text, or None."""
         return self._backend.token_to_id(token)
 
+    def token_text(self, token_id: int) -> str:
+        """Return a token's text; bytes that form no character become U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
     @property
     def added_texts(self) -> dict[int, str]:
         """Added tokens that are not special: their text is part of the answer, such as <think>."""
         added = self._backend.get_added_tokens_decoder()
         return {token_id: one.content for token_id, one in added.items() if not one.special}
+
+    def end_ids(self, named: Iterable[int]) -> tuple[int, ...]:
+        """The ids that end an answer: those that the model's files name, then the known ones."""
+        added = self._backend.get_added_tokens_decoder()
+        special = {one.content: token_id for token_id, one in added.items() if one.special}
+        others = {one.content: token_id for token_id, one in added.items() if not one.special}
+        eos = None if self._eos is None else self._backend.token_to_id(self._eos)
+        return end_ids(named if eos is None else (*named, eos), special, others)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`, with BOS and EOS where the tokenizer adds them.
@@ -201,9 +233,13 @@ class Tokenizer:
                  where the template itself fails
         """
         text = self._require_template().render(messages, add_generation_prompt, tools, variables)
+        if self._begins_chats and not text.startswith(self.bos):
+            text = self.bos + text
         if not (variables or {}).get("continue_final_message"):
             return text
-        last = str(messages[-1].get("content") or "").strip()
+        last = str(messages[-1].get("content") or "")
+        is_in_channels = self.thinking is not None and self.thinking.are_channels
+        last = (split_readable(last)[1] if is_in_channels else last).strip()
         if not last or last not in text:
             raise PromptError("the last message cannot be continued: the chat template changes it")
         return text[: text.rindex(last) + len(last)]
@@ -216,6 +252,12 @@ class Tokenizer:
     def stream_decoder(self, prompt_ids: Sequence[int] = ()) -> StreamDecoder:
         """Return a decoder for the tokens that follow `prompt_ids`."""
         return StreamDecoder(self, prompt_ids)
+
+
+def _beside(directory: Path) -> dict[str, Any]:
+    """What a directory has beside its tokenizer: the chat template, and the text of EOS."""
+    template = ChatTemplate.from_directory(directory)
+    return {"template": template, "eos": special_tokens(directory).get("eos_token")}
 
 
 @contextmanager
@@ -232,14 +274,19 @@ def _told() -> Iterator[None]:
         raise PromptError(f"the model's tokenizer cannot encode the prompt: {reason}") from None
 
 
-def _with_plain(tags: Sequence[str], backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The tokenizer with no special token among `tags`: decoding leaves special tokens out."""
+def _with_plain(marks: Sequence[str], backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The tokenizer with no special token within `marks`: decoding leaves special tokens out."""
     added = backend.get_added_tokens_decoder().values()
-    if not any(token.special and token.content in tags for token in added):
+    plain = {
+        token.content
+        for token in added
+        if token.special and any(token.content in mark for mark in marks)
+    }
+    if not plain:
         return backend
     values = json.loads(backend.to_str())
     for token in values["added_tokens"]:
-        token["special"] = token["special"] and token["content"] not in tags
+        token["special"] = token["special"] and token["content"] not in plain
     return tokenizers.Tokenizer.from_str(json.dumps(values))
 
 

@@ -15,7 +15,7 @@ import tokenizers
 from hotcold.model.errors import first_line_of_any
 from hotcold.numba_kernels.own_cache import own_folder, read_checked, write_checked
 
-_VERSION = 2  # raise it when tokenizers are built in another way
+_VERSION = 3  # raise it when tokenizers are built in another way
 
 
 def cached_tokenizer(key: str, build: Callable[[], tokenizers.Tokenizer]) -> tokenizers.Tokenizer:

@@ -9,44 +9,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+from hotcold.model.text.call_syntax import TAGGED, CallSyntax
 
 Tools = Sequence[dict[str, Any]]
-
-
-class CallSyntax(NamedTuple):
-    """How a model writes a call: begin, {"name": NAME, ARGUMENTS: {...}}, end.
-
-    White space may stand between all of these, and within the braces.
-    """
-
-    begin: str  # what only calls hold, before a brace; empty: a call is the whole answer
-    end: str
-    arguments: str  # the key
-
-
-# Hermes, Qwen 2.5 and 3, SmolLM; and what `described_in_system_prompt` asks for.
-TAGGED = CallSyntax("<tool_call>", "</tool_call>", "arguments")
-# Llama 3.
-BARE = CallSyntax("", "", "parameters")
-
-# Texts that a template holds -> the syntax that it teaches.
-_TAUGHT = {
-    ("<tool_call>", '"arguments"'): TAGGED,
-    ('{"name": function name, "parameters": dictionary',): BARE,
-}
-# A template that holds one of these teaches another syntax.
-_OTHERS = ("<function=", "<|tool_call", "<tool_calls")
 
 _SYSTEM_PROMPT = """\
 You may call functions to help with what the user asks. You are given them as JSON within <tools>:
 <tools>
 {tools}
 </tools>
-For each call write a JSON object with the function's name and its arguments within <tool_call>:
-<tool_call>
-{{"name": NAME, "arguments": {{...}}}}
-</tool_call>"""
+For each call write {what}:
+{example}"""
+_TAGGED = "a JSON object with the function's name and its arguments within <tool_call>"
+_OTHER = "the function's name and its arguments in exactly this form"
 
 
 def described(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
@@ -59,27 +36,34 @@ def described(name: str, description: str | None, parameters: Any) -> dict[str, 
     return {"type": "function", "function": function}
 
 
-def syntax_of(template: str, knows_tools: bool) -> CallSyntax | None:
-    """Return the syntax that a template teaches; None where the system prompt must teach it."""
-    if not knows_tools or any(text in template for text in _OTHERS):
-        return None
-    for texts, syntax in _TAUGHT.items():
-        if all(text in template for text in texts):
-            return syntax
-    return None
-
-
 def described_in_system_prompt(
-    messages: Sequence[dict[str, Any]], tools: Tools
+    messages: Sequence[dict[str, Any]], tools: Tools, syntax: CallSyntax | None = None
 ) -> list[dict[str, Any]]:
-    """Return the conversation for a template that knows no tools, in system, user, assistant."""
+    """Return the conversation for a template that does not say what tools there are.
+
+    `syntax`: in which it renders calls, which stay as they are; None: all becomes text.
+    """
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    text = _SYSTEM_PROMPT.format(tools=described)
-    plain = in_words(messages, TAGGED)
-    if plain and plain[0]["role"] == "system":
-        text = f"{plain[0]['content']}\n\n{text}"
-        del plain[0]
-    return [{"role": "system", "content": text}, *plain]
+    if syntax is None:
+        told, what, example = in_words(messages, TAGGED), _TAGGED, TAGGED.text([("NAME", "{...}")])
+        example = example.replace('"NAME"', "NAME").replace('"{...}"', "{...}")
+    else:
+        told, what, example = list(messages), _OTHER, syntax.text([("NAME", {"KEY": "VALUE"})])
+    text = _SYSTEM_PROMPT.format(tools=described, what=what, example=example)
+    if told and told[0]["role"] == "system":
+        text = f"{told[0]['content']}\n\n{text}"
+        del told[0]
+    return [{"role": "system", "content": text}, *told]
+
+
+def calls_in_words(message: dict[str, Any], syntax: CallSyntax) -> dict[str, Any]:
+    """The message with its calls as text, as a model writes them."""
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    if not functions:
+        return message
+    text = syntax.text([(one["name"], one["arguments"]) for one in functions])
+    kept = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**kept, "content": "\n".join(filter(None, [message.get("content"), text]))}
 
 
 def in_words(messages: Sequence[dict[str, Any]], syntax: CallSyntax) -> list[dict[str, Any]]:
@@ -91,22 +75,8 @@ def _plain_message(message: dict[str, Any], syntax: CallSyntax) -> dict[str, Any
     content = message.get("content") or ""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-    calls = [
-        f"{syntax.begin}\n{_written(call['function'], syntax.arguments)}\n{syntax.end}".strip()
-        for call in message.get("tool_calls") or ()
-    ]
-    return {"role": message["role"], "content": "\n".join(filter(None, [content, *calls]))}
-
-
-def _written(function: dict[str, Any], key: str) -> str:
-    """A call as the model writes it; arguments that are whole JSON text stay as they are."""
-    name, arguments = json.dumps(function["name"], ensure_ascii=False), function["arguments"]
-    try:
-        is_json = isinstance(arguments, str) and json.loads(arguments) is not None
-    except (ValueError, RecursionError):
-        is_json = False
-    text = arguments if is_json else json.dumps(arguments, ensure_ascii=False)
-    return f'{{"name": {name}, "{key}": {text}}}'
+    told = calls_in_words(message, TAGGED if syntax.has_channels else syntax)
+    return {"role": message["role"], "content": told.get("content") or ""}
 
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

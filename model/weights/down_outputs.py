@@ -7,7 +7,6 @@ own matrix.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,9 +15,14 @@ import numpy as np
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.ffn_tensors import ffn_tensors
-from hotcold.model.weights.tensor_reader import RowPart, TensorReader
-from hotcold.numba_kernels.block_rows import BlockRows, block_places
-from hotcold.numba_kernels.formats import Q8, is_blocks, is_quantized
+from hotcold.model.weights.tensor_reader import (
+    RowPart,
+    TensorReader,
+    empty_blocks,
+    held_dtypes,
+)
+from hotcold.numba_kernels.block_rows import BlockRows
+from hotcold.numba_kernels.formats import QUANT_GROUP, is_blocks, is_quantized
 from hotcold.numba_kernels.load.convert import to_float32
 
 UNIT = 256  # neurons: a multiple is whole blocks of every format, where rows can be cut
@@ -44,44 +48,33 @@ def sizes_of_blocks(config: ModelConfig) -> np.ndarray:
 
 
 def has_down_outputs(checkpoint: Checkpoint, config: ModelConfig) -> bool:
-    """Whether all down projections are ggml's blocks, with a row for each output.
+    """Whether down projections are ggml's blocks, with a row for each output.
 
+    Some may be floats, of whole groups: beside blocks these are in 8 bits.
     Errors:  CheckpointError for a tensor that is missing or of an unsupported format
     """
     names = {
-        tensor.name
+        tensor.name: checkpoint.dtype(tensor.name)
         for layer in range(config.num_layers)
         for tensor in _tensors(checkpoint, config, layer)
     }
-    return all(
-        is_blocks(checkpoint.dtype(name)) and not checkpoint.is_by_neurons(name) for name in names
+    sizes = {size for layer in config.layers for size in layer.ffn.block_sizes}
+    return any(map(is_blocks, names.values())) and all(
+        (is_blocks(dtype) or (not is_quantized(dtype) and not any(n % QUANT_GROUP for n in sizes)))
+        and not checkpoint.is_by_neurons(name)
+        for name, dtype in names.items()
     )
 
 
 def empty_down_outputs(reader: TensorReader, config: ModelConfig, sizes: np.ndarray) -> BlockRows:
     """Return arrays for all blocks' down rows, each block in parts of sizes[l, b, i] neurons.
 
-    Formats are the tensors' own where they are at most two; of more, all but that of most weights
-    become 8 bits.
     Shapes:  sizes (L, B, n) int64; places of the result (L, B * n, 4)
     """
-    held = np.zeros(sizes.shape[:2], object)
-    weights: Counter[np.dtype] = Counter()
-    for layer in range(config.num_layers):
-        for block, tensor in enumerate(_tensors(reader.checkpoint, config, layer)):
-            held[layer, block] = dtype = reader.own_dtype(tensor.name)
-            weights[dtype] += config.layers[layer].ffn.block_sizes[block]
-    kinds = [dtype for dtype, _ in weights.most_common()]
-    if not all(map(is_quantized, kinds)) and len(kinds) > 1:
-        kinds = [reader.loaded_dtype(_tensors(reader.checkpoint, config, 0)[0].name)]
-    first, second = kinds[0], kinds[-1] if len(kinds) <= 2 else Q8
-    is_other = np.array([dtype != first for dtype in held.flat]).reshape(*held.shape, 1)
-    is_second = (is_other & (first != second) & (sizes > 0)).reshape(len(sizes), -1)
-    sizes = sizes.reshape(is_second.shape)
-    places, counts = block_places(config.hidden_size, sizes, (first, second), is_second)
-    rows = BlockRows(reader.empty(counts[:1], first), reader.empty(counts[1:], second), places)
-    reader.touch([rows.matrix(*index) for index in np.ndindex(*sizes.shape) if sizes[index]])
-    return rows
+    tensors = [_tensors(reader.checkpoint, config, layer) for layer in range(config.num_layers)]
+    names = [[tensor.name for tensor in of_layer] for of_layer in tensors]
+    dtypes, flat = held_dtypes(reader, names, by_layer=True), sizes.reshape(len(sizes), -1)
+    return empty_blocks(reader, dtypes, config.hidden_size, flat, num_parts=sizes.shape[2])
 
 
 def read_down_outputs(

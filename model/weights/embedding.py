@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -12,7 +12,7 @@ from hotcold.model.config.families import tensor_names
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import requested_dtype
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.attention import norm_weight
+from hotcold.model.weights.attention import bare_name, norm_weight
 from hotcold.model.weights.tensor_reader import OnBytes, TensorReader, Touch
 from hotcold.numba_kernels.load.convert import to_float32
 
@@ -35,6 +35,12 @@ class EmbeddingWeights:
     last_norm_weight: np.ndarray  # (d,) float32, or (0,)
     last_norm_bias: np.ndarray  # (d,) float32, or (0,)
     release: Callable[[], None] | None = None  # unloads the token rows' pages
+    # Layers' own embeddings: (V, L * P) bits as `tokens`, or (0, 0); scaled by sqrt(P).
+    per_layer: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    per_layer_scale: float = 1.0
+    last_scale: float = 1.0  # of the last layer's output, before the norm
+    # Of the sum of two FFNs: (L, d) float32, those of layers that end a pair, or (L, 0).
+    pair_norm: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.float32))
 
     def lookup(self, token_ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return hidden states of tokens at positions.
@@ -57,6 +63,18 @@ class EmbeddingWeights:
             _check_range("position", positions, self.positions.shape[0] - self.position_offset)
             hidden_states = hidden_states + self.positions[positions + self.position_offset]
         return hidden_states
+
+    def lookup_per_layer(self, token_ids: np.ndarray) -> np.ndarray:
+        """Return all layers' own embeddings of tokens, scaled.
+
+        Shapes:  token_ids (T,), out (T, L * P)   Dtypes: out float32
+        Errors:  ValueError for an id outside the vocabulary
+        """
+        _check_range("token id", token_ids, self.tokens.shape[0])
+        found = to_float32(self.per_layer[token_ids]) * np.float32(self.per_layer_scale)
+        if self.release is not None:
+            self.release()
+        return found
 
 
 @dataclass
@@ -86,11 +104,17 @@ def read_embedding(reader: TensorReader, config: ModelConfig) -> EmbeddingWeight
     names = tensor_names(config)
     hidden, embed = config.hidden_size, config.embed_size
     positions = project_in = np.empty((0, 0), np.float32)
-    name, checkpoint, release = f"{names.tokens}.weight", reader.checkpoint, None
-    tokens = reader.mapped(name, (config.vocab_size, embed))
+    checkpoint, mapped = reader.checkpoint, [f"{names.tokens}.weight"]
+    tokens = reader.mapped(mapped[0], (config.vocab_size, embed))
+    per_layer = np.empty((0, 0), np.float32)
+    if config.per_layer_size:
+        mapped.append(f"{names.per_layer_tokens}.weight")
+        width = config.num_layers * config.per_layer_size
+        # Larger than the rest of the model: the driver checks the rows of tokens that occur.
+        per_layer = reader.mapped(mapped[1], (config.vocab_size, width), is_checked=False)
     if not checkpoint.keeps_pages:
-        checkpoint.advise_random(name)
-        release = partial(checkpoint.release, name)
+        for name in mapped:
+            checkpoint.advise_random(name)
     if not config.ropes:
         num_rows = config.max_positions + config.position_offset
         positions = reader.vector(f"{names.positions}.weight", (num_rows, hidden))
@@ -101,6 +125,9 @@ def read_embedding(reader: TensorReader, config: ModelConfig) -> EmbeddingWeight
         for layer in range(config.num_layers):
             name = names.of_layer(layer).ffn_output_norm
             output_norm[layer] = norm_weight(reader, config, name, hidden)
+    pair_norm = np.zeros((config.num_layers, hidden * config.has_ffn_pairs), np.float32)
+    for layer in range(1, config.num_layers if config.has_ffn_pairs else 0, 2):
+        pair_norm[layer] = norm_weight(reader, config, names.of_layer(layer).pair_norm, hidden)
     return EmbeddingWeights(
         tokens,
         positions,
@@ -109,8 +136,17 @@ def read_embedding(reader: TensorReader, config: ModelConfig) -> EmbeddingWeight
         config.embedding_scale,
         output_norm,
         *_last_norm(reader, config),
-        release,
+        None if checkpoint.keeps_pages else partial(_release, checkpoint, mapped),
+        per_layer,
+        config.per_layer_size**0.5,
+        _last_scale(reader, config),
+        pair_norm,
     )
+
+
+def _release(checkpoint: Checkpoint, names: Sequence[str]) -> None:
+    for name in names:
+        checkpoint.release(name)
 
 
 def load_head(
@@ -153,8 +189,13 @@ def read_head(reader: TensorReader, config: ModelConfig) -> HeadWeights:
 
 
 def head_name(checkpoint: Checkpoint, config: ModelConfig) -> str:
-    """Return the name of the head's tensor: that of the token rows for a tied head."""
+    """Return the name of the head's tensor: that of the token rows for a tied head.
+
+    A layer that drafts may have the model's.
+    """
     names = tensor_names(config)
+    if config.drafts_after and not checkpoint.has(f"{names.head}.weight"):
+        return head_name(checkpoint, replace(config, drafts_after=0))
     # Some checkpoints whose config says tied have a head all the same: it is used.
     is_tied = config.tied_embeddings and not checkpoint.has(f"{names.head}.weight")
     return f"{names.tokens if is_tied else names.head}.weight"
@@ -168,6 +209,14 @@ def _last_norm(reader: TensorReader, config: ModelConfig) -> tuple[np.ndarray, n
     if config.layers[-1].order.norms_output:
         return _norm(reader, config, names.of_layer(config.num_layers - 1).ffn_norm)
     return np.empty(0, np.float32), np.empty(0, np.float32)
+
+
+def _last_scale(reader: TensorReader, config: ModelConfig) -> float:
+    """The scale of the last layer's output."""
+    if not config.has_output_scale:
+        return 1.0
+    name = tensor_names(config).of_layer(config.num_layers - 1).output_scale
+    return float(reader.vector(bare_name(reader, name), (1,))[0])
 
 
 def _norm(reader: TensorReader, config: ModelConfig, name: str) -> tuple[np.ndarray, np.ndarray]:

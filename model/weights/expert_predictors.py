@@ -12,8 +12,7 @@ from hotcold.model.config.weight_formats import require_whole_groups
 from hotcold.model.errors import CheckpointError, shown
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.ffn_tensors import expert_layout
-from hotcold.model.weights.tensor_reader import TensorReader
-from hotcold.numba_kernels.block_rows import BlockRows, block_places
+from hotcold.model.weights.tensor_reader import TensorReader, empty_blocks
 from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, no_predictors
 from hotcold.numba_kernels.formats import Q8, is_quantized
 
@@ -87,10 +86,7 @@ def _empty(
     require_whole_groups(dtype, *map(int, np.unique(ranks)))
     offsets = np.append(0, ends[:, -1])
     inner = reader.matrix((int(offsets[-1]), config.hidden_size), name, offsets, dtype)
-    is_second = np.zeros(ranks.shape, bool)
-    places, (num_items, _) = block_places(counts, ranks, (dtype, dtype), is_second)
-    outer = BlockRows(reader.empty((num_items,), dtype), reader.empty((0,), dtype), places)
-    reader.touch([outer.matrix(*index) for index in np.ndindex(*ranks.shape) if ranks[index]])
+    outer = empty_blocks(reader, [[dtype] * ranks.shape[1]] * len(ranks), counts, ranks)
     return ExpertPredictors(inner, starts.astype(np.int64), outer)
 
 

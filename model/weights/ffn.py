@@ -19,7 +19,10 @@ from hotcold.model.weights.tensor_reader import (
     OnBytes,
     TensorReader,
     Touch,
+    empty_blocks,
+    held_dtypes,
 )
+from hotcold.numba_kernels.block_rows import BlockRows
 from hotcold.numba_kernels.ffn_arrays import ExpertPredictors, ShardStripes, starts_of
 
 
@@ -132,14 +135,36 @@ def read_ffn(
     config: ModelConfig,
     neuron_ids: Sequence[np.ndarray],
     include_down_bias: bool,
-    has_down: bool = True,
+    has_matrices: bool = True,
 ) -> FfnWeights:
-    """`load_ffn` with a given reader; without `has_down` down has no rows."""
+    """`load_ffn` with a given reader; without `has_matrices` gate, up and down have no rows."""
     ids = _checked_ids(config, neuron_ids)
-    weights = _empty_ffn(reader, config, ids, include_down_bias, has_down=has_down)
+    weights = _empty_ffn(reader, config, ids, include_down_bias, has_rows=has_matrices)
     for layer in range(config.num_layers):
-        _load_layer(reader, config, weights, layer, has_down)
+        _load_layer(reader, config, weights, layer, has_matrices)
     return weights
+
+
+def read_gates(
+    reader: TensorReader, config: ModelConfig, weights: FfnWeights
+) -> tuple[BlockRows, BlockRows]:
+    """Read gate and up rows of the neurons of `weights`, in the formats of the tensors.
+
+    Errors:  CheckpointError as of `load_ffn`
+    """
+    gates, ups = empty_gates(reader, config, np.diff(weights.starts))
+    for layer in range(config.num_layers):
+        tensors = ffn_tensors(reader.checkpoint, config, layer)
+        ids = weights.neuron_ids[weights.part(layer)]
+        if not ids.size:
+            continue
+        blocks = _blocks(config, layer, ids)
+        with reader.together():
+            for rows, own in ((gates, tensors.gate), (ups, tensors.up)):
+                for tensor in own:
+                    dst = rows.of_blocks(layer, tensor.block, tensor.block + tensor.num_blocks)
+                    _copy_tensor(reader, tensor, dst, ids, blocks)
+    return gates, ups
 
 
 def ffn_layers(
@@ -147,20 +172,20 @@ def ffn_layers(
     config: ModelConfig,
     neuron_ids: Sequence[np.ndarray],
     layers: Sequence[int] | None = None,
-    has_down: bool = True,
+    has_matrices: bool = True,
 ) -> Iterator[FfnWeights]:
     """Yield the weights of one layer after another: its neurons, and its down bias.
 
     For weights that are sent on: the process never holds more than one layer. `layers`: all, or
-    those given. Without `has_down` down has no rows.
+    those given. Without `has_matrices` gate, up and down have no rows.
     Errors:  those of `load_ffn`
     """
     ids = _checked_ids(config, neuron_ids)
     none = np.empty(0, np.int32)
     for layer in range(config.num_layers) if layers is None else layers:
         alone = [ids[layer] if other == layer else none for other in range(config.num_layers)]
-        weights = _empty_ffn(reader, config, alone, True, has_down=has_down)
-        _load_layer(reader, config, weights, layer, has_down)
+        weights = _empty_ffn(reader, config, alone, True, has_matrices)
+        _load_layer(reader, config, weights, layer, has_matrices)
         yield weights
 
 
@@ -220,7 +245,6 @@ def _empty_ffn(
     ids: list[np.ndarray],
     include_down_bias: bool,
     has_rows: bool = True,
-    has_down: bool = True,
 ) -> FfnWeights:
     """Arrays for the neurons `ids`; predictors, which are few, have been read."""
     first = ffn_tensors(reader.checkpoint, config, 0)
@@ -239,7 +263,7 @@ def _empty_ffn(
         neuron_ids=np.concatenate(ids).astype(np.int32),
         gate=matrix(first.gate, num_rows),
         up=matrix(first.up, num_rows if config.has_gate else 0),
-        down=matrix(first.down, num_rows if has_down else 0),
+        down=matrix(first.down, num_rows),
         gate_bias=np.empty(num_biases, np.float32),
         up_bias=np.empty(num_biases if config.has_gate else 0, np.float32),
         down_bias=np.zeros(
@@ -249,24 +273,49 @@ def _empty_ffn(
     )
 
 
+def empty_gates(
+    reader: TensorReader, config: ModelConfig, sizes: np.ndarray
+) -> tuple[BlockRows, BlockRows]:
+    """Return arrays for gate and up rows of sizes[l, b] neurons, in the formats of the tensors.
+
+    A two-matrix FFN has no blocks of up rows.
+    """
+    tensors = [ffn_tensors(reader.checkpoint, config, layer) for layer in range(config.num_layers)]
+    each = [(*own.gate, *own.up) for own in tensors]
+    held = held_dtypes(reader, [[tensor.name for tensor in own] for own in each], by_layer=True)
+    of_blocks = [
+        [dtype for tensor, dtype in zip(own, dtypes, strict=True) for _ in range(tensor.num_blocks)]
+        for own, dtypes in zip(each, held, strict=True)
+    ]
+    counts = [sum(tensor.num_blocks for tensor in own.gate) for own in tensors]
+    gates, ups = (
+        empty_blocks(reader, dtypes, sizes, config.hidden_size)
+        for dtypes in (
+            [own[:count] for own, count in zip(of_blocks, counts, strict=True)],
+            [own[count:] or own for own, count in zip(of_blocks, counts, strict=True)],
+        )
+    )
+    if not config.has_gate:
+        ups = BlockRows(tuple(array[:0] for array in gates.arrays), gates.places[:, :0])
+    return gates, ups
+
+
 def _load_layer(
     reader: TensorReader,
     config: ModelConfig,
     weights: FfnWeights,
     layer: int,
-    has_down: bool = True,
+    has_matrices: bool = True,
 ) -> None:
     tensors, part = ffn_tensors(reader.checkpoint, config, layer), weights.part(layer)
     ids = weights.neuron_ids[part]
     blocks = _blocks(config, layer, ids)
     for name in tensors.absent:
         reader.refuse(name)
+    roles = [(tensors.gate, weights.gate), (tensors.down, weights.down), (tensors.up, weights.up)]
     with reader.together():
-        _copy_rows(reader, tensors.gate, weights.gate[part], ids, blocks)
-        if has_down:
-            _copy_rows(reader, tensors.down, weights.down[part], ids, blocks)
-        if config.has_gate:
-            _copy_rows(reader, tensors.up, weights.up[part], ids, blocks)
+        for own, rows in roles[: (2 + config.has_gate) * has_matrices]:
+            _copy_rows(reader, own, rows[part], ids, blocks)
     if config.ffn_bias:
         _load_biases(reader, config, weights, layer)
 
@@ -280,17 +329,22 @@ def _copy_rows(
 ) -> None:
     """Copy the rows of a layer's neurons `ids` from one role's tensors into `dst`."""
     for tensor in tensors:
-        part, neurons = blocks.part(tensor, ids)
-        rows = tensor.rows_of(neurons)
-        if not tensor.by_columns:
-            reader.rows(tensor.name, tensor.num_rows, dst[part], rows, tensor.stack)
-            continue
-        for index in range(tensor.num_blocks):
-            block = tensor.block + index
-            own = slice(int(blocks.rows[block]), int(blocks.rows[block + 1]))
-            columns = rows[own.start - part.start : own.stop - part.start]
-            columns = columns - np.int32(index * tensor.num_rows)
-            reader.columns(tensor.name, tensor.num_rows, dst[own], columns, tensor.stack, index)
+        _copy_tensor(reader, tensor, dst[blocks.part(tensor, ids)[0]], ids, blocks)
+
+
+def _copy_tensor(
+    reader: TensorReader, tensor: NeuronRows, dst: np.ndarray, ids: np.ndarray, blocks: _Blocks
+) -> None:
+    """Copy the rows of those of a layer's neurons `ids` that a tensor has into `dst`."""
+    part, neurons = blocks.part(tensor, ids)
+    rows = tensor.rows_of(neurons)
+    if not tensor.by_columns:
+        reader.rows(tensor.name, tensor.num_rows, dst, rows, tensor.stack)
+        return
+    for index in range(tensor.num_blocks):
+        first, end = blocks.rows[tensor.block + index : tensor.block + index + 2] - part.start
+        columns = rows[first:end] - np.int32(index * tensor.num_rows)
+        reader.columns(tensor.name, tensor.num_rows, dst[first:end], columns, tensor.stack, index)
 
 
 def _copy_biases(

@@ -71,7 +71,7 @@ def ffn_tensors(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> FfnT
     """Return the tensors that hold the neurons of `layer`."""
     names, spec = tensor_names(config).of_layer(layer), config.layers[layer].ffn
     if spec.router is None:
-        return _dense_tensors(config, names)
+        return _dense_tensors(config, names, spec.num_neurons)
     layout = expert_layout(checkpoint, names)
     found, num_experts = FfnTensors(), spec.router.num_experts
     size = spec.block_sizes[0]
@@ -94,8 +94,10 @@ def ffn_tensors(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> FfnT
     return found
 
 
-def _dense_tensors(config: ModelConfig, names: LayerNames) -> FfnTensors:
-    size, found = config.ffn_size, FfnTensors()
+def _dense_tensors(config: ModelConfig, names: LayerNames, size: int) -> FfnTensors:
+    found = FfnTensors()
+    if not size:
+        return found
     num_rows, first_up = (2 * size, size) if config.fused_gate_up else (size, 0)
     found.gate = [NeuronRows(f"{names.gate}.weight", 0, size, num_rows)]
     found.down = [NeuronRows(f"{names.down}.weight", 0, size, size, by_columns=True)]
@@ -111,7 +113,7 @@ def _dense_tensors(config: ModelConfig, names: LayerNames) -> FfnTensors:
     of_experts = [
         name for one in names.experts for name in (one.router, one.gate, one.up, one.down)
     ]
-    found.absent += [name.format(0) for name in dict.fromkeys(of_experts)]
+    found.absent += [name.format(0) for name in dict.fromkeys(of_experts) if name]
     return found
 
 
@@ -129,7 +131,7 @@ def _add_gates(
     num_rows, up_begin, step = size, 0, 1
     if gate == up:
         num_rows, up_begin, step = (2 * size, 1, 2) if layout.alternates else (2 * size, size, 1)
-    for rows, name, begin in ((gates, gate, 0), (ups, up, up_begin)):
+    for rows, name, begin in ((gates, gate, 0), (ups, up, up_begin))[: 1 + spec.has_gate]:
         for each, stack, block in _of_experts(name, num_experts):
             rows.append(
                 NeuronRows(each, block, size, num_rows, begin, step, stack, layout.is_transposed)
@@ -147,7 +149,8 @@ def _add_shared(found: FfnTensors, spec: FfnSpec, layout: ExpertNames) -> None:
     is_one = layout.shared_gate == layout.shared_up
     num_rows, up_begin = (2 * size, size) if is_one else (size, 0)
     found.gate.append(NeuronRows(layout.shared_gate, block, size, num_rows))
-    found.up.append(NeuronRows(layout.shared_up, block, size, num_rows, up_begin))
+    if spec.has_gate:
+        found.up.append(NeuronRows(layout.shared_up, block, size, num_rows, up_begin))
     found.down.append(NeuronRows(layout.shared_down, block, size, size, by_columns=True))
 
 
@@ -170,7 +173,7 @@ def expert_layout(checkpoint: Checkpoint, names: LayerNames) -> ExpertNames:
         each = (layout.router, layout.gate, layout.up, layout.down)
         return sum(checkpoint.has(name.format(0)) for name in each)
 
-    found = layout_in(names.experts, checkpoint.has)
+    found = layout_in(names.experts, checkpoint)
     if found is not None:
         return found
     return max(names.experts[:: -1 if is_gguf(checkpoint.path) else 1], key=num_found)

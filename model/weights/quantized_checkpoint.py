@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from hotcold.model.files.safetensors_writer import (
 )
 from hotcold.model.files.side_files import require_own
 from hotcold.model.gguf.file_names import is_gguf
+from hotcold.model.weights.attention import projections
 from hotcold.model.weights.check import check_tensors, stored_config
 from hotcold.model.weights.embedding import head_name
 from hotcold.model.weights.ffn_tensors import ffn_tensors
@@ -86,10 +87,10 @@ def write_quantized(
     stored = stored_config(checkpoint, config, dtype)
     if checkpoint.quantized_dtype is not None:
         raise UsageError(f"{path} is quantized to {stored.dtype} already; name the original model")
-    if _has_blocks(checkpoint):
+    if kinds := _formats_of_blocks(checkpoint):
         raise UsageError(
-            f"{path} has weights in MXFP4, which are read as they are; give it to a command, with "
-            f"--dtype {dtype} if all weights are to be in it"
+            f"{path} has weights in {', '.join(kinds)}, which are read as they are; give "
+            f"it to a command, with --dtype {dtype} if all weights are to be in it"
         )
     plan = _plan(checkpoint, config, dtype)
     part = _new_directory(out)
@@ -116,11 +117,13 @@ class _Tensor:
     width: int = 0
     stack: int = 0  # matrices in it; 0: it is one
     by_columns: bool = False
+    rows_of: str = ""  # whose last rows it has, as they are; "": its own
 
 
-def _has_blocks(checkpoint: Checkpoint) -> bool:
+def _formats_of_blocks(checkpoint: Checkpoint) -> list[str]:
     readable = filter(checkpoint.is_readable, checkpoint.names())
-    return any(is_blocks(checkpoint.dtype(name)) for name in readable)
+    names = [name for name in readable if is_blocks(checkpoint.dtype(name))]
+    return sorted(set(map(checkpoint.format_name, names)))
 
 
 def _plan(checkpoint: Checkpoint, config: ModelConfig, dtype: WeightDtype) -> list[_Tensor]:
@@ -130,14 +133,15 @@ def _plan(checkpoint: Checkpoint, config: ModelConfig, dtype: WeightDtype) -> li
     matrices: dict[str, tuple[int, bool]] = {}  # their stacks, and whether columns become rows
     for layer in range(config.num_layers):
         own, ffn = names.of_layer(layer), ffn_tensors(checkpoint, config, layer)
-        for name in (*own.qkv, own.out):
+        inputs, out = projections(own, config.layers[layer])
+        for name in filter(None, (*inputs, out)):
             matrices[checkpoint.full_name(f"{name}.weight")] = 0, False
         for tensor in (*ffn.gate, *ffn.up, *ffn.down):
             matrices[checkpoint.full_name(tensor.name)] = tensor.stack, tensor.by_columns
     head = head_name(checkpoint, config)
     if head != f"{names.tokens}.weight":
         matrices[checkpoint.full_name(head)] = 0, False
-    plan = []
+    plan = [*_gates(checkpoint, config)]
     for name in checkpoint.names():
         shape = checkpoint.shape(name)
         if name in matrices:
@@ -148,6 +152,16 @@ def _plan(checkpoint: Checkpoint, config: ModelConfig, dtype: WeightDtype) -> li
         elif checkpoint.is_readable(name):
             plan.append(_Tensor(TensorSpec(name, shape, checkpoint.format_name(name))))
     return plan
+
+
+def _gates(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[_Tensor]:
+    """Gates that are rows of a matrix, in tensors of their own: they are not quantized."""
+    for layer in config.recurrent_layers:
+        names, spec = tensor_names(config).of_layer(layer).recurrent, config.recurrent
+        if names is not None and spec is not None and spec.num_others:
+            name = checkpoint.full_name(f"{names.inputs[0]}.weight")
+            shape = spec.num_others, config.hidden_size
+            yield _Tensor(TensorSpec(f"{name}.gates", shape, "F32"), rows_of=name)
 
 
 def _write_tensors(
@@ -175,7 +189,7 @@ def _write_tensors(
             writer.write_bits(tensor.spec.name, _bits(reader, tensor))
     num_quantized = sum(tensor.width > 0 for tensor in plan)
     return QuantizedReport(
-        stored_bytes=sum(checkpoint.num_bytes(spec.name) for spec in specs),
+        stored_bytes=sum(checkpoint.num_bytes(one.spec.name) for one in plan if not one.rows_of),
         num_bytes=writer.num_bytes,
         num_quantized=num_quantized,
         num_copied=len(plan) - num_quantized,
@@ -185,6 +199,10 @@ def _write_tensors(
 def _bits(reader: TensorReader, tensor: _Tensor) -> np.ndarray:
     """Return the tensor's content in the copy, its values checked."""
     name, stack, shape = tensor.spec.name, tensor.stack, tensor.spec.shape
+    if source := tensor.rows_of:
+        total, gates = reader.checkpoint.shape(source)[0], np.empty(shape, np.float32)
+        reader.rows(source, total, gates, np.arange(total - len(gates), total, dtype=np.int32))
+        return gates
     if not tensor.width:
         return reader.checked(name)
     num_rows = shape[-2]

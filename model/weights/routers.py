@@ -31,6 +31,8 @@ def read_routers(reader: TensorReader, config: ModelConfig, layers: range) -> Ro
         bias=np.zeros(total * spec.has_bias, np.float32),
         selection_bias=np.zeros(total * spec.has_selection_bias, np.float32),
         shared=np.zeros((len(layers), hidden * spec.gates_shared), np.float32),
+        input_scale=np.zeros((len(layers), hidden * spec.scales_input), np.float32),
+        expert_scale=np.zeros(total * spec.scales_experts, np.float32),
     )
     for index, layer in enumerate(layers):
         if counts[index]:
@@ -54,16 +56,25 @@ def _read_router(
     biases = (
         (spec.has_bias, layout.router_bias, found.bias),
         (spec.has_selection_bias, layout.selection_bias, found.selection_bias),
+        (spec.scales_experts, layout.expert_scale, found.expert_scale),
     )
     for is_there, name, values in biases:
         if is_there:
-            values[part] = reader.vector(name, (spec.num_experts,))
+            values[part] = _vector(reader, name, spec.num_experts)
         elif name:
             reader.refuse(name)
+    if spec.scales_input:
+        width = found.input_scale.shape[1]
+        found.input_scale[index] = _vector(reader, layout.router_scale, width) * width**-0.5
+    elif layout.router_scale:
+        reader.refuse(layout.router_scale)
     if spec.gates_shared:
-        width = found.shared.shape[1]
-        dimensions = len(reader.checkpoint.shape(layout.shared_router))
-        shape = (1, width) if dimensions == 2 else (width,)
-        found.shared[index] = reader.vector(layout.shared_router, shape).reshape(-1)
+        found.shared[index] = _vector(reader, layout.shared_router, found.shared.shape[1])
     elif layout.shared_router:
         reader.refuse(layout.shared_router)
+
+
+def _vector(reader: TensorReader, name: str, width: int) -> np.ndarray:
+    """A vector (width,) that is stored as such or as a matrix of one row."""
+    is_row = len(reader.checkpoint.shape(name)) == 2
+    return reader.vector(name, (1, width) if is_row else (width,)).reshape(-1)

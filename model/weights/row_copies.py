@@ -53,6 +53,8 @@ def float_columns(src: np.ndarray, dst: np.ndarray, column_ids: np.ndarray) -> C
     """
 
     def copy(start: int, end: int) -> int:
+        if is_blocks(src.dtype):
+            return _cast(blocks.block_columns(src, column_ids[start:end]), dst[start:end])
         if src.dtype != dst.dtype:
             transposed = np.empty((end - start, src.shape[0]), src.dtype)
             if not loading.gather_columns(src, column_ids[start:end], transposed):

@@ -28,8 +28,16 @@ from hotcold.model.weights.row_copies import (
     quantized_columns,
     quantized_rows,
 )
-from hotcold.numba_kernels.formats import is_blocks, is_quantized, row_items, row_width
-from hotcold.numba_kernels.layer_rows import LayerRows
+from hotcold.numba_kernels.block_rows import BlockRows, block_places
+from hotcold.numba_kernels.formats import (
+    FORMATS,
+    Q8,
+    VALUES,
+    is_blocks,
+    is_quantized,
+    row_items,
+    row_width,
+)
 from hotcold.numba_kernels.load import loading, quantize
 from hotcold.numba_kernels.load.blocks import COLUMNS_AT_ONCE, blocks_status
 from hotcold.numba_kernels.load.convert import to_float32
@@ -37,8 +45,6 @@ from hotcold.numba_kernels.load.convert import to_float32
 OnBytes = Callable[[int], None]
 # Takes new matrices (R, C) before anything is written to them: `memory_pages.FirstTouch`.
 Touch = Callable[[Sequence[np.ndarray]], None]
-# Names of a layer's tensors whose rows follow each other, and their numbers of rows.
-Tensors = Sequence[tuple[str, int]]
 BLOCK_BYTES = 16 << 20
 _RELEASED_BYTES = 64 << 20  # at a time
 _TRANSPOSED_BYTES = 2 << 20  # of columns that a thread transposes, then quantizes
@@ -114,7 +120,8 @@ class TensorReader:
             return own
         if quantized not in (None, target):
             raise self._already_quantized(target, dtype_name(quantized))
-        if not is_quantized(target) and is_blocks(self.checkpoint.dtype(name)):
+        stored = self.checkpoint.dtype(name)
+        if not is_quantized(target) and is_blocks(stored) and stored != VALUES:
             raise self._already_quantized(target, self.checkpoint.format_name(name))
         return target
 
@@ -143,7 +150,7 @@ class TensorReader:
         offsets[i] to offsets[i + 1]. Its dtype is `dtype`, or the tensor's `loaded_dtype`.
         """
         dtype = self.loaded_dtype(name) if dtype is None else dtype
-        array = self.empty((*shape[:-1], self._row_items(dtype, shape[-1])), dtype)
+        array = self.empty((*shape[:-1], self.row_items(dtype, shape[-1])), dtype)
         if array.size:
             stacked = [array] if offsets is None else np.split(array, offsets[1:-1])
             self.touch(list(array) if array.ndim == 3 else stacked)
@@ -183,7 +190,7 @@ class TensorReader:
 
     def require_matrices(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise unless the tensor has `shape` in weights: a matrix, or stacked ones."""
-        items = self._row_items(self.checkpoint.dtype(name), shape[-1])
+        items = self.row_items(self.checkpoint.dtype(name), shape[-1])
         self.require(name, (*shape[:-1], items))
 
     def require_columns(self, name: str, height: int, num_columns: int, stack: int = 0) -> None:
@@ -197,7 +204,7 @@ class TensorReader:
         """Raise unless the tensor has this shape and is not in quantized rows."""
         dtype = self.checkpoint.dtype(name)
         if is_blocks(dtype):
-            shape = (*shape[:-1], self._row_items(dtype, shape[-1]))
+            shape = (*shape[:-1], self.row_items(dtype, shape[-1]))
         self.require(name, shape)
         if is_quantized(dtype):
             raise CheckpointError(
@@ -214,10 +221,10 @@ class TensorReader:
         self.checkpoint.release(name)
         return values
 
-    def mapped(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a matrix as a view of the file, shape and values checked."""
+    def mapped(self, name: str, shape: tuple[int, ...], is_checked: bool = True) -> np.ndarray:
+        """Return a matrix as a view of the file: shape checked, with `is_checked` values too."""
         self.require_floats(name, shape)
-        return self.checked(name)
+        return self.checked(name) if is_checked else self.checkpoint.array(name)
 
     def checked(self, name: str) -> np.ndarray:
         """Return a tensor as a view of the file, its values checked."""
@@ -266,6 +273,20 @@ class TensorReader:
             return
         ids = np.arange(len(dst), dtype=np.int32) if row_ids is None else row_ids
         self._run(name, quantized_rows(src, dst, ids), *_rows_of(dst))
+
+    def made_rows(
+        self, name: str, make: Callable[[np.ndarray], np.ndarray], dst: np.ndarray
+    ) -> None:
+        """Copy rows that `make` makes of a tensor's array into `dst`, in dst's format.
+
+        Shapes:  in weights: of make's result and dst (N, C); its dtype is float32
+        """
+        src = make(self.checkpoint.array(name))
+        if is_quantized(dst.dtype):
+            copy = quantized_rows(src, dst, np.arange(len(dst), dtype=np.int32))
+        else:
+            copy = float_rows(src, dst, None)
+        self._run(name, copy, *_rows_of(dst))
 
     def row_parts(self, name: str, shape: tuple[int, ...], parts: Sequence[RowPart]) -> None:
         """Copy parts of the rows of a matrix of blocks, or of stacked ones.
@@ -321,15 +342,15 @@ class TensorReader:
             copy = quantized_rows if is_quantized(dst.dtype) else float_rows
             self._run(name, copy(src, dst, column_ids), *_rows_of(dst))
         elif is_blocks(src.dtype):
-            transpose = quantized_columns(src, dst, column_ids)
-            self._run(name, transpose, *_rows_of(dst), COLUMNS_AT_ONCE)
+            transposed = quantized_columns if is_quantized(dst.dtype) else float_columns
+            self._run(name, transposed(src, dst, column_ids), *_rows_of(dst), COLUMNS_AT_ONCE)
         elif is_quantized(dst.dtype):
             block_rows = max(1, _TRANSPOSED_BYTES // max(1, height * src.itemsize))
             self._run(name, quantized_columns(src, dst, column_ids), *_rows_of(dst), block_rows)
         else:
             self._run(name, float_columns(src, dst, column_ids), *_rows_of(dst))
 
-    def _row_items(self, dtype: np.dtype, width: int) -> int:
+    def row_items(self, dtype: np.dtype, width: int) -> int:
         """`row_items`, with an error that blames --dtype or the checkpoint."""
         try:
             return row_items(dtype, width)
@@ -397,59 +418,57 @@ def _rows_of(matrix: np.ndarray) -> tuple[int, int]:
     return matrix.shape[0], matrix.shape[1] * matrix.itemsize
 
 
-def empty_rows(
-    reader: TensorReader, layers: Sequence[Tensors], width: int, by_layer: bool
-) -> LayerRows:
-    """Return arrays for rows of `width` weights of all `layers`' tensors.
+def held_dtypes(
+    reader: TensorReader, layers: Sequence[Sequence[str]], by_layer: bool
+) -> list[list[np.dtype]]:
+    """Return the dtypes that matrices of one role are loaded in, of each layer's tensors.
 
-    With `by_layer` each tensor has its `own_dtype` where the model has at most two of them and
-    every layer has them in the same order. Else all have the reader's `loaded_dtype`.
+    With `by_layer` it is each tensor's `own_dtype`, but 8 bits of floats beside quantized ones. Of
+    floats alone, and without `by_layer`, all have the first tensor's `loaded_dtype`.
     Errors:  CheckpointError, UsageError as of `TensorReader.loaded_dtype`
     """
-    pair = _two_formats(reader, layers) if by_layer else None
-    if pair is None:
-        first = second = reader.loaded_dtype(layers[0][0][0])
-    else:
-        first, second = pair
-    name = layers[0][0][0]
-    counts = np.zeros((2, len(layers)), np.int64)
-    for index, tensors in enumerate(layers):
-        for tensor, num_rows in tensors:
-            is_second = pair is not None and reader.own_dtype(tensor) == second != first
-            counts[int(is_second), index] += num_rows
-    ends = np.cumsum(counts, axis=1)
-    spans = np.stack([ends - counts, ends], axis=2)
-    arrays = [
-        reader.matrix((int(span[-1, 1]), width), name, np.append(0, span[:, 1]), dtype)
-        for dtype, span in zip((first, second), spans, strict=True)
-    ]
-    return LayerRows(arrays[0], arrays[1], spans[0], spans[1])
+    own = [[reader.own_dtype(name) for name in names] for names in layers if by_layer]
+    if any(is_quantized(dtype) for layer in own for dtype in layer):
+        return [[dtype if is_quantized(dtype) else Q8 for dtype in layer] for layer in own]
+    dtype = reader.loaded_dtype(layers[0][0])
+    return [[dtype] * len(names) for names in layers]
 
 
-def tensor_places(rows: LayerRows, layer: int, sizes: Sequence[int]) -> list[np.ndarray]:
+def empty_blocks(
+    reader: TensorReader,
+    dtypes: Sequence[Sequence[np.dtype]],
+    heights: np.ndarray | int,
+    widths: np.ndarray | int,
+    num_parts: int = 1,
+) -> BlockRows:
+    """Return new matrices of heights[l, b] rows of widths[l, b] weights, in dtypes[l][b].
+
+    Layers may have different numbers of blocks; behind theirs heights are 0. With `num_parts` each
+    block is that many, one after another.
+    Errors:  UsageError, CheckpointError for rows that a format cannot hold
+    """
+    found = {dtype for layer in dtypes for dtype in layer}
+    kinds = [dtype for dtype in FORMATS if dtype in found]
+    formats = np.zeros((len(dtypes), max(map(len, dtypes))), np.int64)
+    for own, layer in zip(formats, dtypes, strict=True):
+        own[: len(layer)] = [kinds.index(dtype) for dtype in layer]
+    formats = formats.repeat(num_parts, axis=1)
+    all_widths = np.broadcast_to(widths, formats.shape)
+    for which, width in {*zip(formats.flat, all_widths.flat, strict=True)}:
+        reader.row_items(kinds[which], int(width))
+    places, counts = block_places(heights, widths, kinds, formats)
+    arrays = [reader.empty((count,), dtype) for count, dtype in zip(counts, kinds, strict=True)]
+    rows = BlockRows(tuple(arrays), places)
+    reader.touch([rows.matrix(*index) for index in np.argwhere(rows.heights).tolist()])
+    return rows
+
+
+def tensor_places(rows: BlockRows, layer: int, sizes: Sequence[int]) -> list[np.ndarray]:
     """Return the views of a layer's tensors, with `sizes` rows, that follow one another."""
-    parts = [rows.first[slice(*rows.first_rows[layer])]]
-    parts.append(rows.second[slice(*rows.second_rows[layer])])
-    places, begin = [], 0
+    parts, places, begin = rows.parts(layer), [], 0
     for size in sizes:
-        if begin >= len(parts[0]):
+        if parts and begin >= len(parts[0]):
             parts, begin = parts[1:], 0
         places.append(parts[0][begin : begin + size])
         begin += size
     return places
-
-
-def _two_formats(
-    reader: TensorReader, layers: Sequence[Tensors]
-) -> tuple[np.dtype, np.dtype] | None:
-    """The formats of first and second rows; None where all need the one `loaded_dtype`."""
-    found = [[reader.own_dtype(name) for name, _ in tensors] for tensors in layers]
-    kinds = list(dict.fromkeys(kind for layer in found for kind in layer))
-    if len(kinds) == 1:
-        return kinds[0], kinds[0]
-    if len(kinds) > 2 or not all(map(is_quantized, kinds)):
-        return None
-    for first, second in (kinds, kinds[::-1]):
-        if all(layer == sorted(layer, key=lambda kind: kind == second) for layer in found):
-            return first, second
-    return None

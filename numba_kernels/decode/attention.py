@@ -30,16 +30,16 @@ SEGMENT_POSITIONS = 256
 
 
 @njit(nogil=True, cache=True)
-def rope_kernel(head, cos_sin):
-    """Rotate one head in place by its position's cosines and sines (2, half); no checks.
+def rope_kernel(head, cos_sin, half):
+    """Rotate one head in place by its position's cosines, then sines, of up to W pairs; no checks.
 
-    Items i < half and half + i are rotated as pairs; items from 2 * half on stay.
+    cos_sin (2 W + 1,); items i < min(half, W) and half + i are rotated as pairs, the others stay.
     """
-    half = cos_sin.shape[1]
-    for i in range(half):
-        a, b = head[i], head[half + i]
-        head[i] = a * cos_sin[0, i] - b * cos_sin[1, i]
-        head[half + i] = b * cos_sin[0, i] + a * cos_sin[1, i]
+    width = cos_sin.shape[0] // 2
+    for i in range(min(half, width)):
+        a, b, cosine, sine = head[i], head[half + i], cos_sin[i], cos_sin[width + i]
+        head[i] = a * cosine - b * sine
+        head[half + i] = b * cosine + a * sine
 
 
 @njit(nogil=True, cache=True)
@@ -59,13 +59,6 @@ def read_page(cache, page, head, first, last, head_dim, out):
     """
     for row in range(first, last):
         widen_cached(cache, page, head, row, head_dim, out, row)
-
-
-@njit(nogil=True, cache=True)
-def softcap_kernel(values, cap):
-    """values = cap * tanh(values / cap), in place; checks nothing."""
-    for i in range(values.shape[0]):
-        values[i] = cap * np.float32(math.tanh(values[i] / cap))
 
 
 @njit(nogil=True, cache=True, inline="always")

@@ -14,7 +14,6 @@ from numba import types
 
 from hotcold.numba_kernels.compiler import by_types, inlined_by_types, njit
 from hotcold.numba_kernels.decode.activations import activate, activate_up, passes
-from hotcold.numba_kernels.decode.candidates import FIRED_END
 from hotcold.numba_kernels.decode.rows import block_products, rows_ahead, rows_at_once
 from hotcold.numba_kernels.decode.vectors import (
     QuantizedVectors,
@@ -269,14 +268,14 @@ def scale_by_products(bias, ids, masks, products, function, gates):
 
 
 @njit(nogil=True, cache=True)
-def _scale(up, bias, ids, rows, x, t, places, count, function, gates):
-    """gates[i, t] *= up[rows[i]] . x[t] + bias[ids[i]] for i in places[:count]."""
+def _scale(up, bias, ids, rows, offset, x, t, places, count, function, gates):
+    """gates[i, t] *= up[rows[i] + offset] . x[t] + bias[ids[i]] for i in places[:count]."""
     distance = rows_ahead(up)
     for k in range(count):
         i, following = places[k], places[min(k + distance, count - 1)]
         if k + distance + 2 < count:
-            prefetch_row(up, rows[places[k + distance + 2]])
-        factor = dot_ahead(up, rows[i], rows[following], x, t)
+            prefetch_row(up, rows[places[k + distance + 2]] + offset)
+        factor = dot_ahead(up, rows[i] + offset, rows[following] + offset, x, t)
         if bias.shape[0]:
             factor += bias[ids[i]]
         gates[i, t] *= activate_up(function, factor)
@@ -291,8 +290,10 @@ def _is_range(rows):
 
 
 @njit(nogil=True, cache=True)
-def _scale_piece(up, bias, ids, rows, masks, first, last, x, width, function, gates, lists):
-    """gates[i, t] *= up[rows[i]] . x[t] + bias[ids[i]] for the tokens t of masks[i], of a piece.
+def _scale_piece(
+    up, bias, ids, rows, offset, masks, first, last, x, width, function, gates, lists
+):  # fmt: skip
+    """`scale_some_kernel` of a piece.
 
     Where most neurons are active for most tokens that have any, as in dense mode, rows without gaps
     are multiplied with all of these at once.
@@ -308,10 +309,10 @@ def _scale_piece(up, bias, ids, rows, masks, first, last, x, width, function, ga
     if 2 * num_active < (last - first) * count or not _is_range(rows[first:last]):
         for t in range(gates.shape[1]):
             _scale(
-                up, bias, ids, rows, x, t, lists.places[t], lists.counts[t], function, gates
+                up, bias, ids, rows, offset, x, t, lists.places[t], lists.counts[t], function, gates
             )  # fmt: skip
         return
-    begin, end = np.int64(rows[first]), np.int64(rows[last - 1]) + 1
+    begin, end = np.int64(rows[first]) + offset, np.int64(rows[last - 1]) + 1 + offset
     products = _own_products(lists, count)
     if count == gates.shape[1]:
         block_products(up, x, products, begin, end, 0)
@@ -328,20 +329,20 @@ def _scale_piece(up, bias, ids, rows, masks, first, last, x, width, function, ga
 
 
 @njit(nogil=True, cache=True)
-def scale_some_kernel(up, bias, ids, rows, masks, spans, gates, x, width, function, lists):
-    """gates[i, t] *= up[rows[i]] . x[t] + bias[ids[i]] for the tokens t of masks[i].
+def scale_some_kernel(
+    up, bias, ids, rows, offset, masks, begin, end, gates, x, width, function, lists
+):  # fmt: skip
+    """gates[i, t] *= up[rows[i] + offset] . x[t] + bias[ids[i]] for the tokens t of masks[i].
 
-    The neurons i that fired are those of `spans`, block after block. x: `quantize_activations` of
-    vectors (T, width).
+    The neurons begin <= i < end that fired are of one block. x: `quantize_activations` of vectors
+    (T, width).
     """
-    size, begin = block_size(up, gates.shape[1]), np.int64(0)
-    for span in spans:
-        for first in range(begin, span[FIRED_END], size):
-            last = min(first + size, span[FIRED_END])
-            _scale_piece(
-                up, bias, ids, rows, masks, first, last, x, width, function, gates, lists
-            )  # fmt: skip
-        begin = span[FIRED_END]
+    size = block_size(up, gates.shape[1])
+    for first in range(begin, end, size):
+        last = min(first + size, end)
+        _scale_piece(
+            up, bias, ids, rows, offset, masks, first, last, x, width, function, gates, lists
+        )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)

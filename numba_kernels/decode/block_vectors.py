@@ -4,14 +4,11 @@ Those of all chosen blocks lie together in one row of numbers, a block's `count`
 numbers from `begin` on; quantized, where the matrix is, in the same places of `QuantizedVectors`.
 """
 
-from hotcold.numba_kernels.block_rows import block_matrix
 from hotcold.numba_kernels.compiler import inlined_by_types, njit
 from hotcold.numba_kernels.decode.vectors import QuantizedVectors
 from hotcold.numba_kernels.formats import QUANT_GROUP
 from hotcold.numba_kernels.ir.quantized_ir import format_of
 from hotcold.numba_kernels.ir.vector_ir import quantize_vector
-
-matrix_at = njit(nogil=True, cache=True)(block_matrix)
 
 
 @njit(nogil=True, cache=True)
@@ -57,8 +54,7 @@ def _quantize(weights, source, vectors):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def quantize_block(array, numbers, begin, count, width, inputs, thread):
-    """Write the vectors for a matrix in `array`'s format to the thread's part of `inputs`."""
-    weights = array[:0].reshape(0, 1)
+def quantize_block(weights, numbers, begin, count, width, inputs, thread):
+    """Write the vectors for the matrix to the thread's part of `inputs`."""
     vectors = block_vectors(weights, numbers, begin, count, width, inputs, thread)
     _quantize(weights, part_of_row(numbers, begin, count, width), vectors)

@@ -78,19 +78,19 @@ def by_neuron(gates, num_tokens):
 
 
 @njit(nogil=True, cache=True)
-def scale_by_up(up, bias, ids, places, num_fired, x, function, h):
-    """h[i] *= up[places[i]] . x[0] + bias[ids[i]]; drelu: relu of that factor.
+def scale_by_up(up, bias, ids, places, offset, begin, end, x, function, h):
+    """h[i] *= up[places[i] + offset] . x[0] + bias[ids[i]]; drelu: relu of that factor.
 
-    Rows without gaps are read as one stream: see `dot_row`.
+    For begin <= i < end. Rows without gaps are read as one stream: see `dot_row`.
     """
     distance = rows_ahead(up)
-    has_gaps = num_fired > 0 and places[num_fired - 1] - places[0] != num_fired - 1
-    for i in range(num_fired):
-        n = places[i]
+    has_gaps = begin < end and places[end - 1] - places[begin] != end - 1 - begin
+    for i in range(begin, end):
+        n = places[i] + offset
         if has_gaps:
-            if i + distance + 2 < num_fired:
-                prefetch_row(up, places[i + distance + 2])
-            factor = dot_ahead(up, n, places[min(i + distance, num_fired - 1)], x, 0)
+            if i + distance + 2 < end:
+                prefetch_row(up, places[i + distance + 2] + offset)
+            factor = dot_ahead(up, n, places[min(i + distance, end - 1)] + offset, x, 0)
         else:
             factor = dot_row(up, n, x, 0)
         if bias.shape[0]:

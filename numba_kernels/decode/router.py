@@ -36,13 +36,16 @@ def choose_experts(numbers, routers, layer, logits, weights):
     expert's weight stays as it is. Checks nothing.
     Shapes:  logits (E,), the router's bias included; weights (B,), the layer's blocks first
     Dtypes:  float32; routers: `RouterArrays`
-    Source:  Shazeer et al., arXiv 1701.06538; selection biases and groups: DeepSeek-AI, arXiv
-             2412.19437
+    Source:  Shazeer et al., arXiv 1701.06538; groups: DeepSeek-AI, arXiv 2405.04434; with
+             selection biases: arXiv 2412.19437
     """
     first, last = routers.starts[layer], routers.starts[layer + 1]
     biases, experts = routers.selection_bias, weights[: last - first]
     if _choose(numbers, logits, biases[first:last] if biases.shape[0] else biases, experts):
         _weigh(numbers, logits, experts)
+        if routers.expert_scale.shape[0]:
+            for e in range(last - first):
+                experts[e] *= routers.expert_scale[first + e]
     weights[numbers.num_blocks :] = 0
 
 
@@ -103,7 +106,8 @@ def _choose(numbers, logits, selection_bias, choice):
             if selection_bias.shape[0]:
                 choice[e] += selection_bias[e]
     for _ in range(numbers.num_groups - numbers.num_chosen_groups):
-        _leave_worst_group(choice, choice.shape[0] // numbers.num_groups)
+        size = choice.shape[0] // numbers.num_groups
+        _leave_worst_group(choice, size, size > 1 and selection_bias.shape[0] > 0)
     for _ in range(numbers.num_chosen):
         best = 0
         while not choice[best] > _LOWEST:
@@ -116,10 +120,10 @@ def _choose(numbers, logits, selection_bias, choice):
 
 
 @njit(nogil=True, cache=True)
-def _leave_worst_group(choice, size):
+def _leave_worst_group(choice, size, adds_second):
     """Let the experts of one group be -infinity, the last of those with the lowest score.
 
-    A group's score is the sum of its two largest numbers.
+    A group's score is its largest number, or the sum of its two largest.
     """
     worst, lowest = 0, np.float32(np.inf)
     for begin in range(0, choice.shape[0], size):
@@ -129,7 +133,7 @@ def _leave_worst_group(choice, size):
                 first, second = choice[e], first
             elif choice[e] > second:
                 second = choice[e]
-        score = first + second if size > 1 else first
+        score = first + second if adds_second else first
         if first > _LOWEST and score <= lowest:
             worst, lowest = begin, score
     choice[worst : worst + size] = _LOWEST
@@ -160,15 +164,24 @@ def _weigh(numbers, logits, weights):
 
 
 @njit(nogil=True, cache=True)
+def product_of_tokens(rows, bias, x, out):
+    """out[t] = rows . x[t] + bias of a prompt's tokens, some at a time; rows (E, d) float32.
+
+    With the bits of a step, where threads share the rows. Checks nothing.
+    """
+    for first in range(0, x.shape[0], _TOKENS_AT_ONCE):
+        some = slice(first, min(first + _TOKENS_AT_ONCE, x.shape[0]))
+        rows_kernel(rows, bias, x[some], out[some], 0, rows.shape[0])
+
+
+@njit(nogil=True, cache=True)
 def route_tokens(numbers, routers, layer, x, ffn_input, logits, weights):
     """`choose_experts` and `weigh_shared` of tokens, whose router reads x; checks nothing.
 
     Shapes:  x, ffn_input (T, d); logits (T, E) is work space; weights (T, B)   Dtypes: float32
     """
     rows, bias = router_rows(routers, layer)
-    for first in range(0, x.shape[0], _TOKENS_AT_ONCE):
-        some = slice(first, min(first + _TOKENS_AT_ONCE, x.shape[0]))
-        rows_kernel(rows, bias, x[some], logits[some], 0, rows.shape[0])
+    product_of_tokens(rows, bias, x, logits)
     for t in range(x.shape[0]):
         choose_experts(numbers, routers, layer, logits[t], weights[t])
         weigh_shared(numbers, routers, layer, ffn_input, t, weights[t])

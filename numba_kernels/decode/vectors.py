@@ -7,8 +7,9 @@ import numpy as np
 from numba import types
 from numpy.typing import DTypeLike
 
-from hotcold.numba_kernels.compiler import by_types, njit
-from hotcold.numba_kernels.formats import QUANT_GROUP
+from hotcold.numba_kernels.compiler import by_types, inlined_by_types, njit
+from hotcold.numba_kernels.formats import QUANT_GROUP, RowFormat
+from hotcold.numba_kernels.ir.codes import codes_of
 from hotcold.numba_kernels.ir.quantized_ir import format_of
 from hotcold.numba_kernels.ir.target import LINE_BYTES, has_feature
 from hotcold.numba_kernels.ir.vector_ir import quantize_vector
@@ -35,15 +36,33 @@ class QuantizedVectors(NamedTuple):
     sums: np.ndarray
 
 
+class BothOrders(NamedTuple):
+    """The same vectors for rows of either order of values, where matrices beside each other differ.
+
+    fours: for rows whose steps of four bytes meet four neighbours, eights: those whose low and high
+    nibbles meet eight
+    """
+
+    fours: QuantizedVectors
+    eights: QuantizedVectors
+
+
+def takes_eights(row_format: RowFormat | None) -> bool | None:
+    """Whether rows of the format take `BothOrders.eights`; None of floats, whose format is None."""
+    return None if row_format is None else codes_of(row_format).each == 8
+
+
 class ActivationSpace(NamedTuple):
     """Work space of `quantize_activations` for T vectors of up to d numbers, for each thread.
 
-    values, scales, sums: of `QuantizedVectors`; floats (threads, T, at least d) float32
+    values, scales, sums: of `QuantizedVectors`, eights: values in the other of `BothOrders`; floats
+    (threads, T, at least d) float32
     """
 
     values: np.ndarray
     scales: np.ndarray
     sums: np.ndarray
+    eights: np.ndarray
     floats: np.ndarray
 
 
@@ -51,7 +70,8 @@ def activation_space(num_threads: int, num_tokens: int, width: int) -> Activatio
     """Work space for `num_tokens` vectors of up to `width` numbers in each thread."""
     shape = (num_threads, num_tokens, (-(-width // _UNIT) | 1) * _UNIT)
     floats = aligned_zeros((_BEGIN + math.prod(shape),))[_BEGIN:].reshape(shape)
-    return ActivationSpace(*empty_vectors(num_threads, num_tokens, width), floats)
+    vectors = empty_vectors(num_threads, num_tokens, width)
+    return ActivationSpace(*vectors, aligned_zeros(vectors.values.shape, np.int8), floats)
 
 
 def empty_vectors(num_threads: int, num_tokens: int, width: int) -> QuantizedVectors:
@@ -112,3 +132,36 @@ def _place_floats(weights, x, scratch, thread):  # type: ignore[no-untyped-def]
     for t in range(num_tokens):
         copy_numbers(x[t], own[t, :width])
     return own
+
+
+@inlined_by_types
+def in_order_of(weights, vectors):  # type: ignore[no-untyped-def]
+    """Those of `BothOrders` that rows of `weights` take, or `vectors`; for compiled code."""
+    if getattr(vectors, "instance_class", None) is not BothOrders:
+        return lambda weights, vectors: vectors
+    if takes_eights(format_of(weights.dtype)):
+        return lambda weights, vectors: vectors.eights
+    return lambda weights, vectors: vectors.fours
+
+
+@by_types
+def quantize_for_all(arrays, x, scratch, thread):  # type: ignore[no-untyped-def]
+    """`quantize_activations` for rows of `BlockRows.arrays`; for compiled code.
+
+    `BothOrders` where there are rows of both.
+    """
+    orders = [takes_eights(format_of(each.dtype)) for each in arrays]
+    if len(set(orders)) == 1:
+        return lambda arrays, x, scratch, thread: quantize_activations(
+            arrays[0], x, scratch, thread
+        )
+    eight, four = orders.index(True), orders.index(False)
+
+    def both(arrays, x, scratch, thread):  # type: ignore[no-untyped-def]
+        scales, sums = scratch.scales[thread], scratch.sums[thread]
+        eights = QuantizedVectors(scratch.eights[thread], scales, sums)
+        for t in range(x.shape[0]):
+            quantize_vector(arrays[eight], x, t, eights, t)
+        return BothOrders(quantize_activations(arrays[four], x, scratch, thread), eights)
+
+    return both

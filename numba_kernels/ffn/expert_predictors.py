@@ -21,10 +21,10 @@ from hotcold.numba_kernels.decode.batch_ffn import (
 )
 from hotcold.numba_kernels.decode.block_vectors import (
     block_vectors,
-    matrix_at,
     part_of_row,
     quantize_block,
 )
+from hotcold.numba_kernels.decode.by_format import matrix_at
 from hotcold.numba_kernels.decode.candidates import (
     BLOCK,
     FIRST,
@@ -116,14 +116,13 @@ def _inner_products(thread, num_threads, starts, spans, inner, x, width, num_tok
 
 @njit(nogil=True, cache=True)
 def _count_rows(
-    array, place, hidden, begin, count, rank, inputs, thread, shift, first, last, ids, tokens,
+    weights, hidden, begin, count, rank, inputs, thread, shift, first, last, ids, tokens,
     num_tokens, products, masks,
 ):  # fmt: skip
     """masks[i] = bits of the block's tokens for which candidate first + i counts.
 
     Candidates are rows of the block's matrix: those of ids, less `shift`, or candidate - shift.
     """
-    weights = matrix_at(array, place)
     vectors = block_vectors(weights, hidden, begin, count, rank, inputs, thread)
     for start in range(first, last, _AT_ONCE):
         end = min(start + _AT_ONCE, last)
@@ -163,9 +162,10 @@ def _keep_counting(
                 kept[:] = np.uint32(tokens & 0xFFFFFFFF)
             else:
                 hidden, inputs = scratch.hidden, scratch.inputs
-                quantize_block(rows, hidden, begin, count, rank, inputs, thread)
+                matrix = matrix_at(rows, place)
+                quantize_block(matrix, hidden, begin, count, rank, inputs, thread)
                 _count_rows(
-                    rows, place, hidden, begin, count, rank, inputs, thread, shift, first, last,
+                    matrix, hidden, begin, count, rank, inputs, thread, shift, first, last,
                     ids, tokens, num_tokens, products, kept,
                 )  # fmt: skip
             for i in range(first, last):
@@ -203,7 +203,7 @@ def counting_neurons(
     barrier_wait(cells, service, num_threads)
     outer = predictors.outer
     found, own = _keep_counting(
-        thread, num_threads, selection, inner_starts, spans, outer.first, outer.places[layer],
+        thread, num_threads, selection, inner_starts, spans, outer.arrays[0], outer.places[layer],
         num_tokens, scratch,
     )  # fmt: skip
     scratch.counts[thread] = found

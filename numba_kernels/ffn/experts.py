@@ -9,7 +9,7 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.candidates import BLOCK, FIRED_END, OFFSET, ROW
-from hotcold.numba_kernels.ffn.in_memory import GATES, UPS, take_products
+from hotcold.numba_kernels.ffn.in_memory import GATES, UPS, has_rows, take_products
 from hotcold.numba_kernels.loops.mailbox import barrier_wait
 from hotcold.numba_kernels.storage.offloaded_units import NUM_PENDING, num_blocks, request_experts
 from hotcold.numba_kernels.storage.read_ahead import note_guesses, read_guessed
@@ -50,13 +50,13 @@ def _products(share, scratch, gates, ups, spans, has_ups):
     rows, selection = share.rows, share.selection
     take_products(
         gates, share.thread, share.num_threads, share.x.shape[0], share.x.shape[1], selection,
-        spans, share.stripes, rows.gate, rows.gate_bias, selection.ids, share.vectors,
+        share.layer, spans, share.stripes, rows.gate, rows.gate_bias, selection.ids, share.vectors,
         share.function, True, scratch.values, share.lists,
     )  # fmt: skip
     if has_ups:
         take_products(
             ups, share.thread, share.num_threads, share.x.shape[0], share.x.shape[1], selection,
-            spans, share.stripes, rows.up, rows.up_bias, selection.ids, share.vectors,
+            share.layer, spans, share.stripes, rows.up, rows.up_bias, selection.ids, share.vectors,
             share.function, False, scratch.ups, share.lists,
         )  # fmt: skip
 
@@ -72,7 +72,7 @@ def _gates_in_order(source, share, scratch):
     num_pending = source.counts[NUM_PENDING]
     spans = share.spans[source.order[: share.spans.shape[0]]]
     is_listed, first = share.selection.is_listed, share.layer * num_blocks(source)
-    has_ups = share.thresholds.gate < 0 and not is_listed and share.rows.up.shape[0] > 0
+    has_ups = share.thresholds.gate < 0 and not is_listed and has_rows(share.rows.up)
     _products(
         share, scratch, scratch.counters[GATES], scratch.counters[UPS], spans[num_pending:],
         has_ups,

@@ -9,8 +9,9 @@ as `numba_kernels.decode.stripes` says.
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
 
-from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.compiler import by_types, inlined_by_types, njit
 from hotcold.numba_kernels.decode.activations import Activation, Thresholds
 from hotcold.numba_kernels.decode.batch_ffn import (
     TokenLists,
@@ -23,9 +24,13 @@ from hotcold.numba_kernels.decode.batch_ffn import (
     products_kernel,
     scale_some_kernel,
 )
+from hotcold.numba_kernels.decode.by_format import with_matrix
 from hotcold.numba_kernels.decode.candidates import (
+    BLOCK,
+    FIRED_END,
     NUM_SPAN_NUMBERS,
     OFFSET,
+    ROW,
     TOKENS,
     own_part,
     own_stripes,
@@ -40,7 +45,12 @@ from hotcold.numba_kernels.decode.ffn import (
 from hotcold.numba_kernels.decode.rows import add_in_order, split_range
 from hotcold.numba_kernels.decode.selection import Selection
 from hotcold.numba_kernels.decode.stripes import ALL_STRIPES, list_by_stripe, meet
-from hotcold.numba_kernels.decode.vectors import ActivationSpace, activation_space, aligned_zeros
+from hotcold.numba_kernels.decode.vectors import (
+    ActivationSpace,
+    activation_space,
+    aligned_zeros,
+    in_order_of,
+)
 from hotcold.numba_kernels.ffn_arrays import FfnArrays
 from hotcold.numba_kernels.formats import CHUNK, whole_chunks
 from hotcold.numba_kernels.loops.work_stealing import (
@@ -179,6 +189,14 @@ def part_of(array, first, last):
     return array[first:last] if array.shape[0] else array
 
 
+@inlined_by_types
+def has_rows(weights):  # type: ignore[no-untyped-def]
+    """Whether a layer has such rows: `BlockRows` of no blocks, or a matrix; for compiled code."""
+    if isinstance(weights, types.Array):
+        return lambda weights: weights.shape[0] > 0
+    return lambda weights: weights.places.shape[1] > 0
+
+
 @njit(nogil=True, cache=True)
 def layer_span(arrays, layer):
     """First and last row of a layer."""
@@ -220,43 +238,78 @@ def layer_rows(source, layer):
 
 
 @njit(nogil=True, cache=True)
-def take_products(
-    counters, thread, num_threads, num_tokens, width, selection, spans, stripes, weights, bias,
-    places, x, function, activates, values, lists,
+def _take_of_span(
+    weights, offset, counters, part, taken, passed, first, last, span, num_tokens, width, masks,
+    bias, places, x, function, activates, values, lists,
 ):  # fmt: skip
-    """`share_products` without a `Share`: to pass one takes longer than a short row."""
+    """The part of `take_products` in one matrix: row r of the layer is its row r + offset.
+
+    first, last: of the span's candidates in this part. Returns the block that is taken next, and
+    how many blocks the part has up to this span's end; `passed`: up to its begin.
+    """
     products, activates_one = by_neuron(values, num_tokens), False
-    size, masks = block_size(weights, num_tokens), selection.token_masks
+    size, vectors = block_size(weights, num_tokens), in_order_of(weights, x)
     least = size
     if num_tokens == 1:
         size, least, activates_one = block_rows(weights), least_rows(weights), activates
+    shift, tokens = shift_of(span), np.uint32(span[TOKENS])
+    is_gathered, end_block = are_all(tokens, num_tokens), passed
+    end_block += num_blocks(last - first, size, least)
+    while taken < end_block:
+        begin, end = block_span(last - first, size, least, taken - passed)
+        begin, end = first + begin, first + end
+        if activates_one:
+            gate_values_kernel(
+                weights, bias, places, shift, offset, vectors, function, begin, end, last,
+                values[begin:end],
+            )  # fmt: skip
+        else:
+            row = first_of_rows(places, masks, shift, begin, end)
+            if row >= 0 and not is_gathered:
+                gather(vectors, tokens, width, lists)
+                is_gathered = True
+            products_kernel(
+                weights, places, offset, masks, tokens, row, vectors, width, begin, end,
+                products[begin:end], lists,
+            )  # fmt: skip
+        taken = next_block(counters, part)
+    return taken, end_block
+
+
+@by_types
+def in_span(weights, layer, span, offset, kernel, *others):  # type: ignore[no-untyped-def]
+    """kernel(matrix, offset, *others): what is number r in the layer is row r + offset.
+
+    weights: `BlockRows`, or a matrix with that offset; for compiled code
+    """
+
+    def in_block(weights, layer, span, offset, kernel, *others):  # type: ignore[no-untyped-def]
+        place = weights.places[layer, span[BLOCK]]
+        return with_matrix(weights.arrays, place, kernel, -span[ROW], *others)
+
+    def in_all(weights, layer, span, offset, kernel, *others):  # type: ignore[no-untyped-def]
+        return kernel(weights, offset, *others)
+
+    return in_all if isinstance(weights, types.Array) else in_block
+
+
+@njit(nogil=True, cache=True)
+def take_products(
+    counters, thread, num_threads, num_tokens, width, selection, layer, spans, stripes, weights,
+    bias, places, x, function, activates, values, lists,
+):  # fmt: skip
+    """`share_products` without a `Share`: to pass one takes longer than a short row."""
     for turn in range(num_threads):
         part = (thread + turn) % num_threads
-        taken, passed = next_block(counters, part), 0  # of this part's blocks, span after span
+        # Of this part's blocks, span after span.
+        taken, passed = next_block(counters, part), np.int64(0)
         for span in spans:
             first, last = own_part(span, selection, stripes, part, num_threads)
-            shift, offset, tokens = shift_of(span), span[OFFSET], np.uint32(span[TOKENS])
-            count = num_blocks(last - first, size, least)
-            is_gathered = are_all(tokens, num_tokens)
-            while taken < passed + count:
-                begin, end = block_span(last - first, size, least, taken - passed)
-                begin, end = first + begin, first + end
-                if activates_one:
-                    gate_values_kernel(
-                        weights, bias, places, shift, offset, x, function, begin, end, last,
-                        values[begin:end],
-                    )  # fmt: skip
-                else:
-                    row = first_of_rows(places, masks, shift, begin, end)
-                    if row >= 0 and not is_gathered:
-                        gather(x, tokens, width, lists)
-                        is_gathered = True
-                    products_kernel(
-                        weights, places, offset, masks, tokens, row, x, width, begin, end,
-                        products[begin:end], lists,
-                    )  # fmt: skip
-                taken = next_block(counters, part)
-            passed += count
+            taken, passed = in_span(
+                weights, layer, span, span[OFFSET], _take_of_span, counters, part, taken, passed,
+                first, last, span, num_tokens, width, selection.token_masks, bias, places, x,
+                function, activates, values, lists,
+            )  # fmt: skip
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -268,8 +321,8 @@ def share_products(counters, share, weights, bias, places, activates, values):
     """
     take_products(
         counters, share.thread, share.num_threads, share.x.shape[0], share.x.shape[1],
-        share.selection, share.spans, share.stripes, weights, bias, places, share.vectors,
-        share.function, activates, values, share.lists,
+        share.selection, share.layer, share.spans, share.stripes, weights, bias, places,
+        share.vectors, share.function, activates, values, share.lists,
     )  # fmt: skip
 
 
@@ -295,7 +348,7 @@ def compute_gates(source, share, scratch):
         scratch.counters[GATES], share, rows.gate, rows.gate_bias, selection.ids, True,
         scratch.values,
     )  # fmt: skip
-    has_ups = share.thresholds.gate < 0 and not selection.is_listed and rows.up.shape[0] > 0
+    has_ups = share.thresholds.gate < 0 and not selection.is_listed and has_rows(rows.up)
     if has_ups:
         share_products(
             scratch.counters[UPS], share, rows.up, rows.up_bias, selection.ids, False, scratch.ups
@@ -320,22 +373,32 @@ def find_fired(source, share, scratch):
     """Nothing has to be looked up."""
 
 
+@njit(nogil=True, cache=True)
+def _scale_in_span(
+    up, offset, begin, end, bias, ids, places, masks, gates, flat_gates, x, width, function, lists
+):  # fmt: skip
+    """`scale` of those that fired from number `begin` to `end` - 1."""
+    vectors = in_order_of(up, x)
+    if gates.shape[1] == 1:
+        scale_by_up(up, bias, ids, places, offset, begin, end, vectors, function, flat_gates)
+    else:
+        scale_some_kernel(
+            up, bias, ids, places, offset, masks, begin, end, gates, vectors, width, function, lists
+        )
+
+
 @njit(nogil=True, cache=True, inline="always")
 def scale(source, share, scratch):
     """Multiply the gates of what fired by up . x + bias."""
-    rows, num_fired = share.rows, scratch.counts[share.thread]
-    if rows.up.shape[0]:
-        if share.x.shape[0] == 1:
-            scale_by_up(
-                rows.up, rows.up_bias, share.fired_ids, share.places, num_fired, share.vectors,
-                share.function, share.flat_gates,
+    rows, begin = share.rows, np.int64(0)
+    if has_rows(rows.up):
+        for span in share.spans:
+            in_span(
+                rows.up, share.layer, span, np.int64(0), _scale_in_span, begin, span[FIRED_END],
+                rows.up_bias, share.fired_ids, share.places, share.fired_masks, share.gates,
+                share.flat_gates, share.vectors, share.x.shape[1], share.function, share.lists,
             )  # fmt: skip
-        else:
-            scale_some_kernel(
-                rows.up, rows.up_bias, share.fired_ids, share.places, share.fired_masks,
-                share.spans, share.gates, share.vectors, share.x.shape[1], share.function,
-                share.lists,
-            )  # fmt: skip
+            begin = span[FIRED_END]
 
 
 @njit(nogil=True, cache=True)

@@ -20,6 +20,7 @@ or of `TransposedArrays`.
 from typing import Any
 
 import numpy as np
+from numba import types
 
 from hotcold.numba_kernels.compiler import by_types, inlined_by_types, njit
 from hotcold.numba_kernels.decode.batch_ffn import (
@@ -36,10 +37,10 @@ from hotcold.numba_kernels.decode.candidates import (
     shift_of,
 )
 from hotcold.numba_kernels.decode.ffn import by_neuron, drop_small, keep_fired_kernel, weigh
-from hotcold.numba_kernels.decode.vectors import quantize_activations
+from hotcold.numba_kernels.decode.vectors import quantize_activations, quantize_for_all
 from hotcold.numba_kernels.ffn import experts, offloaded, transposed
 from hotcold.numba_kernels.ffn import in_memory as rows
-from hotcold.numba_kernels.ffn.in_memory import Share, stripes_of
+from hotcold.numba_kernels.ffn.in_memory import Share, has_rows, stripes_of
 from hotcold.numba_kernels.ffn_arrays import FfnArrays, TransposedArrays
 from hotcold.numba_kernels.loops.mailbox import barrier_wait
 from hotcold.numba_kernels.storage.offloaded_units import OffloadedExperts, OffloadedNeurons
@@ -80,7 +81,9 @@ _compute_gates = _step(
     rows.compute_gates, rows.compute_gates, offloaded.compute_gates, experts.compute_gates
 )
 _is_well = _step(rows.is_well, rows.is_well, offloaded.is_well, offloaded.is_well)
-_find_fired = _step(rows.find_fired, rows.find_fired, offloaded.find_fired, experts.find_fired)
+_find_fired = _step(
+    rows.find_fired, rows.find_fired, offloaded.find_fired, experts.find_fired, rows.find_fired
+)
 _scale = _step(rows.scale, rows.scale, offloaded.scale, rows.scale)
 _add = _step(rows.add, transposed.add, rows.add, rows.add, transposed.add)
 _add_up = _step(rows.add_up, transposed.add_up, rows.add_up, rows.add_up, transposed.add_up)
@@ -97,7 +100,19 @@ def _layer_rows(source, layer):  # type: ignore[no-untyped-def]
 @inlined_by_types
 def _places(source, fired_ids, first):  # type: ignore[no-untyped-def]
     """Places of up and down rows of `fired_ids`, a thread's; for compiled code."""
-    return _choice(source, rows.places, rows.places, offloaded.places, offloaded.places)
+    return _choice(
+        source, rows.places, rows.places, offloaded.places, offloaded.places, rows.places
+    )
+
+
+@by_types
+def _vectors(gate, up, x, inputs, thread):  # type: ignore[no-untyped-def]
+    """x as gate and up rows take it; for compiled code."""
+    if isinstance(gate, types.Array):
+        return lambda gate, up, x, inputs, thread: quantize_activations(gate, x, inputs, thread)
+    return lambda gate, up, x, inputs, thread: quantize_for_all(
+        gate.arrays + up.arrays, x, inputs, thread
+    )
 
 
 @inlined_by_types
@@ -124,7 +139,7 @@ def layer_ffn(
     others.
     Shapes:  x, out (T, d), T <= 32; more (M, at least T, d), M = 0 where the service has all
              stripes; cells of `SharedBuffers`
-    Dtypes:  x, out, more float32; up as gate, down `is_summed` unless it is transposed
+    Dtypes:  x, out, more float32; without `BlockRows` up as gate, and down `is_summed`
     Units:   reads d weights for each candidate, 2 d more (one matrix up, one down) if it fired
     Source:  PowerInfer section 5.4; the early stop at a silent gate: PowerInfer-2 section 4.4
 
@@ -139,7 +154,7 @@ def layer_ffn(
     flat_gates = scratch.gates[first * num_tokens :]
     share = Share(
         thread, num_threads, cells, service, layer, selection, spans, thresholds, function, x,
-        quantize_activations(rows.gate, x, scratch.inputs, thread), rows,
+        _vectors(rows.gate, rows.up, x, scratch.inputs, thread), rows,
         fired_ids, _places(source, fired_ids, first), scratch.fired_masks[first:],
         flat_gates, by_neuron(flat_gates, num_tokens),
         thread_lists(scratch.lists, thread, num_tokens), stripes, out, more,
@@ -160,7 +175,7 @@ def layer_ffn(
     if not has_ups:
         _scale(source, share, scratch)
     weigh(selection.block_weights, spans, share.gates)
-    if rows.up.shape[0] and thresholds.product >= 0:
+    if has_rows(rows.up) and thresholds.product >= 0:
         scratch.counts[thread] = drop_small(
             fired_ids, share.places, share.fired_masks, scratch.counts[thread], share.gates,
             rows.down_norms, thresholds.product,

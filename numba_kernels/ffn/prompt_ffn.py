@@ -5,15 +5,17 @@ stripes (`decode.stripes`). For parts of choices for which few neurons fire, whe
 for each neuron, up and down are computed only for those; for the others they are products of
 matrices too. The part's own neurons decide, so a token's result depends neither on its batch-mates
 nor on what else a service has. In a stripe a token's parts are added in the order of blocks,
-matrices before the others; of rows of outputs those in the first format before the second's.
+matrices before the others.
 """
 
 import numpy as np
+from numba import types
 
 from hotcold.numba_kernels.checks import ACTIVATES_UP
-from hotcold.numba_kernels.compiler import by_types, njit
+from hotcold.numba_kernels.compiler import by_types, inlined_by_types, njit
 from hotcold.numba_kernels.decode.rows import split_range
-from hotcold.numba_kernels.decode.vectors import copy_numbers
+from hotcold.numba_kernels.decode.vectors import BothOrders, copy_numbers
+from hotcold.numba_kernels.ffn.in_memory import has_rows
 from hotcold.numba_kernels.ffn.prompt_plan import (
     FIRED,
     GATES,
@@ -80,7 +82,7 @@ def prompt_gates(
         scratch.counters[:] = 0
         stripes, _, _ = _of_down(arrays, layer, plan.places)
         plan_choices(
-            x.shape[0], x.shape[1], arrays.gate.shape[1], arrays.starts[layer], firsts, stripes,
+            x.shape[0], x.shape[1], _row_items(arrays.gate), arrays.starts[layer], firsts, stripes,
             arrays.stripes_at_once, block_weights, plan,
         )  # fmt: skip
         plan_predictors(layer, x.shape[1], predictors, plan)
@@ -88,15 +90,21 @@ def prompt_gates(
     choices, starts = plan.choices, plan.input_starts
     h = ChoiceRows(scratch.gates, plan.row_starts)
     factors = ChoiceRows(scratch.ups[:0], plan.row_starts)
+    gates, places = _matrices(arrays.gate, layer, plan.places)
+    ups, up_places = _matrices(arrays.up, layer, plan.places)
+    if has_rows(arrays.up):
+        _prepare_other_order(
+            ups, up_places, x, choices, scratch.inputs, starts, thread, thread, num_threads
+        )  # fmt: skip
     _multiply(
-        thread, num_threads, cells, service, scratch.counters[GATES],
-        arrays.gate.reshape(arrays.gate.size), plan.places, x, choices, scratch.inputs, starts, h,
+        thread, num_threads, cells, service, scratch.counters[GATES], gates, places, x, choices,
+        scratch.inputs, starts, h,
     )  # fmt: skip
-    if arrays.up.shape[0] and multiplies_ups(function, waits):
+    if has_rows(arrays.up) and multiplies_ups(function, waits):
         factors = ChoiceRows(scratch.ups, plan.row_starts)
         share_blocks(
-            scratch.counters[UPS], thread, num_threads, arrays.up.reshape(arrays.up.size),
-            plan.places, choices, scratch.inputs, starts, factors,
+            scratch.counters[UPS], thread, num_threads, ups, up_places, choices, scratch.inputs,
+            starts, factors,
         )  # fmt: skip
     scores = _scores(thread, num_threads, cells, service, layer, x, predictors, scratch)
     barrier_wait(cells, service, num_threads)
@@ -110,14 +118,38 @@ def prompt_gates(
     barrier_wait(cells, service, num_threads)
 
 
+@inlined_by_types
+def _matrices(weights, layer, places):  # type: ignore[no-untyped-def]
+    """Arrays and places of a layer's gate or up rows; those of an array are planned."""
+    if isinstance(weights, types.Array):
+        return lambda weights, layer, places: ((weights.reshape(weights.size),), places)
+    return lambda weights, layer, places: (weights.arrays, weights.places[layer])
+
+
+@inlined_by_types
+def _row_items(weights):  # type: ignore[no-untyped-def]
+    """Items of a row whose place is planned."""
+    if isinstance(weights, types.Array):
+        return lambda weights: weights.shape[1]
+    return lambda weights: 0
+
+
+@by_types
+def _prepare_other_order(arrays, places, x, choices, tokens, starts, buffer, thread, num_threads):  # type: ignore[no-untyped-def]
+    """`prepare_blocks` for up rows where they may take another order than gate rows."""
+    if is_of(tokens, BothOrders):
+        return prepare_blocks.py_func
+    return lambda arrays, places, x, choices, tokens, starts, buffer, thread, num_threads: None
+
+
 @njit(nogil=True, cache=True)
 def _multiply(
-    thread, num_threads, cells, service, counters, weights, places, x, choices, tokens, starts, out
+    thread, num_threads, cells, service, counters, arrays, places, x, choices, tokens, starts, out
 ):  # fmt: skip
     """`share_blocks` of rows of `x`, which the threads make `tokens` of before; all call it."""
-    prepare_blocks(weights, x, choices, tokens, starts, thread, thread, num_threads)
+    prepare_blocks(arrays, places, x, choices, tokens, starts, thread, thread, num_threads)
     barrier_wait(cells, service, num_threads)
-    share_blocks(counters, thread, num_threads, weights, places, choices, tokens, starts, out)
+    share_blocks(counters, thread, num_threads, arrays, places, choices, tokens, starts, out)
 
 
 @by_types
@@ -154,7 +186,7 @@ def _predicted(thread, num_threads, cells, service, layer, x, predictors, scratc
     scores = ChoiceRows(predictors.scores, predictors.score_starts)
     _multiply(
         thread, num_threads, cells, service, scratch.counters[INNER],
-        of_model.inner.reshape(of_model.inner.size), predictors.places, x, choices, inputs,
+        (of_model.inner.reshape(of_model.inner.size),), predictors.places, x, choices, inputs,
         predictors.input_starts, hidden,
     )  # fmt: skip
     barrier_wait(cells, service, num_threads)
@@ -166,7 +198,7 @@ def _predicted(thread, num_threads, cells, service, layer, x, predictors, scratc
     barrier_wait(cells, service, num_threads)
     outer = of_model.outer
     _multiply(
-        thread, num_threads, cells, service, scratch.counters[OUTER], outer.first,
+        thread, num_threads, cells, service, scratch.counters[OUTER], outer.arrays,
         outer.places[layer], hidden, choices, inputs, predictors.rank_starts, scores,
     )  # fmt: skip
     return scores
@@ -205,15 +237,15 @@ def prompt_sums(
     if thread == 0:
         _, places, down_items = _of_down(arrays, layer, plan.places)
         plan_sums(
-            num_tokens, x.shape[1], arrays.gate.shape[1], down_items, places,
+            num_tokens, x.shape[1], _row_items(arrays.gate), down_items, places,
             arrays.first_stripe // arrays.stripes_at_once, scratch.few if skips else -1.0,
             plan,
         )  # fmt: skip
     barrier_wait(cells, service, num_threads)
     waits = skips or counts.shape[0] > 0
-    is_late = arrays.up.shape[0] > 0 and not multiplies_ups(function, waits)
+    is_late = has_rows(arrays.up) and not multiplies_ups(function, waits)
     if is_late:
-        _scale_late(thread, num_threads, cells, service, x, arrays, scratch, function)
+        _scale_late(thread, num_threads, cells, service, x, arrays, layer, scratch, function)
     size = out.shape[0] * out.shape[1]
     height = scratch.levels.shape[0] // max(np.int64(1), size)
     levels = scratch.levels[: height * size].reshape(height, out.shape[0], out.shape[1])
@@ -235,10 +267,10 @@ def prompt_sums(
 
 
 @njit(nogil=True, cache=True)
-def _scale_late(thread, num_threads, cells, service, x, arrays, scratch, function):
+def _scale_late(thread, num_threads, cells, service, x, arrays, layer, scratch, function):
     """Multiply what down rows are multiplied with, where that is a matrix, by up products."""
     plan, inputs, counters = scratch.plan, scratch.inputs, scratch.counters[LATE_UPS]
-    up, h = arrays.up.reshape(arrays.up.size), _rows_of(scratch)
+    (up, places), h = _matrices(arrays.up, layer, plan.places), _rows_of(scratch)
     if plan.run_starts[plan.run_starts.shape[0] - 1]:  # others go neuron by neuron
         tokens, firsts, factors = (
             plan.first.tokens, plan.part_firsts, ChoiceRows(scratch.ups, plan.late_starts),
@@ -254,8 +286,7 @@ def _scale_late(thread, num_threads, cells, service, x, arrays, scratch, functio
         )  # fmt: skip
         own = CutRows(h.values, h.starts, h.widths, plan.whole, plan.rows)
         share_blocks(
-            counters, thread, num_threads, up, plan.places, tokens, inputs, plan.input_starts,
-            factors,
+            counters, thread, num_threads, up, places, tokens, inputs, plan.input_starts, factors,
         )  # fmt: skip
     barrier_wait(cells, service, num_threads)
     begin, end = split_range(tokens.starts[firsts.shape[0]], thread, num_threads, 1)
@@ -290,37 +321,19 @@ def _of_outputs(thread, num_threads, cells, service, x, arrays, scratch, is_late
     """Where down has a row for each output: threads share them, and go through all stripes."""
     plan = scratch.plan
     down, values, parts = arrays.down, scratch.values, plan.first
-    h, of_second = _rows_of(scratch), plan.second
-    h_second = CutRows(h.values, h.starts, h.widths, h.columns, of_second.rows)
-    count, num_blocks = plan.part_firsts.shape[0], plan.widths.shape[0]
-    has_second = of_second.tokens.starts[count] > 0
-    has_first = parts.tokens.starts[count] > 0 or not has_second
+    sums = StripeSums(out, levels, parts.steps)
     prepare_blocks(
-        down.first, h, parts.tokens, values, parts.starts, thread, thread, num_threads
+        down.arrays, parts.places, _rows_of(scratch), parts.tokens, values, parts.starts, thread,
+        thread, num_threads,
     )  # fmt: skip
-    if has_second:
-        prepare_blocks(
-            down.second, h_second, of_second.tokens, values, of_second.starts, thread, thread,
-            num_threads,
-        )  # fmt: skip
     barrier_wait(cells, service, num_threads)
-    step = num_blocks if has_first and has_second else max(count, 1)
-    pieces = num_pieces(parts.places, StripeSums(out, levels, parts.steps), num_threads)
+    pieces = num_pieces(parts.places, sums, num_threads)
     piece = take_piece(scratch.counters[SUMS], thread, num_threads, pieces)
     while piece >= 0:
-        for begin in range(0, count, step):
-            if has_first:
-                tokens, starts, places, steps = _cut(parts, begin, begin + step)
-                multiply_blocks(
-                    down.first, places, tokens, values, starts, StripeSums(out, levels, steps),
-                    thread, piece, num_threads * pieces,
-                )  # fmt: skip
-            if has_second:
-                tokens, starts, places, steps = _cut(of_second, begin, begin + step)
-                multiply_blocks(
-                    down.second, places, tokens, values, starts, StripeSums(out, levels, steps),
-                    thread, piece, num_threads * pieces,
-                )  # fmt: skip
+        multiply_blocks(
+            down.arrays, parts.places, parts.tokens, values, parts.starts, sums, thread, piece,
+            num_threads * pieces,
+        )  # fmt: skip
         piece = take_piece(scratch.counters[SUMS], thread, num_threads, pieces)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hotcold.numba_kernels.block_rows import BEGIN, END, IS_SECOND, NUM_PLACE_NUMBERS, ROW_ITEMS
+from hotcold.numba_kernels.block_rows import BEGIN, END, NUM_PLACE_NUMBERS, ROW_ITEMS
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.stripes import meet
 from hotcold.numba_kernels.decode.vectors import aligned_zeros, copy_numbers
@@ -60,12 +60,12 @@ class PromptPlan(NamedTuple):
     """A layer's choices and parts: of T tokens at most, B blocks, S stripes; int64 but for weights.
 
     choices: of blocks; rows, weights: of choices, as in `Parts`, and factors; firsts, widths (B,);
-    places (B, 4): of gate and up rows; row_starts, input_starts (B + 1,): where blocks' rows of
-    gates, and tokens as gate rows take them, begin
+    places (B, 4): of gate and up rows that are no `BlockRows`; row_starts, input_starts (B + 1,):
+    where blocks' rows of gates, and tokens as gate rows take them, begin
     whole (B, 2), columns (S * B, 2): first and last column of blocks, of parts; ends (B, S + 1):
     where stripes begin in blocks, and end; num_fired (S, choices)
-    first, second: parts that are added up first and then, of rows of outputs those in the second
-    format, else those whose few neurons that fire go one by one
+    first, second: parts that are added up first and then, those whose few neurons that fire go one
+    by one
     part_firsts (S * B,): first rows of parts; up_places, up_starts, late_starts: of late products
     with up rows, where their inputs and they begin
     tree (S, 4), left (S, 4): steps of stripes, of what is left over of parts one by one;
@@ -390,19 +390,15 @@ def plan_sums(num_tokens, width, row_items, down_items, places, first_stripe, fe
     for stripe in range(num_stripes):
         for b in range(num_blocks):
             begin, end = plan.ends[b, stripe], plan.ends[b, stripe + 1]
-            size, row, in_second = end - begin, plan.firsts[b] + begin, False
+            size, row = end - begin, plan.firsts[b] + begin
             plan.columns[part, 0], plan.columns[part, 1] = begin, end
             plan.part_firsts[part] = row
             _set_place(plan.up_places[part], row, size, row_items)
             _set_place(first.places[part], row, size, down_items)
             if places.shape[0]:
-                place = places[b * num_stripes + stripe]
-                in_second = place[IS_SECOND] != 0
-                _set_place(first.places[part], 0, 0, down_items)
-                _set_place(second.places[part], 0, 0, down_items)
-                copy_numbers(place, second.places[part] if in_second else first.places[part])
+                copy_numbers(places[b * num_stripes + stripe], first.places[part])
             for i in range(choices.starts[b], choices.starts[b + 1] if size else 0):
-                if in_second or plan.num_fired[stripe, i] <= few * size:
+                if plan.num_fired[stripe, i] <= few * size:
                     second.tokens.ids[num_second] = choices.ids[i]
                     second.rows[num_second] = plan.rows[i]
                     num_second += 1

@@ -12,10 +12,11 @@ from n * T on.
 
 import numpy as np
 
-from hotcold.numba_kernels.block_rows import IS_SECOND, ROW_ITEMS
+from hotcold.numba_kernels.block_rows import ROW_ITEMS
 from hotcold.numba_kernels.compiler import inlined_by_types, njit
 from hotcold.numba_kernels.decode.batch_ffn import count_tokens
-from hotcold.numba_kernels.decode.block_vectors import block_vectors, matrix_at, quantize_block
+from hotcold.numba_kernels.decode.block_vectors import block_vectors, quantize_block
+from hotcold.numba_kernels.decode.by_format import with_matrix
 from hotcold.numba_kernels.decode.candidates import BLOCK, END_ROW, ROW, TOKENS
 from hotcold.numba_kernels.decode.rows import block_products, split_range
 from hotcold.numba_kernels.decode.stripes import meet
@@ -23,8 +24,6 @@ from hotcold.numba_kernels.decode.vectors import aligned_zeros
 from hotcold.numba_kernels.ffn.in_memory import (
     DOWN,
     FfnScratch,
-    layer_span,
-    part_of,
     scratch_of,
     set_bias,
     with_matrices,
@@ -56,10 +55,8 @@ def new_transposed_scratch(
 
 @njit(nogil=True, cache=True, inline="always")
 def layer_rows(source, layer):
-    """`FfnArrays` of one layer, but for down rows: all."""
-    first, last = layer_span(source, layer)
-    up = part_of(source.up, first, last)
-    return with_matrices(source, layer, source.gate[first:last], up, source.down)
+    """`FfnArrays` of one layer, but for matrices: all."""
+    return with_matrices(source, layer, source.gate, source.up, source.down)
 
 
 @njit(nogil=True, cache=True)
@@ -135,16 +132,18 @@ def add(source, share, scratch):
 
 @njit(nogil=True, cache=True)
 def _add_products(
-    array, place, following, h, begin, count, width, inputs, thread, first, last, products
+    weights, h, begin, count, width, inputs, thread, first, last, products
 ):  # fmt: skip
     """products[k, n - first] = the block's row n . vector k, for n in first..last-1."""
-    weights = matrix_at(array, place)
     vectors = block_vectors(weights, h, begin, count, width, inputs, thread)
-    if following[IS_SECOND] == place[IS_SECOND]:
-        ahead = matrix_at(array, following)
-        for row in range(first, min(first + _ROWS_AHEAD, last, ahead.shape[0])):
-            prefetch_row(ahead, row)
     block_products(weights, vectors, products, first, last, 0)
+
+
+@njit(nogil=True, cache=True)
+def _ask_for(weights, first, last):
+    """Prefetch the first of a matrix's rows first..last-1."""
+    for row in range(first, min(first + _ROWS_AHEAD, last, weights.shape[0])):
+        prefetch_row(weights, row)
 
 
 @njit(nogil=True, cache=True)
@@ -177,14 +176,10 @@ def _add_stripe(
         count = count_tokens(span[TOKENS], num_tokens)
         own_first, own_end = _stripe_part(span, cuts, stripe)
         width, at = own_end - own_first, begin + own_first * count
-        if width and place[IS_SECOND]:
-            _add_products(
-                down.second, place, following, h, at, count, width, inputs, thread, first, last,
-                products[:count],
-            )  # fmt: skip
-        elif width:
-            _add_products(
-                down.first, place, following, h, at, count, width, inputs, thread, first, last,
+        if width:
+            with_matrix(down.arrays, following, _ask_for, first, last)
+            with_matrix(
+                down.arrays, place, _add_products, h, at, count, width, inputs, thread, first, last,
                 products[:count],
             )  # fmt: skip
         row = 0
@@ -207,10 +202,10 @@ def _quantize_all(down, places, spans, cuts, num_tokens, h, inputs, thread):
             if first == end:
                 continue
             width, at = end - first, begin + first * count
-            if places[span[BLOCK] * num_stripes + stripe, IS_SECOND]:
-                quantize_block(down.second, h, at, count, width, inputs, thread)
-            else:
-                quantize_block(down.first, h, at, count, width, inputs, thread)
+            place = places[span[BLOCK] * num_stripes + stripe]
+            with_matrix(
+                down.arrays, place, quantize_block, h, at, count, width, inputs, thread
+            )  # fmt: skip
         begin += (span[END_ROW] - span[ROW]) * num_tokens
 
 
@@ -234,7 +229,7 @@ def _add_all(
     """What is left over of the sums of stripes, and the biases, in the rows that it takes."""
     num_tokens, num_stripes = out.shape[0], _num_stripes(cuts)
     _quantize_all(down, places, spans, cuts, num_tokens, h, inputs, thread)
-    size = _rows_at_once(places, num_stripes, spans, down.first.itemsize)
+    size = _rows_at_once(places, num_stripes, spans, down.arrays[0].itemsize)
     for turn in range(num_threads):
         part = (thread + turn) % num_threads
         part_first, part_last = split_range(out.shape[1], part, num_threads, 4)

@@ -9,7 +9,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.checks import CLAMPED_SLOPE
-from hotcold.numba_kernels.ir.exp_ir import LOG2_E, exp2
+from hotcold.numba_kernels.ir.exp_ir import LOG2_E, exp2, tanh_of_exponent
 from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.ir.vec import F32, Arguments, Vec, codegen_of, for_vectors
 
@@ -80,6 +80,21 @@ def clamped_silu_row(typingctx, rows, row, limit):
 
     def emit(given: Arguments) -> None:
         _change_row(given, lambda v: _clamped_silu(v, given.number(2)))
+
+    return types.void(rows, types.int64, types.float32), codegen_of(emit)
+
+
+@intrinsic
+def softcap_row(typingctx, rows, row, cap):
+    """rows[row] = cap tanh(v / cap), of each of its numbers v."""
+
+    def emit(given: Arguments) -> None:
+        def capped(v: Vec) -> Vec:
+            own = given.number(2)
+            own = own.spread(v.lanes) if v.lanes > 1 else own
+            return own * tanh_of_exponent(v / own * (2 * LOG2_E))
+
+        _change_row(given, capped)
 
     return types.void(rows, types.int64, types.float32), codegen_of(emit)
 

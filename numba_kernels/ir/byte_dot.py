@@ -8,14 +8,13 @@ from functools import partial
 from llvmlite import ir
 
 from hotcold.numba_kernels.formats import RowFormat
-from hotcold.numba_kernels.ir.codes import codes_of
+from hotcold.numba_kernels.ir.codes import SMALL_VALUE, codes_of
 from hotcold.numba_kernels.ir.quantized_ir import signed_byte
 from hotcold.numba_kernels.ir.target import LANES, has_feature, vnni_lanes
 from hotcold.numba_kernels.ir.vec import I8, I16, I32, Vec, shaped
 
 _VNNI = {16: "llvm.x86.avx512.vpdpbusd.512", 8: "llvm.x86.avx512.vpdpbusd.256"}  # by lanes
 _AVX2_LANES = 8
-_SIGNED_ADDED = 16  # to codes whose magnitude is at most 12
 
 
 class ByteDot:
@@ -39,7 +38,7 @@ class ByteDot:
         begins = of_parts and self.avx2 and codes.max_pairs > 0
         # What is added to signed codes; and what all are too large by, times which sums of values
         # are taken off beforehand (`add_begin`).
-        self.added = _SIGNED_ADDED if begins and self.is_signed else 0
+        self.added = SMALL_VALUE if begins and self.is_signed else 0
         self.begin_offset = offset + self.added if begins else 0
         if self.begin_offset:
             self.is_signed, offset = False, 0
@@ -88,7 +87,8 @@ class ByteDot:
         """The sums of values times `half_offset`, with one step's added."""
         if not self.half_offset:
             return total
-        return self._dot(total, values.view(I8).like(self.half_offset), values.view(I8))
+        offsets = values.view(I8).like(self.half_offset - (self.half_offset & 128) * 2)
+        return self._dot(total, offsets, values.view(I8))
 
     def add_begin(self, total: Vec, values: Vec) -> Vec:
         """What sums begin with, one step's values times `begin_offset` less.
@@ -118,7 +118,7 @@ def _vnni_dot(total: Vec, unsigned: Vec, signed: Vec) -> Vec:
 def avx2_pairs(is_signed: bool, weights: Vec, values: Vec) -> Vec:
     """Products of the bytes of one register, two added up in 16 bits.
 
-    |weight| <= 127 and |value| <= 127, so no pair overflows.
+    |weight| <= 128 and |value| <= 127, so no pair overflows.
     """
     kind = weights.value.type
     if is_signed:

@@ -14,6 +14,7 @@ from hotcold.numba_kernels.ir.vec import F32, I8, I32, Ptr, Vec
 # The weights of one step: each one's place in a group, and what takes it out of a lane.
 StepWeights = list[tuple[int, Callable[[Vec], Vec]]]
 AddTurn = Callable[[Vec, list[list[Vec]]], None]
+SMALL_VALUE = 16  # a group's products of values up to this fit 16 bits
 
 
 class Codes:
@@ -108,16 +109,23 @@ class Nibbles(Codes):
         return ((shifted & 0xF) - self.offset).astype(F32)
 
 
-class E2m1(Nibbles):
-    """4 bits that number values, which are looked up. VNNI's are unsigned, so 16 is added."""
+class Table(Nibbles):
+    """4 bits that number values, which are looked up. VNNI's are unsigned: an offset is added.
+
+    Where halves have their own scales, low nibbles are of a group's first half.
+    """
 
     high_can_stay = False
 
     def __init__(self, row_format: RowFormat) -> None:
         super().__init__(row_format)
-        self.offset = 16 if has_vnni() else 0
-        self.is_signed = not self.offset
         self._values = row_format.codes.values
+        is_small = max(map(abs, self._values)) <= SMALL_VALUE
+        self.max_pairs = 8 if is_small else 0
+        self.offset = (SMALL_VALUE if is_small else 128) if has_vnni() else 0
+        self.is_signed = not self.offset
+        if row_format.has_halves:
+            self.each, self.high = 4, 16
 
     def unpacked(self, loaded: Vec, in_place: bool = False) -> list[Vec]:
         """The values of low and of high nibbles, the offset added."""
@@ -129,7 +137,7 @@ class E2m1(Nibbles):
         if has_feature("avx512f"):
             return _looked_up(shifted, self._values)
         if not has_feature("avx2"):
-            return _e2m1(shifted & 0xF).astype(F32)
+            return _selected(shifted, self._values).astype(F32)
         low, high = (_looked_up_by_halves(shifted, self._values[first:][:8]) for first in (0, 8))
         return (shifted << 28 < 0).where(high, low)
 
@@ -198,13 +206,13 @@ _CLASSES: dict[formats.Codes, type[Codes]] = {
     formats.NIBBLES: Nibbles,
     formats.FIFTHS: Fifths,
     formats.PAIRS: Pairs,
-    formats.E2M1: E2m1,
 }
 
 
 def codes_of(row_format: RowFormat) -> Codes:
     """What takes out the codes of a format's rows."""
-    return _CLASSES[row_format.codes](row_format)
+    codes = row_format.codes
+    return (Table if codes.values else _CLASSES[codes])(row_format)
 
 
 def summed_codes(row_format: RowFormat) -> Bytes | Nibbles:
@@ -244,7 +252,7 @@ def _looked_up_by_halves(codes: Vec, values: Sequence[int]) -> Vec:
 
 
 def _looked_up_bytes(codes: Vec, values: Sequence[int]) -> Vec:
-    """The value of each byte's low four bits, a byte; without AVX2 E2M1's own."""
+    """The value of each byte's low four bits, a byte."""
     places = codes.view(I8)
     is_whole = places.lanes == BYTE_LANES
     if is_whole and has_feature("avx512vbmi"):  # which reads six bits
@@ -252,25 +260,41 @@ def _looked_up_bytes(codes: Vec, values: Sequence[int]) -> Vec:
     places = places & 0xF
     if is_whole and has_feature("avx512bw"):
         return _shuffled("llvm.x86.avx512.pshuf.b.512", values, places).view(I32)
-    if not has_feature("avx2"):
-        return _e2m1(places).view(I32)
-    half = BYTE_LANES // 2
+    if has_feature("avx2"):
+        return _by_parts("llvm.x86.avx2.pshuf.b", 32, values, places).view(I32)
+    if has_feature("neon"):
+        return _by_parts("llvm.aarch64.neon.tbl1.v16i8", 16, values, places).view(I32)
+    return _selected(places, values).view(I32)
+
+
+def _by_parts(name: str, width: int, values: Sequence[int], places: Vec) -> Vec:
+    """`_shuffled` of registers of `width` bytes, joined."""
     parts = [
-        _shuffled("llvm.x86.avx2.pshuf.b", values, places.take(range(first, first + half)))
-        for first in range(0, places.lanes, half)
+        _shuffled(name, values, places.take(range(first, first + width)))
+        for first in range(0, places.lanes, width)
     ]
-    return (parts[0].take(range(BYTE_LANES), parts[1]) if is_whole else parts[0]).view(I32)
+    while len(parts) > 1:
+        parts = [
+            a.take(range(2 * a.lanes), b) for a, b in zip(parts[::2], parts[1::2], strict=True)
+        ]
+    return parts[0]
 
 
 def _shuffled(name: str, values: Sequence[int], places: Vec) -> Vec:
     """Bytes of a table that is repeated through a whole register."""
-    table = Vec.of(places.builder, [*values] * (places.lanes // len(values)), I8)
+    table = Vec.of(places.builder, _signed(values) * (places.lanes // len(values)), I8)
     return table.call(name, table.value.type, table, places)
 
 
-def _e2m1(codes: Vec) -> Vec:
-    """Twice the numbers of these bits: of magnitude m the largest of m, 2 m - 4 and 4 m - 16."""
-    found = magnitude = codes & 7
-    for candidate in ((magnitude << 1) - 4, (magnitude << 2) - 16):
-        found = (found < candidate).where(candidate, found)
-    return (codes & 8).equals(0).where(found, -found)
+def _signed(values: Sequence[int]) -> list[int]:
+    """The same bytes as signed numbers."""
+    return [(value + 128) % 256 - 128 for value in values]
+
+
+def _selected(codes: Vec, values: Sequence[int]) -> Vec:
+    """The value of each item's low four bits, of the items' type: halved bit by bit."""
+    found = [codes.like(value) for value in _signed(values)]
+    for bit in range(len(values).bit_length() - 1):
+        is_odd = (codes & 1 << bit).differs(0)
+        found = [is_odd.where(high, low) for low, high in zip(found[::2], found[1::2], strict=True)]
+    return found[0]

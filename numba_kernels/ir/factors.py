@@ -14,6 +14,7 @@ from hotcold.numba_kernels.ir.vec import F32, HALF, I8, I16, I32, Ptr, Vec
 _FACTOR_BYTES = CHUNK_GROUPS * SCALE_BYTES  # of a chunk's scales, or minima
 _BLOCK_LANES = 8  # groups of a block that has a scale of its own
 _CHUNK_BLOCKS = CHUNK_GROUPS // _BLOCK_LANES
+_CHUNK_PAIRS = CHUNK_GROUPS // 2
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,20 @@ def _six_bits(chunk: Chunk, row: Row) -> Factors:
 
 def _exponents(chunk: Chunk, row: Row) -> Factors:
     """A power of two a lane. What other lanes get is finite: no byte gives infinity or NaN."""
-    at = chunk.at(row.first, CHUNK_GROUPS)
+    return Factors([powers_of_two(_any_bytes(chunk, chunk.at(row.first, CHUNK_GROUPS)))])
+
+
+def _any_bytes(chunk: Chunk, at: Ptr) -> Vec:
+    """A byte a lane, of a part of a chunk of any size; any bytes in lanes without a group."""
     if chunk.mask is None or has_feature("avx512bw"):
-        return Factors([powers_of_two(chunk.load(at, I8))])
+        return chunk.load(at, I8)
     if not has_feature("avx2"):
-        return Factors([powers_of_two(at.load_masked(I8, chunk.mask))])
-    # Masked loads of bytes are slow: the 16 bytes that end with the row, moved down.
+        return at.load_masked(I8, chunk.mask)
+    # Masked loads of bytes are slow: the 16 bytes that end with these, in the row, moved down.
     absent = chunk.num_lanes.like(LANES) - chunk.num_lanes
     places = Vec.of(at.builder, range(LANES), I8) + absent.astype(I8)
     last = (at + (chunk.num_lanes + -LANES)).load(I8, LANES, align=1)
-    name = "llvm.x86.ssse3.pshuf.b.128"
-    return Factors([powers_of_two(last.call(name, last.value.type, last, places))])
+    return last.call("llvm.x86.ssse3.pshuf.b.128", last.value.type, last, places)
 
 
 def powers_of_two(exponents: Vec) -> Vec:
@@ -77,11 +81,41 @@ def powers_of_two(exponents: Vec) -> Vec:
     return wide.below(2).where(wide + 1 << 21, wide - 1 << 23).view(F32)
 
 
+def _int8s(chunk: Chunk, row: Row) -> Factors:
+    """An int8 for a group."""
+    return _scaled_int8s(chunk, row, [_bytes(chunk, _small(chunk, row))])
+
+
 def _halves(chunk: Chunk, row: Row) -> Factors:
     """An int8 for each half of a group."""
-    at, blocks = _small(chunk, row), _of_blocks(chunk, row)
-    halves = [_bytes(chunk, at), _bytes(chunk, at + chunk.num_lanes)]
-    return Factors([half.astype(I32).astype(F32) * blocks[0] for half in halves])
+    at = _small(chunk, row)
+    return _scaled_int8s(chunk, row, [_bytes(chunk, at), _bytes(chunk, at + chunk.num_lanes)])
+
+
+def _scaled_int8s(chunk: Chunk, row: Row, numbers: list[Vec]) -> Factors:
+    """Numbers times their blocks' scales and the format's unit: 19 bits, exact."""
+    (blocks,), unit = _of_blocks(chunk, row), row.format.unit
+    units = blocks if unit == 1 else blocks * unit
+    return Factors([number.astype(I32).astype(F32) * units for number in numbers])
+
+
+def _e4m3s(chunk: Chunk, row: Row) -> Factors:
+    """An E4M3 number for each half of a group, and a float32 for two groups."""
+    at, blocks_at = _small(chunk, row), chunk.at(row.second, 4 * _CHUNK_PAIRS)
+    if chunk.mask is None:
+        found = blocks_at.load(F32, _CHUNK_PAIRS, align=1)
+    else:
+        pairs = (chunk.num_lanes >> 1).astype(I32)
+        mask = Vec.of(at.builder, range(_CHUNK_PAIRS), I32).below(pairs)
+        found = blocks_at.load_masked(F32, mask)
+    blocks = found.take([lane // 2 for lane in range(LANES)]) * row.format.unit
+    halves = (_any_bytes(chunk, at), _any_bytes(chunk, at + chunk.num_lanes))
+    return Factors([small_floats(half) * blocks for half in halves])
+
+
+def small_floats(bytes_: Vec) -> Vec:
+    """E4M3 numbers without their signs as float32: the bits of 2 ^ -120 times them."""
+    return ((bytes_.astype(I32, signed=False) & 127) << 20).view(F32) * 2.0**120
 
 
 _READERS: dict[formats.Factors, Callable[[Chunk, Row], Factors]] = {
@@ -89,6 +123,8 @@ _READERS: dict[formats.Factors, Callable[[Chunk, Row], Factors]] = {
     formats.MINIMA: _scales_and_minima,
     formats.SIX_BITS: _six_bits,
     formats.HALVES: _halves,
+    formats.INT8S: _int8s,
+    formats.E4M3S: _e4m3s,
     formats.EXPONENTS: _exponents,
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from llvmlite import ir
 
 from hotcold.numba_kernels.formats import CHUNK, CHUNK_GROUPS, QUANT_GROUP, RowFormat
-from hotcold.numba_kernels.ir.codes import codes_of, summed_codes
+from hotcold.numba_kernels.ir.codes import Codes, codes_of, summed_codes
 from hotcold.numba_kernels.ir.factors import factors_of
 from hotcold.numba_kernels.ir.float_ir import round_to_bfloat16
 from hotcold.numba_kernels.ir.quantized_ir import (
@@ -98,23 +98,24 @@ def _emit_widened(
             place = codes.each * number + codes.high * part
             factors = [scales[part % len(scales)], *minima]
             for quarter in range(LANES // _QUARTER):
-                values = _quarter(codes.offset, packed, factors, quarter)
+                values = _quarter(codes, packed, factors, quarter)
                 if to_bfloat16:
                     values = round_to_bfloat16(values)
                 _store_quarter(chunk, values, quarter, target + place * item_bytes, item_bytes)
 
 
-def _quarter(offset: int, packed: Vec, factors: list[Vec], quarter: int) -> Vec:
+def _quarter(codes: Codes, packed: Vec, factors: list[Vec], quarter: int) -> Vec:
     """The weights in the bytes of four lanes, as float32; `factors` are scales, maybe minima.
 
     A float16 times a nibble is a float32 to the bit, so a sum with a minimum is rounded once.
     """
     lanes = [_QUARTER * quarter + i // 4 for i in range(LANES)]
-    sixteen = packed.view(I8).take(range(LANES * quarter, LANES * (quarter + 1))).astype(I32)
+    own = packed.view(I8).take(range(LANES * quarter, LANES * (quarter + 1)))
+    sixteen = own.astype(I32, signed=codes.is_signed)
     scale, *minimum = (factor.take(lanes) for factor in factors)
     if minimum:
         return sixteen.astype(F32) * scale + minimum[0]
-    return (sixteen - offset).astype(F32) * scale
+    return (sixteen - codes.offset).astype(F32) * scale
 
 
 def _store_quarter(chunk: Chunk, values: Vec, quarter: int, target: Ptr, item_bytes: int) -> None:

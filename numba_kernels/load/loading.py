@@ -34,10 +34,7 @@ def copy_rows(src: np.ndarray, dst: np.ndarray) -> bool:
     """
     if src.shape != dst.shape:
         raise ValueError(f"copy_rows from {src.shape} to {dst.shape}")
-    mask = _check(src, dst)
-    return bool(
-        _copy_rows(*_source(src), *_flat(dst), np.int64(src.shape[0]), np.int64(src.shape[1]), mask)
-    )
+    return gather_rows(src, np.arange(src.shape[0], dtype=np.int32), dst)
 
 
 def gather_rows(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> bool:
@@ -122,19 +119,6 @@ def _flat(matrix: np.ndarray) -> tuple[np.ndarray, np.int64]:
 
 def _source(matrix: np.ndarray) -> tuple[np.ndarray, np.int64]:
     return _flat(read_only(matrix))
-
-
-@njit(nogil=True, cache=True)
-def _copy_rows(src, src_step, dst, dst_step, num_rows, num_columns, exponent):
-    worst = exponent ^ exponent
-    for row in range(num_rows):
-        source = src[row * src_step : row * src_step + num_columns]
-        target = dst[row * dst_step : row * dst_step + num_columns]
-        for k in range(target.shape[0]):
-            bits = source[k]
-            target[k] = bits
-            worst = max(worst, bits & exponent)
-    return worst != exponent
 
 
 @njit(nogil=True, cache=True)

@@ -22,7 +22,7 @@ import numpy as np
 
 from hotcold.numba_kernels.checks import read_only
 from hotcold.numba_kernels.formats import (
-    BYTES,
+    E4M3S,
     EXPONENTS,
     FLOATS,
     MXFP4,
@@ -36,22 +36,18 @@ from hotcold.numba_kernels.formats import (
 )
 from hotcold.numba_kernels.load.loading import flat_rows
 from hotcold.numba_kernels.load.quantize_kernels import (
+    AS_MXFP4,
+    AS_Q4,
+    AS_Q4_1,
+    AS_Q8,
     DONE,
     NOT_FINITE,
     TOO_LARGE,
     copy_rows_kernel,
-    quantize_mxfp4_kernel,
-    quantize_q4_1_kernel,
-    quantize_q4_kernel,
-    quantize_q8_kernel,
+    quantize_kernel,
 )
 
-_KERNELS = {
-    Q8: quantize_q8_kernel,
-    Q4: quantize_q4_kernel,
-    Q4_1: quantize_q4_1_kernel,
-    MXFP4: quantize_mxfp4_kernel,
-}
+_WAYS = {Q8: AS_Q8, Q4: AS_Q4, Q4_1: AS_Q4_1, MXFP4: AS_MXFP4}
 
 __all__ = [
     "DONE",
@@ -92,20 +88,20 @@ def quantize_into(weights: np.ndarray, row_ids: np.ndarray, rows: np.ndarray) ->
     Dtypes:  weights float32, uint16 or int16; row_ids int, rows as of `quantize_rows`
     Errors:  ValueError on any mismatch or an id outside [0, R)
     """
-    if weights.dtype not in FLOATS or rows.dtype not in _KERNELS:
+    if weights.dtype not in FLOATS or rows.dtype not in _WAYS:
         raise ValueError(f"quantizing {weights.dtype} to {rows.dtype}")
     if rows.shape != (row_ids.size, row_items(rows.dtype, weights.shape[1])):
         raise ValueError(f"quantizing {row_ids.size} rows of {weights.shape} to {rows.shape}")
     ids = _checked_ids(row_ids, weights.shape[0])
     source, target = flat_rows(read_only(weights)), flat_rows(rows.view(np.uint8))
-    return int(_KERNELS[rows.dtype](*source, ids, *target, np.int64(weights.shape[1])))
+    width = np.int64(weights.shape[1])
+    return int(quantize_kernel(_WAYS[rows.dtype], *source, ids, *target, width))
 
 
 def copy_quantized(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> bool:
     """Copy the rows `row_ids` of `src` into `dst`; return whether they are what rows can be.
 
-    They are unless a scale or minimum is not finite, an exponent above 252, or a value of 8 bits
-    -128.
+    They are unless a scale or minimum is not finite, or an exponent above 252.
     Shapes:  src (R, B), row_ids (N,), dst (N, B); contiguous rows at any distance
     Dtypes:  src, dst of ROW_FORMATS, alike; row_ids int
     Errors:  ValueError on any mismatch or an id outside [0, R)
@@ -122,9 +118,13 @@ def copy_quantized(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> boo
     factor_bytes = num_blocks * of_block
     source = flat_rows(read_only(src.view(np.uint8)))
     target = flat_rows(dst.view(np.uint8))
+    if row_format.factors == E4M3S:  # whose blocks' are float32
+        found = np.ascontiguousarray(src.view(np.uint8)[ids, src.shape[1] - factor_bytes :])
+        if not np.isfinite(found.view(np.float32)).all():
+            return False
+        factor_bytes = 0
     sizes = np.int64(src.shape[1] - factor_bytes), np.int64(factor_bytes)
-    nearest, is_good = copy_rows_kernel(*source, ids, *target, *sizes, are_exponents)
-    return bool(is_good and (nearest > 0 or row_format.codes != BYTES))
+    return bool(copy_rows_kernel(*source, ids, *target, *sizes, are_exponents))
 
 
 def _checked_ids(ids: np.ndarray, num_rows: int) -> np.ndarray:

@@ -9,6 +9,7 @@ from hotcold.numba_kernels.ir.bit_ir import float32_bits, float32_from_bits, flo
 
 # What became of rows; the largest of all rows' is returned.
 DONE, TOO_LARGE, NOT_FINITE = 0, 1, 2
+AS_Q8, AS_Q4, AS_Q4_1, AS_MXFP4 = range(4)
 
 _SIGN = np.uint32(1 << 31)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
@@ -139,7 +140,7 @@ def store_q8(codes, target, group, num_groups):
 
 @njit(nogil=True, cache=True)
 def store_q4(codes, target, group, num_groups):
-    """Lay a group's codes (nibbles) into the row `target` of Q4, Q4_1, Q4_K or MXFP4."""
+    """Lay a group's codes (nibbles) into the row `target` of Q4 or another of 4 bits."""
     first = group // _CHUNK_GROUPS * _CHUNK_GROUPS
     step = 4 * min(_CHUNK_GROUPS, num_groups - first)
     place = target[first * _GROUP // 2 + 4 * (group - first) :]
@@ -147,6 +148,18 @@ def store_q4(codes, target, group, num_groups):
         for b in range(4):
             high = codes[8 * j + 4 + b] << uint8(4)
             place[j * step + b] = codes[8 * j + b] | uint8(high)
+
+
+@njit(nogil=True, cache=True)
+def store_q4_halves(codes, target, group, num_groups):
+    """Lay a group's codes (nibbles) into the row `target` where halves have their own scales."""
+    first = group // _CHUNK_GROUPS * _CHUNK_GROUPS
+    step = 4 * min(_CHUNK_GROUPS, num_groups - first)
+    place = target[first * _GROUP // 2 + 4 * (group - first) :]
+    for j in range(4):
+        for b in range(4):
+            high = codes[16 + 4 * j + b] << uint8(4)
+            place[j * step + b] = codes[4 * j + b] | uint8(high)
 
 
 @njit(nogil=True, cache=True)
@@ -183,7 +196,7 @@ def store_q6(codes, target, group, num_groups):
             place[(4 + j) * step + b] = pairs
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def store_codes(bits, codes, target, group, num_groups):
     """Lay a group's codes of so many bits into the row `target`."""
     if bits == 8:
@@ -197,77 +210,34 @@ def store_codes(bits, codes, target, group, num_groups):
 
 
 @njit(nogil=True, cache=True, _nrt=True)
-def quantize_q8_kernel(src, src_step, row_ids, dst, dst_step, width):
-    """Quantize rows of `src` into rows of Q8 bytes; returns a status, checks no shapes.
+def quantize_kernel(way, src, src_step, row_ids, dst, dst_step, width):
+    """Quantize rows of `src` into rows of bytes; returns a status, checks no shapes.
 
+    way: AS_Q8, AS_Q4, AS_Q4_1 or AS_MXFP4, which never returns TOO_LARGE
     `src` and `dst` are flat, their rows so many items apart; see `loading.flat_rows`.
     """
     values, codes = np.empty(_GROUP, np.float32), np.empty(_GROUP, np.uint8)
-    num_groups, worst = width // _GROUP, DONE
+    num_groups, worst, bits = width // _GROUP, DONE, 8 if way == AS_Q8 else 4
     for row in range(row_ids.shape[0]):
         source = src[row_ids[row] * src_step :][:width]
         target = dst[row * dst_step :]
-        scales = target[width:]
+        factors = target[width * bits // 8 :]
         for group in range(num_groups):
             highest, lowest = _load_group(source[group * _GROUP : (group + 1) * _GROUP], values)
-            scale = _q8_group(values, highest, lowest, codes)
-            worst = max(worst, _group_status(highest, lowest, scale))
-            store_half(scales, group, scale)
-            store_q8(codes, target, group, num_groups)
-    return worst
-
-
-@njit(nogil=True, cache=True, _nrt=True)
-def quantize_q4_kernel(src, src_step, row_ids, dst, dst_step, width):
-    """As `quantize_q8_kernel`, into rows of Q4."""
-    values, codes = np.empty(_GROUP, np.float32), np.empty(_GROUP, np.uint8)
-    num_groups, worst = width // _GROUP, DONE
-    for row in range(row_ids.shape[0]):
-        source = src[row_ids[row] * src_step :][:width]
-        target = dst[row * dst_step :]
-        scales = target[width // 2 :]
-        for group in range(num_groups):
-            highest, lowest = _load_group(source[group * _GROUP : (group + 1) * _GROUP], values)
-            scale = _q4_group(values, highest, lowest, codes)
-            worst = max(worst, _group_status(highest, lowest, scale))
-            store_half(scales, group, scale)
-            store_q4(codes, target, group, num_groups)
-    return worst
-
-
-@njit(nogil=True, cache=True, _nrt=True)
-def quantize_q4_1_kernel(src, src_step, row_ids, dst, dst_step, width):
-    """As `quantize_q8_kernel`, into rows of Q4_1."""
-    values, codes = np.empty(_GROUP, np.float32), np.empty(_GROUP, np.uint8)
-    num_groups, worst = width // _GROUP, DONE
-    for row in range(row_ids.shape[0]):
-        source = src[row_ids[row] * src_step :][:width]
-        target = dst[row * dst_step :]
-        factors = target[width // 2 :]
-        for group in range(num_groups):
-            highest, lowest = _load_group(source[group * _GROUP : (group + 1) * _GROUP], values)
-            scale, least = _q4_1_group(values, codes)
-            worst = max(worst, _group_status(highest, lowest, max(scale, abs(least))))
-            store_half(factors, group, scale)
-            store_half(factors, num_groups + group, least)
-            store_q4(codes, target, group, num_groups)
-    return worst
-
-
-@njit(nogil=True, cache=True, _nrt=True)
-def quantize_mxfp4_kernel(src, src_step, row_ids, dst, dst_step, width):
-    """As `quantize_q8_kernel`, into rows of MXFP4; never returns TOO_LARGE."""
-    values, codes = np.empty(_GROUP, np.float32), np.empty(_GROUP, np.uint8)
-    num_groups, worst = width // _GROUP, DONE
-    for row in range(row_ids.shape[0]):
-        source = src[row_ids[row] * src_step :][:width]
-        target = dst[row * dst_step :]
-        exponents = target[width // 2 :]
-        for group in range(num_groups):
-            highest, lowest = _load_group(source[group * _GROUP : (group + 1) * _GROUP], values)
-            exponents[group] = _mxfp4_group(values, highest, lowest, codes)
-            worst = max(worst, _group_status(highest, lowest, float32(0)))
-            store_q4(codes, target, group, num_groups)
+            scale, least = float32(0), float32(0)
+            if way == AS_Q8:
+                scale = _q8_group(values, highest, lowest, codes)
+            elif way == AS_Q4:
+                scale = _q4_group(values, highest, lowest, codes)
+            elif way == AS_Q4_1:
+                scale, least = _q4_1_group(values, codes)
+                store_half(factors, num_groups + group, least)
+            else:
+                factors[group] = _mxfp4_group(values, highest, lowest, codes)
+            worst = max(worst, _group_status(highest, lowest, max(abs(scale), abs(least))))
+            if way != AS_MXFP4:
+                store_half(factors, group, scale)
+            store_codes(bits, codes, target, group, num_groups)
     return worst
 
 
@@ -285,18 +255,14 @@ def copy_rows_kernel(
 ):
     """Copy quantized rows; checks no shapes.
 
-    Returns the least byte ^ 0x80 of the values (0: a -128), and whether scales and minima, float16
-    or exponents, are finite.
+    Returns whether scales and minima, float16 or exponents, are finite.
     """
-    is_good, nearest = True, uint8(255)
+    is_good = True
     for row in range(row_ids.shape[0]):
         source = src[row_ids[row] * src_step :][: value_bytes + factor_bytes]
         target = dst[row * dst_step :][: value_bytes + factor_bytes]
-        values = source[:value_bytes]
-        for k in range(values.shape[0]):
-            byte = values[k]
-            target[k] = byte
-            nearest = min(nearest, byte ^ uint8(0x80))
+        for k in range(value_bytes):
+            target[k] = source[k]
         if are_exponents:
             for k in range(value_bytes, value_bytes + factor_bytes):
                 target[k] = source[k]
@@ -305,4 +271,4 @@ def copy_rows_kernel(
         for k in range(value_bytes, value_bytes + factor_bytes, 2):
             target[k], target[k + 1] = source[k], source[k + 1]
             is_good &= source[k + 1] & uint8(0x7C) != uint8(0x7C)
-    return nearest, is_good
+    return is_good

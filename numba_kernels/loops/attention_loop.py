@@ -8,19 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hotcold.numba_kernels.block_rows import BlockRows
 from hotcold.numba_kernels.compiler import njit
-from hotcold.numba_kernels.decode.attention import (
-    SEGMENT_POSITIONS,
-    attend_segment,
-    first_seen,
-    merge_segments,
-    num_segments,
-    rope_kernel,
-    sink_share,
-    softcap_kernel,
-    store_kernel,
-)
-from hotcold.numba_kernels.decode.norm import norm_kernel, rms_norm_kernel
+from hotcold.numba_kernels.decode.norm import norm_kernel
 from hotcold.numba_kernels.decode.router import choose_experts, router_rows, weigh_shared
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.decode.vectors import (
@@ -28,70 +18,96 @@ from hotcold.numba_kernels.decode.vectors import (
     copy_numbers,
     quantize_activations,
 )
+from hotcold.numba_kernels.ir.activation_ir import softcap_row
+from hotcold.numba_kernels.latent_arrays import LatentArrays
+from hotcold.numba_kernels.layer_pages import LayerPages
 from hotcold.numba_kernels.layer_record import LayerVectors
-from hotcold.numba_kernels.layer_rows import LayerRows
 from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL, now_ns, ring
+from hotcold.numba_kernels.loops.latent_attention import (
+    LatentSpace,
+    absorb_queries,
+    first_products,
+    mix_heads,
+    mixed_heads,
+    norm_inputs,
+)
+from hotcold.numba_kernels.loops.layer_embeddings import layer_part, scaled_output
 from hotcold.numba_kernels.loops.mailbox import (
     ATTENTION,
     FIRST_LOGIT,
-    FULL,
     HEAD,
     LAYER,
     NUM_TOKENS,
     OPERATION,
     PING,
+    RECURRENT,
     REQUEST,
     ROUTED,
     TARGET,
     WEIGHTS,
-    WINDOWED,
     barrier_wait,
     cell,
     finish_request,
     is_for_others,
     next_share,
 )
+from hotcold.numba_kernels.loops.recurrent_layer import recurrent_heads, share_gates
+from hotcold.numba_kernels.loops.softmax_attention import attention_heads, heads_of
 from hotcold.numba_kernels.loops.work_stealing import (
-    next_block,
     work_stealing_layer,
     work_stealing_rows,
 )
+from hotcold.numba_kernels.per_layer_arrays import PerLayerArrays
+from hotcold.numba_kernels.recurrent_arrays import RecurrentVectors
 from hotcold.numba_kernels.router_arrays import RouterArrays
 
-_QKV, _QKV_SECOND, _HEADS, _OUT, _PROJECT, _HEAD, _ROUTER, _NEXT_ROUTER = range(8)
-NUM_COUNTERS = 8
+_HEADS, _OUT, _PROJECT, _HEAD, _ROUTER, _NEXT_ROUTER, _QUERIES, _ABSORB, _MIX, _GATES = range(10)
+_PART, _QKV = 10, 13  # of parts there are three, of the last as many as `qkv` has blocks
+NUM_COUNTERS = _QKV
 
 
 class AttentionArrays(NamedTuple):
-    """Attention of all layers stacked, and the head; shapes as in model.weights.
+    """Attention of all layers, or what they have instead, and the head; shapes: model.weights.
 
-    numbers (L,) of LAYER_NUMBERS; keys, values (L, pages, kv_heads, PAGE_POSITIONS, row);
-    rope_tables (R, P, 2, half) for positions 0..P-1, R may be 0; logit_softcap: 0 for none.
-    Compiled code has no routers where there are no experts, and no project_out where the head reads
-    the hidden states: that is less to compile.
+    numbers (L,) of LAYER_NUMBERS; rope_tables (R, P, 2 W + 1) for positions 0..P-1: cosines, sines
+    of the W pairs that turn at most, and a factor of what is not rotated, R may be 0;
+    logit_softcap: 0 for none; recurrent_numbers (L,) of RECURRENT_NUMBERS; recurrent_pages
+    (recurrent layers, pages, numbers) as `numba_kernels.recurrent_arrays` says.
+    Compiled code has no routers where there are no experts, no `latent` where attention is not, no
+    recurrent where all layers have attention, no per_layer where layers have no embeddings of their
+    own, and no project_out where the head reads the hidden states: that is less to compile.
     """
 
     numbers: np.ndarray
     vectors: LayerVectors
-    qkv: LayerRows
-    out: np.ndarray
+    qkv: BlockRows
+    out: BlockRows
     routers: RouterArrays
+    latent: LatentArrays
+    per_layer: PerLayerArrays
+    recurrent: RecurrentVectors
+    recurrent_numbers: np.ndarray
+    recurrent_pages: np.ndarray
     final_norm_weight: np.ndarray
     final_norm_bias: np.ndarray
     project_out: np.ndarray
     head: np.ndarray
-    keys: np.ndarray
-    values: np.ndarray
+    keys: LayerPages
+    values: LayerPages
     rope_tables: np.ndarray
     logit_softcap: np.float32
 
 
 class AttentionScratch(NamedTuple):
-    """Work space: residual, normed (threads, T, d), qkv (T, rows), heads (T, H * head_dim),
-    projected (T, E), router_logits (T, experts) float32; inputs: for `quantize_activations`;
-    counters of blocks taken (NUM_COUNTERS, threads * 16). A thread's part of attention: scores
-    (threads, R, SEGMENT_POSITIONS), sums (threads, R, head_dim), totals (threads, R, 2). Parts of
-    tokens with S segments, at most: part_sums (T, S, H * head_dim), part_totals (T, S, H, 2)."""
+    """Work space: residual, normed (threads, T, d), qkv (T, rows), heads (T * heads_size,),
+    projected (T, E), router_logits (T, experts) float32; of layers' own embeddings gates,
+    contexts (T, P), mixed (threads, T, P), parts (T, d), or (T, 0) where there are none;
+    inputs: for `quantize_activations`; counters of blocks taken (NUM_COUNTERS + blocks of qkv,
+    threads * 16). A thread's part of attention: scores (threads, R, SEGMENT_POSITIONS), sums
+    (threads, R, head_dim), totals (threads, R, 2). Parts of tokens with S segments, at most:
+    part_sums (T, S, H * head_dim), part_totals (T, S, H, 2). latent: of latent attention, else
+    None. Of recurrent layers: state_gates (T, 2 Hv); recurrent, of `recur`, a row a thread.
+    """
 
     residual: np.ndarray
     normed: np.ndarray
@@ -104,19 +120,34 @@ class AttentionScratch(NamedTuple):
     part_totals: np.ndarray
     projected: np.ndarray
     router_logits: np.ndarray
+    gates: np.ndarray
+    contexts: np.ndarray
+    mixed: np.ndarray
+    parts: np.ndarray
     inputs: ActivationSpace
+    state_gates: np.ndarray
+    recurrent: np.ndarray
     counters: np.ndarray
+    latent: LatentSpace | None
 
 
 @njit(nogil=True, cache=True)
-def layer_input(hidden, layer, arrays, residual):
-    """The layer's input: `hidden`, normed where the previous layer's output norm is still due."""
+def layer_input(hidden, layer, arrays, parts, residual):
+    """The layer's input: `hidden`, and what is left of the previous layer: a norm, or a scale.
+
+    parts (T, d): of `layer_part`, which is added before the scale, or (T, 0)
+    """
     before, vectors = arrays.numbers[max(layer - 1, 0)], arrays.vectors
     for t in range(hidden.shape[0]):
         if before.norms_output and layer > 0:
             norm_kernel(
                 before.norm_kind, hidden[t], vectors.ffn_norm_weight[layer - 1],
                 vectors.ffn_norm_bias[layer - 1], before.norm_eps, residual[t],
+            )  # fmt: skip
+        elif before.scales_output and layer > 0:
+            scaled_output(
+                hidden[t], parts[t], vectors.per_layer_norm_weight[layer - 1], before.norm_eps,
+                vectors.output_scale[layer - 1, 0], residual[t],
             )  # fmt: skip
         else:
             copy_numbers(hidden[t], residual[t])
@@ -134,158 +165,6 @@ def layer_norm_before(residual, layer, arrays, normed):
             )  # fmt: skip
         else:
             copy_numbers(residual[t], normed[t])
-
-
-@njit(nogil=True, cache=True)
-def norm_whole(part, num_parts, layer, arrays, qkv):
-    """Norm a token's query heads as one vector, and its key heads, where norms are that wide.
-
-    Of every num_parts-th token. Returns whether there are such norms; checks nothing.
-    """
-    numbers, q_norm, k_norm = (
-        arrays.numbers[layer], arrays.vectors.q_norm_weight, arrays.vectors.k_norm_weight,
-    )  # fmt: skip
-    queries, keys = numbers.num_heads * numbers.head_dim, numbers.num_kv_heads * numbers.head_dim
-    norms_queries = q_norm.shape[1] > numbers.head_dim
-    norms_keys = k_norm.shape[1] > numbers.head_dim
-    for t in range(part, qkv.shape[0], num_parts):
-        if norms_queries:
-            vector = qkv[t, :queries]
-            rms_norm_kernel(vector, q_norm[layer], numbers.norm_eps, vector)
-        if norms_keys:
-            vector = qkv[t, queries : queries + keys]
-            rms_norm_kernel(vector, k_norm[layer], numbers.norm_eps, vector)
-    return norms_queries or norms_keys
-
-
-@njit(nogil=True, cache=True)
-def rotate_and_store(part, num_parts, layer, buffers, arrays, qkv):
-    """Norm and rotate query and key heads, write keys and values to the cache.
-
-    Of every num_parts-th head; norms wider than a head are left to `norm_whole`.
-    """
-    numbers, q_norm, k_norm = (
-        arrays.numbers[layer], arrays.vectors.q_norm_weight, arrays.vectors.k_norm_weight,
-    )  # fmt: skip
-    dim, rope, num_heads = numbers.head_dim, numbers.rope, numbers.num_heads
-    norms_queries, norms_keys = q_norm.shape[1] == dim, k_norm.shape[1] == dim
-    first_value = num_heads + numbers.num_kv_heads
-    tables = buffers.page_tables[WINDOWED if numbers.window else FULL]
-    for t in range(qkv.shape[0]):
-        position = buffers.positions[t]
-        size = arrays.keys.shape[3]
-        page, row = tables[buffers.slots[t], position // size], position % size
-        for head in range(part, first_value + numbers.num_kv_heads, num_parts):
-            vector = qkv[t, head * dim : (head + 1) * dim]
-            if norms_queries and head < num_heads:
-                rms_norm_kernel(vector, q_norm[layer], numbers.norm_eps, vector)
-            elif norms_keys and num_heads <= head < first_value:
-                rms_norm_kernel(vector, k_norm[layer], numbers.norm_eps, vector)
-            if rope >= 0 and head < first_value:
-                rope_kernel(vector, arrays.rope_tables[rope, position])
-            if head >= first_value:
-                group = head - first_value
-                store_kernel(arrays.values[layer], page, group, row, qkv, t, head * dim, dim)
-            elif head >= num_heads:
-                group = head - num_heads
-                store_kernel(arrays.keys[layer], page, group, row, qkv, t, head * dim, dim)
-
-
-@njit(nogil=True, cache=True)
-def _run_length(slots, first, num_tokens, most):
-    """Tokens of one sequence from `first` on, at most `most`."""
-    count = 1
-    while count < most and first + count < num_tokens and slots[first + count] == slots[first]:
-        count += 1
-    return count
-
-
-@njit(nogil=True, cache=True)
-def _put_away(
-    numbers, sinks, group, segment, positions, first, num_tokens, found, scratch_heads, parts
-):  # fmt: skip
-    """Rows of `attend_segment` to `heads` where a token has one segment, else to its parts."""
-    (sums, totals), (part_sums, part_totals) = found, parts
-    dim, heads = numbers.head_dim, numbers.num_heads // numbers.num_kv_heads
-    begin = segment * SEGMENT_POSITIONS
-    for t in range(first, first + num_tokens):
-        start = first_seen(numbers.window, positions[t])
-        if positions[t] < begin or start >= begin + SEGMENT_POSITIONS:
-            continue
-        is_whole = num_segments(numbers.window, positions[t]) == 1
-        for h in range(heads):
-            head, row = group * heads + h, (t - first) * heads + h
-            if is_whole:
-                sink = sink_share(sinks, head, totals[row, 0])
-                share = np.float32(1) / (totals[row, 1] + sink)
-                for i in range(dim):
-                    scratch_heads[t, head * dim + i] = sums[row, i] * share
-            else:
-                part = segment - start // SEGMENT_POSITIONS
-                for i in range(dim):
-                    part_sums[t, part, head * dim + i] = sums[row, i]
-                part_totals[t, part, head, 0] = totals[row, 0]
-                part_totals[t, part, head, 1] = totals[row, 1]
-
-
-@njit(nogil=True, cache=True)
-def _attend(thread, layer, buffers, arrays, scratch, num_tokens):
-    """The parts of attention that this thread takes: of a sequence, a KV head and a segment each.
-
-    Returns whether a token has several segments, to be merged.
-    """
-    numbers, counters, positions = (
-        arrays.numbers[layer],
-        scratch.counters[_HEADS],
-        buffers.positions,
-    )
-    num_groups, scores = numbers.num_kv_heads, scratch.scores[thread]
-    sinks = arrays.vectors.sinks[layer]
-    keys, values = arrays.keys[layer], arrays.values[layer]
-    found = scratch.sums[thread], scratch.totals[thread]
-    parts = scratch.part_sums, scratch.part_totals
-    most = max(1, scores.shape[0] // (numbers.num_heads // num_groups))
-    tables = buffers.page_tables[WINDOWED if numbers.window else FULL]
-    first, base, has_parts, taken = 0, 0, False, next_block(counters, 0)
-    while first < num_tokens:
-        count = _run_length(buffers.slots, first, num_tokens, most)
-        first_segment = end_segment = positions[first] // SEGMENT_POSITIONS
-        for t in range(first, first + count):
-            start = first_seen(numbers.window, positions[t]) // SEGMENT_POSITIONS
-            first_segment = min(first_segment, start)
-            end_segment = max(end_segment, positions[t] // SEGMENT_POSITIONS)
-            has_parts = has_parts or positions[t] // SEGMENT_POSITIONS > start
-        num_items = (end_segment + 1 - first_segment) * num_groups
-        pages = tables[buffers.slots[first]]
-        while taken < base + num_items:
-            group, segment = (
-                (taken - base) % num_groups,
-                first_segment + (taken - base) // num_groups,
-            )
-            attend_segment(
-                numbers, keys, values, group, pages, segment, positions, first, count, scratch.qkv,
-                scores, found[0], found[1],
-            )  # fmt: skip
-            _put_away(
-                numbers, sinks, group, segment, positions, first, count, found, scratch.heads, parts
-            )  # fmt: skip
-            taken = next_block(counters, 0)
-        base += num_items
-        first += count
-    return has_parts
-
-
-@njit(nogil=True, cache=True)
-def _merge(thread, num_threads, layer, buffers, arrays, scratch, num_tokens):
-    """Merge the segments of every num_threads-th head of the tokens that have several."""
-    numbers, sinks = arrays.numbers[layer], arrays.vectors.sinks[layer]
-    for t in range(num_tokens):
-        count = num_segments(numbers.window, buffers.positions[t])
-        for head in range(thread, numbers.num_heads if count > 1 else 0, num_threads):
-            merge_segments(
-                count, scratch.part_sums[t], scratch.part_totals[t], sinks, head,
-                numbers.head_dim, scratch.heads[t],
-            )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
@@ -361,7 +240,8 @@ def _guess_next(
 ):  # fmt: skip
     """Write `guessed_weights`, if somebody reads them: the next layer's router on this one's state.
 
-    That is a guess, as hidden states change little from one layer to the next.
+    That is a guess, as hidden states change little from one layer to the next; of a layer that ends
+    a pair it is what its router says.
     """
     if routers is None:
         return
@@ -375,6 +255,9 @@ def _guess_next(
         return
     barrier_wait(buffers.cells, service, num_threads)
     x = (buffers.ffn_residual if numbers.routes_layer_input else buffers.ffn_input)[:num_tokens]
+    if numbers.ends_pair:
+        x = scratch.normed[thread, :num_tokens]
+        normed_residual(buffers.ffn_residual, following, numbers, routers, x)
     counters = scratch.counters[_NEXT_ROUTER]
     _score_experts(counters, thread, num_threads, following, routers, x, scratch)
     barrier_wait(buffers.cells, service, num_threads)
@@ -384,13 +267,112 @@ def _guess_next(
 
 
 @njit(nogil=True, cache=True)
+def _widen_queries(
+    latent, thread, num_threads, service, layer, buffers, arrays, scratch, qkv
+):  # fmt: skip
+    """Queries and key of latent attention to qkv (T, (H + 1) * head_dim), from its inputs."""
+    if latent is None:
+        return
+    numbers, space, counters = arrays.numbers[layer], scratch.latent, scratch.counters
+    norm_inputs(latent, thread, num_threads, layer, arrays, space, qkv)
+    barrier_wait(buffers.cells, service, num_threads)
+    queries = space.queries[: qkv.shape[0]]
+    if numbers.query_rank:
+        x, no_bias = space.low_queries[: qkv.shape[0]], arrays.final_norm_weight[:0]
+        work_stealing_layer(
+            counters[_QUERIES : _QUERIES + 1], thread, num_threads, latent.queries, layer, no_bias,
+            x, scratch.inputs, x[:0], queries,
+        )  # fmt: skip
+        barrier_wait(buffers.cells, service, num_threads)
+    absorb_queries(latent, counters[_ABSORB], thread, layer, numbers, space, queries, qkv)
+    barrier_wait(buffers.cells, service, num_threads)
+
+
+@njit(nogil=True, cache=True)
+def _mix(thread, num_threads, service, layer, buffers, arrays, scratch, qkv):
+    """The rows that the output projection takes, of qkv (T, rows): this thread's share of them.
+
+    Tokens are mixed by softmax attention, latent attention around it, or a recurrent layer.
+    """
+    numbers, num_tokens, counters = arrays.numbers[layer], qkv.shape[0], scratch.counters
+    latent, space = arrays.latent, scratch.latent
+    heads = heads_of(numbers, scratch.heads, num_tokens)
+    if numbers.page_group == RECURRENT:
+        recurrent_heads(
+            thread, num_threads, service, layer, buffers, arrays, arrays.recurrent, qkv,
+            scratch.state_gates[:num_tokens], 0, scratch.recurrent[thread], heads,
+        )  # fmt: skip
+    else:
+        _widen_queries(latent, thread, num_threads, service, layer, buffers, arrays, scratch, qkv)
+        attention_heads(
+            counters[_HEADS], thread, num_threads, service, layer, buffers, arrays, scratch, qkv
+        )
+    barrier_wait(buffers.cells, service, num_threads)
+    if latent is not None:
+        mix_heads(latent, counters[_MIX], thread, layer, numbers, space, heads)
+        barrier_wait(buffers.cells, service, num_threads)
+    return mixed_heads(latent, space, heads)
+
+
+@njit(nogil=True, cache=True)
+def second_ffn_input(first, step, num_tokens, layer, buffers, arrays):
+    """`ffn_input` of a layer that ends a pair, of every step-th token from `first` on."""
+    numbers, weight = arrays.numbers[layer], arrays.vectors.ffn_norm_weight[layer]
+    for t in range(first, num_tokens, step):
+        norm_kernel(
+            numbers.norm_kind, buffers.ffn_residual[t], weight, weight[:0], numbers.norm_eps,
+            buffers.ffn_input[t],
+        )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def normed_residual(ffn_residual, layer, numbers, routers, normed):
+    """normed (T, d) = what a router reads that has the residual, of ffn_residual (T, d)."""
+    if routers is None:
+        return
+    weight = routers.input_scale[layer]
+    for t in range(normed.shape[0]):
+        norm_kernel(
+            numbers.norm_kind, ffn_residual[t], weight, weight[:0], numbers.norm_eps, normed[t]
+        )
+
+
+@njit(nogil=True, cache=True)
+def _second_ffn_request(thread, num_threads, service, layer, buffers, arrays, scratch, normed):
+    """This thread's share of the ATTENTION request of a layer that ends a pair, of normed (T, d).
+
+    There is no attention: ffn_residual is that of the layer before.
+    """
+    num_tokens, numbers, routers = normed.shape[0], arrays.numbers[layer], arrays.routers
+    second_ffn_input(thread, num_threads, num_tokens, layer, buffers, arrays)
+    normed_residual(buffers.ffn_residual, layer, numbers, routers, normed)
+    counters = scratch.counters[_ROUTER]
+    _score_experts(counters, thread, num_threads, layer, routers, normed, scratch)
+    barrier_wait(buffers.cells, service, num_threads)
+    _choose_experts(
+        thread, num_threads, layer, numbers, routers, scratch.router_logits, num_tokens,
+        buffers.block_weights,
+    )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
 def attention_request(thread, num_threads, service, buffers, arrays, scratch):
     """This thread's share of the ATTENTION request in the mailbox; no checks."""
     layer = buffers.requests[service, LAYER]
     num_tokens = buffers.requests[service, NUM_TOKENS]
     residual, normed = scratch.residual[thread, :num_tokens], scratch.normed[thread, :num_tokens]
     qkv, ffn_residual = scratch.qkv[:num_tokens], buffers.ffn_residual[:num_tokens]
-    layer_input(buffers.hidden[:num_tokens], layer, arrays, residual)
+    if arrays.numbers[layer].ends_pair:
+        _second_ffn_request(
+            thread, num_threads, service, layer, buffers, arrays, scratch, normed
+        )  # fmt: skip
+        return
+    if layer > 0:
+        layer_part(
+            thread, num_threads, service, layer - 1, 0, num_tokens, buffers, arrays.per_layer,
+            arrays.numbers[layer - 1].norm_eps, scratch, scratch.counters[_PART:],
+        )  # fmt: skip
+    layer_input(buffers.hidden[:num_tokens], layer, arrays, scratch.parts[:num_tokens], residual)
     layer_norm_before(residual, layer, arrays, normed)
     numbers, routers = arrays.numbers[layer], arrays.routers
     routes_early = numbers.num_experts > 0 and numbers.routes_layer_input
@@ -399,9 +381,15 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
             scratch.counters[_ROUTER], thread, num_threads, layer, routers, residual, scratch
         )
     work_stealing_layer(
-        scratch.counters[_QKV : _QKV_SECOND + 1], thread, num_threads, arrays.qkv, layer,
-        arrays.vectors.qkv_bias[layer], normed, scratch.inputs, residual[:0], qkv,
+        scratch.counters[_QKV:], thread, num_threads, arrays.qkv, layer,
+        arrays.vectors.qkv_bias[layer], normed, scratch.inputs, residual[:0],
+        first_products(arrays.latent, scratch.latent, qkv, num_tokens),
     )  # fmt: skip
+    if numbers.page_group == RECURRENT:
+        share_gates(
+            scratch.counters[_GATES], thread, num_threads, layer, arrays, arrays.recurrent, normed,
+            scratch,
+        )  # fmt: skip
     barrier_wait(buffers.cells, service, num_threads)
     if routes_early and thread == num_threads - 1:
         _choose_experts(
@@ -410,21 +398,11 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
         if buffers.requests[service, WEIGHTS] == TARGET:
             number = buffers.cells[cell(service, REQUEST) * INTS_A_CELL]
             ring(buffers.cells, cell(service, ROUTED), number)
-    if norm_whole(thread, num_threads, layer, arrays, qkv):
-        barrier_wait(buffers.cells, service, num_threads)
-    rotate_and_store(thread, num_threads, layer, buffers, arrays, qkv)
-    barrier_wait(buffers.cells, service, num_threads)
-    has_parts = _attend(thread, layer, buffers, arrays, scratch, num_tokens)
-    barrier_wait(buffers.cells, service, num_threads)
-    if has_parts:
-        _merge(thread, num_threads, layer, buffers, arrays, scratch, num_tokens)
-        barrier_wait(buffers.cells, service, num_threads)
-    weights = arrays.out[layer]
-    heads = quantize_activations(weights, scratch.heads[:num_tokens], scratch.inputs, thread)
-    added = residual[:0] if numbers.adds_late else residual
-    work_stealing_rows(
-        scratch.counters[_OUT], thread, num_threads, weights, arrays.vectors.out_bias[layer], heads,
-        added, ffn_residual, 0,
+    heads = _mix(thread, num_threads, service, layer, buffers, arrays, scratch, qkv)
+    work_stealing_layer(
+        scratch.counters[_OUT : _OUT + 1], thread, num_threads, arrays.out, layer,
+        arrays.vectors.out_bias[layer], heads, scratch.inputs,
+        residual[:0] if numbers.adds_late else residual, ffn_residual,
     )  # fmt: skip
     barrier_wait(buffers.cells, service, num_threads)
     for t in range(thread, num_tokens, num_threads):
@@ -446,11 +424,14 @@ def attention_request(thread, num_threads, service, buffers, arrays, scratch):
 
 
 @njit(nogil=True, cache=True)
-def final_norm(hidden, arrays, residual, normed):
-    """normed (T, d) = what the head is computed of, of hidden; residual (T, d): work space."""
+def final_norm(hidden, arrays, parts, residual, normed):
+    """normed (T, d) = what the head is computed of, of hidden; residual (T, d): work space.
+
+    parts: as of `layer_input`
+    """
     num_layers = arrays.numbers.shape[0]
     last = arrays.numbers[num_layers - 1]
-    layer_input(hidden, num_layers, arrays, residual)
+    layer_input(hidden, num_layers, arrays, parts, residual)
     for t in range(hidden.shape[0]):
         norm_kernel(
             last.norm_kind, residual[t], arrays.final_norm_weight, arrays.final_norm_bias,
@@ -465,7 +446,7 @@ def cap_logits(thread, num_threads, service, buffers, arrays, logits):
         barrier_wait(buffers.cells, service, num_threads)
         first, end = split_range(arrays.head.shape[0], thread, num_threads, 16)
         for t in range(logits.shape[0]):
-            softcap_kernel(logits[t, first:end], arrays.logit_softcap)
+            softcap_row(logits[:, first:end], t, arrays.logit_softcap)
 
 
 @njit(nogil=True, cache=True)
@@ -488,7 +469,12 @@ def head_request(thread, num_threads, service, buffers, arrays, scratch):
     begin, end = buffers.requests[service, FIRST_LOGIT], buffers.requests[service, NUM_TOKENS]
     count = end - begin
     residual, normed = scratch.residual[thread, :count], scratch.normed[thread, :count]
-    final_norm(buffers.hidden[begin:end], arrays, residual, normed)
+    last = arrays.numbers.shape[0] - 1
+    layer_part(
+        thread, num_threads, service, last, begin, end, buffers, arrays.per_layer,
+        arrays.numbers[last].norm_eps, scratch, scratch.counters[_PART:],
+    )  # fmt: skip
+    final_norm(buffers.hidden[begin:end], arrays, scratch.parts[:count], residual, normed)
     no_bias = arrays.final_norm_weight[:0]
     vectors = _projected(
         thread, num_threads, service, buffers, arrays.project_out, no_bias, normed, scratch

@@ -63,6 +63,7 @@ LAYERS_BUSY_NS, LAYERS_WAITED_NS = 23, 24
 NUM_STATE_WORDS = 32  # whole cache lines
 
 CHOSEN, READ = range(2)  # of `block_counts`
+ALONE, FIRST, SECOND = range(3)  # of `pairs`
 
 # as REQUESTED: both at once, the FFN's services rung by the attention service, and awaited first
 _ATTENTION_THEN_FFN = -1
@@ -90,6 +91,8 @@ class LayerFacts(NamedTuple):
     num_neurons (L, S, B) int64: how many neurons of each block of a layer each service holds
     cpu_services (C,) int64: those whose neurons predictors choose, in the predictors' order
     output_norm (L, d) or (L, 0) float32: of the FFN's output
+    pair_norm (L, d) or (L, 0) float32: of the sum of two FFNs' outputs, of layers that end a pair
+    pairs (L,) int64: FIRST of a pair of FFNs, SECOND, or ALONE
     residual: the array of the residual stream before the FFN's norm, as INPUT of `predict_team`
     block_counts (L, B, 2) int64: how often the model's own weights of each block were chosen so
     far: by tokens (CHOSEN), and by steps, which read it once for all of their tokens (READ)
@@ -118,6 +121,8 @@ class LayerFacts(NamedTuple):
     head: np.ndarray = np.zeros(1, np.int64)
     end_of_whole: np.ndarray = np.zeros(0, np.int64)
     joins_head: bool = False
+    pair_norm: np.ndarray = np.zeros((0, 0), np.float32)
+    pairs: np.ndarray = np.zeros(0, np.int64)
 
 
 def new_layer_state() -> np.ndarray:
@@ -337,7 +342,13 @@ def _add(layer_state, buffers, facts):
         add_sums(buffers.partials, buffers.more_partials, facts.sums, first, num_tokens)
         while services[services.shape[0] - 1] != facts.sums[0, 0]:
             services = services[: services.shape[0] - 1]  # all of theirs are in the first one's
-    if weight.shape[0] == 0 and facts.residual_scale == 1:
+    if facts.pairs[layer] != ALONE:
+        merge_pair(
+            buffers.ffn_residual, buffers.partials, services, first, num_tokens, facts.norm_kind,
+            weight, facts.pair_norm[layer], facts.pairs[layer] == SECOND, facts.norm_epsilon,
+            buffers.hidden,
+        )  # fmt: skip
+    elif weight.shape[0] == 0 and facts.residual_scale == 1:
         merge_partials(
             buffers.ffn_residual, buffers.partials, services, first, num_tokens, buffers.hidden
         )
@@ -455,6 +466,34 @@ def merge_normed(
         norm_kernel(kind, target, weight, weight[:0], epsilon, target)
         for i in range(target.shape[0]):
             target[i] = ffn_residual[t, i] + scale * target[i]
+
+
+@njit(nogil=True, cache=True)
+def merge_pair(
+    ffn_residual, partials, services, first, num_tokens, kind, weight, pair_norm, is_second,
+    epsilon, hidden,
+):  # fmt: skip
+    """x = norm(sum over s of partials[services[s], t]), of two FFNs in turn:
+
+    hidden[t] = x of the first, then
+    hidden[t] = ffn_residual[t] + pair_norm(hidden[t] + x) of the second.
+    Shapes and order as in `merge_partials`; partials of the first service are overwritten.
+    """
+    for t in range(first, num_tokens):
+        total, target = partials[services[0], t], hidden[t]
+        for s in services[1:]:
+            part = partials[s, t]
+            for i in range(total.shape[0]):
+                total[i] += part[i]
+        if not is_second:
+            norm_kernel(kind, total, weight, weight[:0], epsilon, target)
+            continue
+        norm_kernel(kind, total, weight, weight[:0], epsilon, total)
+        for i in range(total.shape[0]):
+            total[i] += target[i]
+        norm_kernel(kind, total, pair_norm, weight[:0], epsilon, total)
+        for i in range(total.shape[0]):
+            target[i] = ffn_residual[t, i] + total[i]
 
 
 @njit(nogil=True, cache=True)

@@ -63,8 +63,10 @@ ALL_NEURONS = -1  # as NUM_IDS: all neurons of the service's shard
 TARGET, DRAFT = range(2)  # the model's own weights, or the same in fewer bits
 ANY_WEIGHTS = -1  # of a loop that serves all requests with the only weights that it has
 
-# groups of layers with pages of their own in the KV cache: those without and with a window
-FULL, WINDOWED = range(2)
+# groups of layers with pages of their own in the KV cache: those without and with a window, and
+# those that keep a state in them
+FULL, WINDOWED, RECURRENT = range(3)
+NUM_GROUPS = 3
 
 # operations
 STOP, PING, ATTENTION, HEAD, FFN, COUNT_FFN = range(6)  # the last: FFN that counts what fired
@@ -112,9 +114,11 @@ class SharedBuffers(NamedTuple):
 
     cells (S * 7 * 16,) int32; requests, replies (S, 16) int64
     positions, slots (T,) int32: each token's position in its sequence, and the sequence's slot
-    page_tables (2, slots, pages a sequence) int32: entry p is the page with a sequence's positions
-    from p * 64 on, in layers without a window (FULL) and with one (WINDOWED)
+    page_tables (NUM_GROUPS, slots, pages a sequence) int32: entry p is the page with a sequence's
+    positions from p * 64 on, in layers of a group; of RECURRENT from p * 16 on, or NO_PAGE
     hidden, ffn_residual, ffn_input (T, d): before attention, after it, and normed for the FFN
+    embedded (T, d): hidden before the first layer, divided by sqrt(d), and layer_embeddings
+    (T, L * P): where layers have embeddings of P numbers of their own; else (T, 0)
     active_ids (S, N) int32: rows of each service's shard; active_masks (S, N) uint32: bit t is
     set where that row is active for token t (only used for more than one token)
     block_weights (T, B): as in `Selection`, of the current layer; B is 0 in a dense model
@@ -138,6 +142,8 @@ class SharedBuffers(NamedTuple):
     slots: np.ndarray
     page_tables: np.ndarray
     hidden: np.ndarray
+    embedded: np.ndarray
+    layer_embeddings: np.ndarray
     ffn_residual: np.ndarray
     ffn_input: np.ndarray
     active_ids: np.ndarray

@@ -10,7 +10,9 @@ Source:  Polychronopoulos and Kuck, Guided self-scheduling, IEEE Trans. Computer
 
 import numpy as np
 
+from hotcold.numba_kernels.block_rows import BEGIN, END, ROW_ITEMS
 from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.by_format import with_matrix
 from hotcold.numba_kernels.decode.rows import block_products, split_range
 from hotcold.numba_kernels.decode.vectors import quantize_activations
 from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL, atomic_add
@@ -121,26 +123,26 @@ def work_stealing_rows(counters, thread, num_threads, weights, bias, x, addend, 
 
 
 @njit(nogil=True, cache=True)
+def _share_matrix(weights, counters, thread, num_threads, bias, x, inputs, addend, out, column):
+    vectors = quantize_activations(weights, x, inputs, thread)
+    work_stealing_rows(counters, thread, num_threads, weights, bias, vectors, addend, out, column)
+
+
+@njit(nogil=True, cache=True)
 def work_stealing_layer(
     counters, thread, num_threads, rows, layer, bias, x, inputs, addend, out
 ):  # fmt: skip
-    """`work_stealing_rows` of a layer's `LayerRows`; `counters` has a kind for each format.
+    """`work_stealing_rows` of a layer's `BlockRows`, one under the other; `counters`: of each.
 
     x (T, d) float32 is quantized for each in the thread's part of `inputs`.
     """
-    column = 0
-    begin, end = rows.first_rows[layer]
-    if begin < end:
-        weights = rows.first[begin:end]
-        vectors = quantize_activations(weights, x, inputs, thread)
-        work_stealing_rows(
-            counters[0], thread, num_threads, weights, bias, vectors, addend, out, column
-        )
-        column += end - begin
-    begin, end = rows.second_rows[layer]
-    if begin < end:
-        weights = rows.second[begin:end]
-        vectors = quantize_activations(weights, x, inputs, thread)
-        work_stealing_rows(
-            counters[1], thread, num_threads, weights, bias, vectors, addend, out, column
-        )
+    column = np.int64(0)
+    for block in range(rows.places.shape[1]):
+        place = rows.places[layer, block]
+        height = (place[END] - place[BEGIN]) // max(np.int64(1), place[ROW_ITEMS])
+        if height:
+            with_matrix(
+                rows.arrays, place, _share_matrix, counters[block], thread, num_threads, bias, x,
+                inputs, addend, out, column,
+            )  # fmt: skip
+        column += height

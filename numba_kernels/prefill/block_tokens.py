@@ -9,11 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from hotcold.numba_kernels import block_rows as places_of_blocks
 from hotcold.numba_kernels.block_rows import BEGIN, END, ROW_ITEMS
 from hotcold.numba_kernels.compiler import by_types, njit
-
-block_matrix = njit(nogil=True, cache=True)(places_of_blocks.block_matrix)
 
 
 @njit(nogil=True, cache=True)

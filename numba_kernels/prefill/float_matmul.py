@@ -15,6 +15,7 @@ Source: "Anatomy of High-Performance Matrix Multiplication", K. Goto and R. van 
 import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.by_format import matrix_at
 from hotcold.numba_kernels.decode.rows import split_range
 from hotcold.numba_kernels.formats import CHUNK
 from hotcold.numba_kernels.ir.panel_ir import transpose
@@ -22,7 +23,6 @@ from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.prefill.block_tokens import (
     adds_rows,
     begin_sums,
-    block_matrix,
     block_rows,
     end_sums,
 )
@@ -126,16 +126,16 @@ def combine_kernel(rows, places, tokens, packed, starts, buffer, sums, out, thre
     """A thread's share of the columns of each block's rows, weighted and summed; checks nothing.
 
     out[t] = sum over rows n of h[t, n] rows[n] of choice t of a block, added up as `StripeSums` say
-    rows, places: as of `multiply_blocks`; packed, starts: see `pack_rows_kernel`, with `unit_of`
-    rows behind the last one; buffer (BUFFER_ITEMS,) like packed; sums (MAX_SUMS * choices,) float32
-    of the block with the most choices, rounded up to `unit_of`
+    rows (items,), places (B, 4): each block's matrix; packed, starts: see `pack_rows_kernel`, with
+    `unit_of` rows behind the last one; buffer (BUFFER_ITEMS,) like packed; sums (MAX_SUMS *
+    choices,) float32 of the block with the most choices, rounded up to `unit_of`
     """
     start_tiles(buffer)
     unit = unit_of(buffer)
     for b in range(starts.shape[0] - 1):
         own, ids = block_rows(out, tokens, b)
         first, last = split_range(own.shape[1], thread, num_threads, LANES)
-        matrix, count = block_matrix(rows, places[b]), ids.shape[0]
+        matrix, count = matrix_at(rows, places[b]), ids.shape[0]
         begin_sums(out, b, first, last)
         if first < last and count and matrix.shape[0]:
             stride = (starts[b + 1] - starts[b]) // count

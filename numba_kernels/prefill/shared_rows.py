@@ -9,9 +9,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hotcold.numba_kernels.block_rows import FORMAT
 from hotcold.numba_kernels.compiler import by_types, njit
+from hotcold.numba_kernels.decode.by_format import with_matrix
 from hotcold.numba_kernels.decode.rows import block_products, rows_a_panel, split_range
-from hotcold.numba_kernels.decode.vectors import QuantizedVectors, aligned_zeros, empty_vectors
+from hotcold.numba_kernels.decode.vectors import (
+    BothOrders,
+    QuantizedVectors,
+    aligned_zeros,
+    empty_vectors,
+    in_order_of,
+)
 from hotcold.numba_kernels.ir.amx_ir import AMX_ITEMS
 from hotcold.numba_kernels.ir.int16_ir import GROUP_PAIRS
 from hotcold.numba_kernels.ir.target import LANES
@@ -22,7 +30,6 @@ from hotcold.numba_kernels.prefill.block_tokens import (
     adds_rows,
     begin_sums,
     block_height,
-    block_matrix,
     block_rows,
     end_sums,
     is_of,
@@ -41,8 +48,10 @@ _pack_items, _multiply_items = float_matmul.pack_groups, float_matmul.multiply_r
 _pack_pairs, _multiply_pairs = int16_matmul.pack_groups, int16_matmul.multiply_rows
 
 # What numbers are multiplied as: pairs of bfloat16 in tiles of AMX or in vectors, float32, pairs of
-# int16 with scales, vectors quantized as rows are. The first three are dtypes of items.
+# int16 with scales, vectors quantized as rows are, or `BothOrders`. The first three are dtypes of
+# items.
 AMX, BFLOAT16, FLOAT32, INT16, QUANTIZED = np.uint32, np.int32, np.float32, np.int16, np.int8
+BOTH_ORDERS = np.uint8
 TOKENS_AT_ONCE = 128  # whose vectors stay in a core's second-level cache while rows pass by
 ROWS = 8  # a thread has whole ones: as many as some tile takes side by side
 _MOST_PIECES, _LEAST_ROWS = 4, 96  # of a thread's part of blocks' rows, and rows of a piece
@@ -72,7 +81,7 @@ class Int16Tokens(NamedTuple):
     order: np.ndarray
 
 
-Tokens = QuantizedVectors | FloatTokens | Int16Tokens
+Tokens = QuantizedVectors | BothOrders | FloatTokens | Int16Tokens
 
 
 def new_tokens(
@@ -82,6 +91,11 @@ def new_tokens(
 
     What is not used of it takes no memory.
     """
+    if kind is BOTH_ORDERS:
+        sizes = num_threads, num_tokens, width, num_blocks
+        fours, eights = (new_tokens(QUANTIZED, *sizes) for _ in range(2))
+        assert isinstance(fours, QuantizedVectors) and isinstance(eights, QuantizedVectors)
+        return BothOrders(fours, eights)
     if kind is QUANTIZED:
         vectors = empty_vectors(1, num_blocks * num_tokens, width)
         return QuantizedVectors(*(array[0] for array in vectors))
@@ -114,7 +128,7 @@ def token_layout(kind: type, of_rows: bool = False) -> np.ndarray:
     A vector of QUANTIZED counts as one item. of_rows: as `float_matmul.combine_kernel` takes them;
     a tile of AMX reads 16 rows at once, which would fill one set with a power of two between them.
     """
-    if kind is QUANTIZED:
+    if kind in (QUANTIZED, BOTH_ORDERS):
         return np.array([1, 1, 1 << 62, 0])
     items = GROUP_PAIRS if kind is INT16 else AMX_ITEMS if kind is AMX else 1
     numbers = items if kind is FLOAT32 else 2 * items
@@ -143,7 +157,7 @@ def vectors_part(vectors, first, count):
 @by_types
 def share_unit(tokens):  # type: ignore[no-untyped-def]
     """Tokens that one thread prepares are whole ones of so many; for compiled code, as below."""
-    unit = 1 if is_of(tokens, QuantizedVectors) else LANES
+    unit = 1 if is_of(tokens, QuantizedVectors) or is_of(tokens, BothOrders) else LANES
     return lambda tokens: unit
 
 
@@ -353,30 +367,45 @@ def share_rows(counters, thread, num_threads, weights, bias, tokens, addend, out
 
 
 @njit(nogil=True, cache=True)
-def prepare_for_layer(rows, layer, x, first, last, tokens, second_tokens, thread):
-    """`prepare_tokens` for a layer's `LayerRows`: what rows of each format take."""
-    if rows.first_rows[layer, 0] < rows.first_rows[layer, 1]:
-        prepare_tokens(rows.first, x, first, last, tokens, thread)
-    if rows.second_rows[layer, 0] < rows.second_rows[layer, 1]:
-        prepare_tokens(rows.second, x, first, last, second_tokens, thread)
+def _prepare_order(weights, x, first, last, tokens, thread):
+    """`prepare_tokens` of the order that the rows take."""
+    prepare_tokens(weights, x, first, last, in_order_of(weights, tokens), thread)
 
 
 @njit(nogil=True, cache=True)
-def share_layer(
-    counters, thread, num_threads, rows, layer, bias, tokens, second_tokens, addend, out
-):  # fmt: skip
-    """`share_rows` of a layer's `LayerRows`; `counters` has a kind for each format."""
-    begin, end = rows.first_rows[layer]
-    second_begin, second_end = rows.second_rows[layer]
-    if begin < end:
-        share_rows(
-            counters[0], thread, num_threads, rows.first[begin:end], bias, tokens, addend, out, 0
-        )
-    if second_begin < second_end:
-        share_rows(
-            counters[1], thread, num_threads, rows.second[second_begin:second_end], bias,
-            second_tokens, addend, out, end - begin,
-        )  # fmt: skip
+def prepare_for_layer(rows, layer, x, first, last, tokens, thread):
+    """`prepare_tokens` for a layer's `BlockRows`: what its matrices take."""
+    places = rows.places[layer]
+    for block in range(places.shape[0]):
+        is_prepared = block_height(places[block]) == 0
+        for before in range(block):
+            is_prepared = is_prepared or places[before, FORMAT] == places[block, FORMAT]
+        if not is_prepared:
+            with_matrix(
+                rows.arrays, places[block], _prepare_order, x, first, last, tokens, thread
+            )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def _share_matrix(weights, counters, thread, num_threads, bias, tokens, addend, out, column):
+    """`share_rows` of tokens of the order that the rows take."""
+    own = in_order_of(weights, tokens)
+    share_rows(counters, thread, num_threads, weights, bias, own, addend, out, column)
+
+
+@njit(nogil=True, cache=True)
+def share_layer(counters, thread, num_threads, rows, layer, bias, tokens, addend, out):
+    """`share_rows` of a layer's `BlockRows`, one under the other; `counters`: a kind for each."""
+    column = np.int64(0)
+    for block in range(rows.places.shape[1]):
+        place = rows.places[layer, block]
+        height = block_height(place)
+        if height:
+            with_matrix(
+                rows.arrays, place, _share_matrix, counters[block], thread, num_threads, bias,
+                tokens, addend, out, column,
+            )  # fmt: skip
+        column += height
 
 
 @by_types
@@ -404,10 +433,11 @@ def _block_part(tokens, starts, block):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def prepare_blocks(weights, x, choices, tokens, starts, buffer, thread, num_threads):
-    """A thread's share of `tokens` = each block's rows of x as rows like `weights` take them.
+def prepare_blocks(arrays, places, x, choices, tokens, starts, buffer, thread, num_threads):
+    """A thread's share of `tokens` = each block's rows of x as rows of its matrix take them.
 
-    x (T, d) float32, `ChoiceRows` or `CutRows`; choices `BlockTokens`; weights of any shape
+    x (T, d) float32, `ChoiceRows` or `CutRows`; choices `BlockTokens`
+    arrays, places (B, 4): of `BlockRows`
     starts (B + 1,) int64: where each block's begin in items of `tokens`, of QUANTIZED in vectors
     buffer: the number of the thread's buffer; checks nothing
     """
@@ -417,31 +447,45 @@ def prepare_blocks(weights, x, choices, tokens, starts, buffer, thread, num_thre
             ids.shape[0], (thread + b) % num_threads, num_threads, share_unit(tokens)
         )
         if first < last:
-            of_block = _block_part(tokens, starts, b)
-            _prepare_some(weights, own, ids, first, last, of_block, buffer)
+            with_matrix(
+                arrays, places[b], _prepare_block, own, ids, first, last, tokens, starts, b, buffer
+            )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
-def multiply_blocks(weights, places, choices, tokens, starts, out, buffer, part, num_parts):
+def _prepare_block(weights, own, ids, first, last, tokens, starts, block, buffer):
+    of_block = _block_part(in_order_of(weights, tokens), starts, block)
+    _prepare_some(weights, own, ids, first, last, of_block, buffer)
+
+
+@njit(nogil=True, cache=True)
+def multiply_blocks(arrays, places, choices, tokens, starts, out, buffer, part, num_parts):
     """Part `part` of each block's rows times its choices; checks nothing.
 
     out[t, n] = weights[n] . x[t] of row n and choice t of a block; of `StripeSums` they are added
     up.
-    weights (items,), places (B, 4): each block's matrix (`hotcold.numba_kernels.block_rows`)
     out: see `block_rows`; the rest as in `prepare_blocks`
     """
     _begin_tiles(tokens)
     for b in range(starts.shape[0] - 1):
-        matrix = block_matrix(weights, places[b])
-        own, ids = block_rows(out, choices, b)
-        _, unit = _rows_at_once(matrix, tokens, ids.shape[0])
-        first, last = split_range(num_outputs(out, matrix.shape[0]), part, num_parts, unit)
-        begin_sums(out, b, first, last)
-        if first < last and ids.shape[0] and matrix.shape[0]:
-            of_block = _block_part(tokens, starts, b)
-            _put_some(matrix, of_block, buffer, own, ids, adds_rows(out, b), first, last)
-        end_sums(out, b, 0, own.shape[0], first, last)
+        with_matrix(
+            arrays, places[b], _multiply_block, b, choices, tokens, starts, out, buffer, part,
+            num_parts,
+        )  # fmt: skip
     _end_tiles(tokens)
+
+
+@njit(nogil=True, cache=True)
+def _multiply_block(matrix, block, choices, tokens, starts, out, buffer, part, num_parts):
+    own, ids = block_rows(out, choices, block)
+    of_rows = in_order_of(matrix, tokens)
+    _, unit = _rows_at_once(matrix, of_rows, ids.shape[0])
+    first, last = split_range(num_outputs(out, matrix.shape[0]), part, num_parts, unit)
+    begin_sums(out, block, first, last)
+    if first < last and ids.shape[0] and matrix.shape[0]:
+        of_block = _block_part(of_rows, starts, block)
+        _put_some(matrix, of_block, buffer, own, ids, adds_rows(out, block), first, last)
+    end_sums(out, block, 0, own.shape[0], first, last)
 
 
 @njit(nogil=True, cache=True)
@@ -455,13 +499,13 @@ def num_pieces(places, out, num_threads):
 
 @njit(nogil=True, cache=True)
 def share_blocks(
-    counters, thread, num_threads, weights, places, choices, tokens, starts, out
+    counters, thread, num_threads, arrays, places, choices, tokens, starts, out
 ):  # fmt: skip
     """`multiply_blocks` of the pieces that this thread takes."""
     pieces = num_pieces(places, out, num_threads)
     piece = take_piece(counters, thread, num_threads, pieces)
     while piece >= 0:
         multiply_blocks(
-            weights, places, choices, tokens, starts, out, thread, piece, num_threads * pieces
+            arrays, places, choices, tokens, starts, out, thread, piece, num_threads * pieces
         )
         piece = take_piece(counters, thread, num_threads, pieces)

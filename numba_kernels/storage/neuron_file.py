@@ -13,7 +13,7 @@ import numpy as np
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.storage import READ_BYTES
 from hotcold.numba_kernels.storage.direct_file import read_bytes
-from hotcold.numba_kernels.storage.output_rows import OutputRows, copy_outputs
+from hotcold.numba_kernels.storage.output_rows import OutputRows, copy_gates, copy_outputs
 
 PART_UNIT = 512  # bytes: the block of direct reads of most file systems
 GATE, UP_DOWN = 1, 2  # parts of a bundle, as bits
@@ -29,16 +29,16 @@ class NeuronFile(NamedTuple):
     """An open bundle file, and where in it a service's N bundles of all layers are.
 
     facts (3,) int64, the words above
-    begins (L,) int64: each layer's first byte; sizes (L, 2) int64: bytes of both parts of its
-    bundles, with their padding
-    layers, places (N,) int32: a bundle's layer, and its index within that layer
+    sizes (R, 2) int64: bytes of both parts of bundles of each kind, with their padding; begins (R,)
+    int64: where a layer would begin if all of its bundles were like those of that kind
+    kinds, places (N,) int32: a bundle's kind, one of its block, and its index within its layer
     parts (N,) uint8: what is read of it; checksums (N, 2) uint32: of both parts
     """
 
     facts: np.ndarray
     begins: np.ndarray
     sizes: np.ndarray
-    layers: np.ndarray
+    kinds: np.ndarray
     places: np.ndarray
     parts: np.ndarray
     checksums: np.ndarray
@@ -52,7 +52,7 @@ class RowBytes(NamedTuple):
     gate_rows, up_down_rows (E,) int32: `Slots.row_of`, from which rows of a unit are counted
     offsets (patterns, K) int32: which row from there each of a bundle's neurons has, -1 for none;
     patterns (N,) int32: which of these a bundle has
-    outputs: down rows that are an output each, which `down` then has none of
+    outputs: matrices of blocks whose down rows are an output each; gate, up and down then have none
     """
 
     gate: np.ndarray
@@ -108,9 +108,9 @@ def bundle_checksums(bundles: np.ndarray, gate_bytes: int, checksums: np.ndarray
 @njit(nogil=True, cache=True)
 def part_span(file, row, parts):
     """First and last (exclusive) byte of a bundle's parts in the file."""
-    layer = file.layers[row]
-    gate, up_down = file.sizes[layer, 0], file.sizes[layer, 1]
-    begin = file.begins[layer] + file.places[row] * (gate + up_down)
+    kind = file.kinds[row]
+    gate, up_down = file.sizes[kind, 0], file.sizes[kind, 1]
+    begin = file.begins[kind] + file.places[row] * (gate + up_down)
     first = begin if parts & GATE else begin + gate
     return first, begin + gate + (up_down if parts & UP_DOWN else 0)
 
@@ -165,7 +165,7 @@ def copy_span(file, reads, first, last, begin, staging, target):
     has_outputs = target.outputs.turns.shape[0] > 0
     for i in range(first, last):
         row, parts = reads.rows[i], reads.parts[i]
-        gate, up_down = file.sizes[file.layers[row], 0], file.sizes[file.layers[row], 1]
+        gate, up_down = file.sizes[file.kinds[row], 0], file.sizes[file.kinds[row], 1]
         offsets = target.offsets[target.patterns[row]]
         unit = np.int64(target.units[row] if target.units.shape[0] else row)
         at = part_span(file, row, parts)[0] - begin
@@ -173,10 +173,11 @@ def copy_span(file, reads, first, last, begin, staging, target):
             part = staging[at : at + gate]
             if part_checksum(part) != file.checksums[row, 0]:
                 return i
-            own = np.int64(target.gate_rows[unit])
-            up_at = _copy_rows(part, np.int64(0), target.gate, own, offsets)
-            if has_outputs and target.up.shape[0]:
-                _copy_rows(part, up_at, target.up, own, offsets)
+            if has_outputs:
+                copy_gates(part, unit, offsets, target.outputs)
+            else:
+                own = np.int64(target.gate_rows[unit])
+                _copy_rows(part, np.int64(0), target.gate, own, offsets)
             at += gate
         if parts & UP_DOWN:
             part = staging[at : at + up_down]

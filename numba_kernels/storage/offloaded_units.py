@@ -71,8 +71,8 @@ class OffloadedNeurons(NamedTuple):
 
     Of experts a layer has B units, unit l * B + b is block b's, and both caches are one.
 
-    arrays: `FfnArrays` or `TransposedArrays` with biases and norms of all neurons, but matrices by
-    rows in memory; outputs: down of `TransposedArrays`
+    arrays: `FfnArrays` with biases and norms of all neurons, but matrices by rows in memory; or
+    `TransposedArrays`, and outputs, where their matrices are
     marks (bundles of a layer,) int32, zero: bundle + 1 of each to read, by place in the file, until
     they are submitted; mark_parts the same, uint8
     slots, order (M,) int32: slots of what a request looked up, and its indices as of `look_up`

@@ -1,7 +1,8 @@
-"""Down matrices of experts in slots, where they are a row an output: from bundles into memory.
+"""Matrices of experts in slots, where down is a row an output: from bundles into memory.
 
-A bundle has some rows of its block's matrix, all columns of them. A service that has some of the
-block's neurons cuts theirs out of each row, lane by lane: a row's layout depends on its width.
+A slot is bytes for a block's matrices, each in its block's format: gate, up, and down's lanes. A
+bundle has some rows of each. Those of down have all columns: a service that has some of the block's
+neurons cuts theirs out of each row, lane by lane, as a row's layout depends on its width.
 """
 
 from typing import NamedTuple
@@ -18,8 +19,10 @@ from hotcold.numba_kernels.block_rows import (
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.formats import (
     CHUNK_GROUPS,
+    E4M3S,
     EXPONENTS,
     HALVES,
+    INT8S,
     MINIMA,
     QUANT_GROUP,
     ROW_FORMATS,
@@ -31,8 +34,8 @@ from hotcold.numba_kernels.formats import (
 # and factors lie; groups of such a row, and which of them the unit has.
 ROWS, HEIGHT, ROW_BYTES, BITS, FACTORS, GROUPS, FIRST_GROUP, NUM_GROUPS = range(8)
 NUM_CUT_NUMBERS = 8
-_FACTORS = SCALES, MINIMA, EXPONENTS, HALVES, SIX_BITS
-_HALVES, _SIX_BITS = _FACTORS.index(HALVES), _FACTORS.index(SIX_BITS)
+_FACTORS = SCALES, MINIMA, EXPONENTS, INT8S, HALVES, E4M3S, SIX_BITS
+_INT8S, _HALVES, _E4M3S, _SIX_BITS = map(_FACTORS.index, (INT8S, HALVES, E4M3S, SIX_BITS))
 # Of factors that lie side by side for all groups of a row: how many of each group, and their bytes.
 _NUM_FACTORS, _FACTOR_BYTES = np.array([1, 2, 1]), np.array([2, 2, 1])
 _CODE_BYTES = QUANT_GROUP // 8  # of a group, a bit each: a step of its chunk, read as one number
@@ -41,14 +44,18 @@ _CODE_BYTES = QUANT_GROUP // 8  # of a group, a bit each: a step of its chunk, r
 class OutputRows(NamedTuple):
     """Matrices of E units in S slots, from N bundles; of none where down is a row a neuron.
 
-    rows (M,) uint8: all matrices in memory; places (E, n, 4) int64: of `BlockRows`, of rows in
-    them, of each of n lanes
+    rows (M,) uint8: all matrices in memory; gates, ups (E, 4), places (E, n, 4) int64: of
+    `BlockRows`, in `rows` as items of the format, of each of n lanes of down; ups of a two-matrix
+    FFN (0, 4); item_bytes (E,) int64: of gates and ups
     begins (S,) int64: where each slot's matrices begin
     cuts (E, n, 8) int64: the words above, of each unit's lanes
     turns (N,) int32: which of its block's bundles each is
     """
 
     rows: np.ndarray
+    gates: np.ndarray
+    ups: np.ndarray
+    item_bytes: np.ndarray
     places: np.ndarray
     begins: np.ndarray
     cuts: np.ndarray
@@ -58,10 +65,10 @@ class OutputRows(NamedTuple):
 def no_outputs() -> OutputRows:
     """Those of rows that are a neuron each."""
     none, nothing = np.zeros(0, np.int32), np.zeros(0, np.int64)
-    places, cuts = (
-        np.zeros((0, 0, count), np.int64) for count in (NUM_PLACE_NUMBERS, NUM_CUT_NUMBERS)
-    )
-    return OutputRows(np.zeros(0, np.uint8), places, nothing, cuts, none)
+    gates = np.zeros((0, NUM_PLACE_NUMBERS), np.int64)
+    places, cuts = gates[:, None], np.zeros((0, 0, NUM_CUT_NUMBERS), np.int64)
+    rows = np.zeros(0, np.uint8)
+    return OutputRows(rows, gates, gates, nothing, places, nothing, cuts, none)
 
 
 def new_cut(
@@ -79,12 +86,28 @@ def new_cut(
 
 @njit(nogil=True, cache=True)
 def place_unit(outputs, unit, begin):
-    """Let a unit's matrices be in memory from byte `begin` on."""
+    """Let a unit's matrices, whose sizes stay, be in memory from byte `begin` on."""
+    item_bytes = outputs.item_bytes[unit]
+    begin = _move(outputs.gates[unit], begin, item_bytes)
+    if outputs.ups.shape[0]:
+        begin = _move(outputs.ups[unit], begin, item_bytes)
     for lane in range(outputs.places.shape[1]):
-        place = outputs.places[unit, lane]
-        place[BEGIN] = begin
-        place[END] = begin + outputs.cuts[unit, lane, HEIGHT] * place[ROW_ITEMS]
-        begin = (place[END] + ALIGNED_ITEMS - 1) // ALIGNED_ITEMS * ALIGNED_ITEMS
+        begin = _move(outputs.places[unit, lane], begin, np.int64(1))
+
+
+@njit(nogil=True, cache=True)
+def _move(place, begin, item_bytes):
+    """Let a matrix be in memory from byte `begin` on; returns where the next one is."""
+    num_items = place[END] - place[BEGIN]
+    place[BEGIN] = begin // item_bytes
+    place[END] = place[BEGIN] + num_items
+    return aligned_bytes(begin + num_items * item_bytes)
+
+
+@njit(nogil=True, cache=True)
+def aligned_bytes(num_bytes):
+    """What a matrix of so many bytes takes."""
+    return (num_bytes + ALIGNED_ITEMS - 1) // ALIGNED_ITEMS * ALIGNED_ITEMS
 
 
 @njit(nogil=True, cache=True)
@@ -123,7 +146,6 @@ def _cut_halves(source, groups, first, count, target):
         for half in range(2):
             found = source[2 * before + half * lanes + lane]
             target[2 * own_before + half * own_lanes + own_lane] = found
-    _copy(source[2 * groups + first // 4 :], target[2 * count :], count // 4)
 
 
 @njit(nogil=True, cache=True)
@@ -151,6 +173,13 @@ def cut_row(source, cut, target):
     factors, own = source[_CODE_BYTES * bits * groups :], target[_CODE_BYTES * bits * count :]
     if kind == _HALVES:
         _cut_halves(factors, groups, first, count, own)
+        _copy(factors[2 * groups + first // 4 :], own[2 * count :], count // 4)
+    elif kind == _E4M3S:
+        _cut_halves(factors, groups, first, count, own)
+        _copy(factors[2 * (groups + first) :], own[2 * count :], 2 * count)
+    elif kind == _INT8S:
+        _copy(factors[first:], own, count)
+        _copy(factors[groups + first // 4 :], own[count:], count // 4)
     elif kind == _SIX_BITS:
         _cut_six_bits(factors, groups, first, count, own)
     else:
@@ -158,6 +187,24 @@ def cut_row(source, cut, target):
         for number in range(_NUM_FACTORS[kind]):
             found = factors[(number * groups + first) * size :]
             _copy(found, own[number * count * size :], count * size)
+
+
+@njit(nogil=True, cache=True)
+def copy_gates(part, unit, offsets, outputs):
+    """Copy the gate and up rows of a unit's bundle, which are `part`, into the unit's matrices.
+
+    offsets (K,): which of its neurons' each of them is, -1 for none
+    """
+    item_bytes, at = outputs.item_bytes[unit], np.int64(0)
+    for places in (outputs.gates, outputs.ups):
+        if places.shape[0] == 0:
+            break
+        place = places[unit]
+        size, begin = place[ROW_ITEMS] * item_bytes, place[BEGIN] * item_bytes
+        for i in range(offsets.shape[0]):
+            if offsets[i] >= 0:
+                _copy(part[at:], outputs.rows[begin + np.int64(offsets[i]) * size :], size)
+            at += size
 
 
 @njit(nogil=True, cache=True)

@@ -15,7 +15,7 @@ import numpy as np
 from hotcold.model.config import neurons
 from hotcold.model.config.families import tensor_names
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.config.weight_formats import mean_row_bytes, row_bytes
+from hotcold.model.config.weight_formats import mean_row_bytes
 from hotcold.model.weights.sizes import (
     attention_bytes,
     ffn_bytes,
@@ -104,7 +104,7 @@ class RowBytes:
     @classmethod
     def of(cls, config: ModelConfig) -> RowBytes:
         """The rows of `config`, in its dtypes."""
-        first = row_bytes(config, config.hidden_size, "gate")
+        first = round(mean_row_bytes(config, config.hidden_size, "gate"))
         down = round(mean_row_bytes(config, config.hidden_size, "down"))
         transposed = "down" in dict(config.mean_row_bytes)
         return cls(first, first if config.has_gate else 0, down, transposed)

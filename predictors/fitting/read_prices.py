@@ -69,7 +69,7 @@ def measure_prices(config: ModelConfig, num_threads: int) -> ReadPrices:
 def _gate_works(config: ModelConfig) -> list[_Work]:
     """All gate rows, and listed ones."""
     dtype = numpy_dtype(config.dtype_of("gate"))
-    shape = (config.ffn_size, row_items(dtype, config.hidden_size))
+    shape = (config.largest_ffn, row_items(dtype, config.hidden_size))
     gate = _filled(shape, dtype, config.num_layers).reshape(-1, shape[1])
     x = np.full((1, config.hidden_size), 0.01, np.float32)
     scratch, values = activation_space(1, *x.shape), np.zeros(len(gate), np.float32)
@@ -83,7 +83,7 @@ def _gate_works(config: ModelConfig) -> list[_Work]:
 
 
 def _sign_work(config: ModelConfig, num_planes: int) -> _Work:
-    count, words = config.ffn_size, -(-config.hidden_size // 64)
+    count, words = config.largest_ffn, -(-config.hidden_size // 64)
     bits = _filled((count, num_planes * words), np.dtype(np.uint64), config.num_layers)
     planes = np.zeros((INPUT_PLANES, words), np.uint64)
     x = np.full(config.hidden_size, 0.01, np.float32)
@@ -93,7 +93,7 @@ def _sign_work(config: ModelConfig, num_planes: int) -> _Work:
 
 
 def _lowrank_work(config: ModelConfig, dtype: type) -> _Work:
-    count, width = config.ffn_size, config.hidden_size
+    count, width = config.largest_ffn, config.hidden_size
     up = _filled((_HIDDEN, count), np.dtype(dtype), config.num_layers)
     down = _filled((_HIDDEN, width), np.dtype(dtype), len(up))
     up = up[: len(down)]

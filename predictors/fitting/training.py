@@ -55,6 +55,9 @@ def train_predictors(
         raise UsageError(f"--recall is {target_recall}; give a share from 0.5 to below 1")
     checkpoint, prices = Checkpoint(model_path), measure()
     for layer in range(config.num_layers):
+        if not config.ffn_sizes[layer]:
+            yield Fitted(None, Quality(recall=1.0, precision=1.0, computed=0.0, active=0.0), 0.0)
+            continue
         data = LayerData.load(checkpoint, config, layer, inputs.inputs[layer], prices)
         found = [_fitted(data, *fit(data, target_recall)) for fit in _FITS[kind]]
         if kind == "best":

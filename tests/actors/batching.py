@@ -24,6 +24,7 @@ from hotcold.actors.protocol.messages import (
 )
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.decode.activations import Thresholds
+from hotcold.numba_kernels.loops.mailbox import RECURRENT
 from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.sign import SignLayer
@@ -74,8 +75,10 @@ def batching(
 def pages_in(folder: Path, system: InProcessSystem) -> Iterator[PageStore]:
     """What keeps the pages of a system's KV cache in files."""
     service: Any = system.services[0]
-    windowed = [bool(layer.attention.window) for layer in system.config.layers]
-    kept = PrefixFile(folder, service.cache_arrays, 10 << 20, "", windowed=windowed)
+    groups = system.config.page_groups
+    arrays = [(groups.index(group), array) for group, array in service.cache_pages]
+    states = groups.index(RECURRENT) if RECURRENT in groups else -1
+    kept = PrefixFile(folder, arrays, 10 << 20, "", states=states)
 
     def call(method: str, *arguments: Any) -> list[Any]:
         return [getattr(kept, method.removesuffix("_pages"))(*arguments)]

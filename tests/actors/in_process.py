@@ -20,7 +20,13 @@ from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.kv_cache.pool import num_pages_of
 from hotcold.actors.protocol.arena import ArenaLayout
-from hotcold.actors.protocol.messages import NO_MODEL, CacheSpec, ServiceSpec, SystemConfig
+from hotcold.actors.protocol.messages import (
+    LAYER_DRAFT,
+    NO_MODEL,
+    CacheSpec,
+    ServiceSpec,
+    SystemConfig,
+)
 from hotcold.actors.protocol.stripes import (
     Stripes,
     every_stripe,
@@ -30,6 +36,7 @@ from hotcold.actors.protocol.stripes import (
 )
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.setup.assignment import cold_shards, require_partition, service_stripes
+from hotcold.actors.setup.shards import attention_drafts, cpu_drafts, num_state_pages_of
 from hotcold.actors.telemetry.snapshot import num_buckets
 from hotcold.model.config import neurons
 from hotcold.model.config.build import read_config
@@ -37,7 +44,7 @@ from hotcold.model.errors import ServiceError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.embedding import load_embedding
 from hotcold.numba_kernels.decode.activations import Thresholds
-from hotcold.numba_kernels.loops.mailbox import FULL, OPERATION, STOP, WINDOWED
+from hotcold.numba_kernels.loops.mailbox import FULL, OPERATION, RECURRENT, STOP, WINDOWED
 from hotcold.predictors.predictor import NeuronPredictor
 
 _MAX_POLLS = 600  # a minute of running; time that the whole process was stopped does not count
@@ -146,9 +153,11 @@ class InProcessSystem:
             buffers = self.layout.buffers(self.arena)
             self.exchange = ArenaExchange(buffers, self.watch, self.first_number)
         tables = self.exchange.buffers.page_tables  # until a driver writes others
-        numbers = np.arange(tables[0].size).reshape(tables.shape[1:])
-        tables[FULL] = numbers[::-1] % self.num_pages()
-        tables[WINDOWED] = numbers[::-1] % (self.num_window_pages or self.num_pages())
+        tables[RECURRENT] = np.arange(tables[0].size).reshape(tables.shape[1:])
+        numbers = np.arange(self.num_slots * self.layout.pages_a_slot).reshape(self.num_slots, -1)
+        numbers, width = numbers[::-1], self.layout.pages_a_slot
+        tables[FULL, :, :width] = numbers % self.num_pages()
+        tables[WINDOWED, :, :width] = numbers % (self.num_window_pages or self.num_pages())
 
     def _layout(self, **others: int) -> ArenaLayout:
         config = self.config
@@ -162,8 +171,10 @@ class InProcessSystem:
             self.num_slots,
             num_pages_of(self.num_positions),
             config.num_layers,
+            layer_embeddings=config.num_layers * config.per_layer_size,
             num_blocks=neurons.weighed_blocks(config),
             bundle_bytes=self.bundle_bytes,
+            state_pages_a_slot=num_state_pages_of(config, self.num_positions),
             **others,
         )
 
@@ -183,10 +194,15 @@ class InProcessSystem:
             self.num_threads,
             self.system(),
             cache=CacheSpec(
-                self.num_pages(), self.num_positions, self.kv_dtype, self.num_window_pages
+                self.num_pages(),
+                self.num_positions,
+                self.kv_dtype,
+                self.num_window_pages,
+                self.num_slots * num_state_pages_of(self.config, self.num_positions),
             ),
             attention=range(self.config.num_layers),
             has_head=True,
+            drafts=attention_drafts() if self.draft == LAYER_DRAFT else None,
             neuron_ids=self.hot_ids(),
             stripes=Stripes(0, num_stripes(self.config), num_stripes(self.config))
             if self.hot
@@ -197,6 +213,9 @@ class InProcessSystem:
         """What the CPU services are to load."""
         if self.specs is not None:
             return [replace(spec, storage=None) for spec in self.specs if spec.is_cpu_service]
+        threads = [self.num_threads] * self.num_services
+        has_layer = self.draft == LAYER_DRAFT
+        drafts = cpu_drafts(self.config, threads) if has_layer else [None] * len(threads)
         return [
             ServiceSpec(
                 f"cpu{i}",
@@ -206,6 +225,7 @@ class InProcessSystem:
                 neuron_ids=shard,
                 has_down_bias=i == 0,
                 stripes=self.stripes()[i],
+                drafts=drafts[i],
             )
             for i, shard in enumerate(self.layer_shards())
         ]

@@ -171,10 +171,12 @@ def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_share, "first_gpu", lambda: ("a GPU", 8 << 30))
     assert choose_device("auto", None) == choose_device("cuda", 1 << 30) == "cuda"
     assert choose_device("auto", 0) == choose_device("cpu", None) == "cpu"
-    assert choose_device("auto", None, has_expert_predictors=True) == "cpu"
+    assert choose_device("auto", None, only_on_cpu="experts with predictors") == "cpu"
     for device, memory in (("cuda", None), ("auto", 1 << 30)):
-        with pytest.raises(UsageError, match="experts with predictors of their own run on the CPU"):
-            choose_device(device, memory, has_expert_predictors=True)
+        with pytest.raises(
+            UsageError, match="was given, but experts with predictors; leave it out"
+        ):
+            choose_device(device, memory, only_on_cpu="experts with predictors")
 
 
 def test_which_mixtures_use_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,9 +261,7 @@ def whole_experts(num_layers: int, num_neurons: int) -> list[np.ndarray]:
     return [ids[: num_neurons // 2 * (layer != 1)] for layer in range(num_layers)]
 
 
-@pytest.mark.parametrize(
-    "variant", ["opt-postnorm", "gemma2", "qwen2-moe", "gpt-oss", "smallthinker"]
-)
+@pytest.mark.parametrize("variant", ["qwen2-moe", "gpt-oss", "smallthinker"])
 def test_logits_equal_the_reference(tiny: Tiny, variant: str, device: Devices) -> None:
     """In float64, in prompts and steps of several tokens, wherever the neurons are."""
     checkpoint = tiny(variant)

@@ -28,10 +28,10 @@ from tests.actors.cuda_in_process import CudaInProcess, emulated_devices
 from tests.actors.numpy_device import NumpyDevice
 from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model
-from tests.tiny_models import MIXTURES
+from tests.tiny_models import MIXTURES, ON_THE_CPU
 
 Tiny = Callable[..., TinyCheckpoint]
-SUPPORTED = [name for name in MIXTURES if name != "turbosparse-mixtral"]
+SUPPORTED = [name for name in MIXTURES if name not in ON_THE_CPU]
 SIZES = [1, 1, 3, 8, 2, 1, 32, 1]  # graphs are made at the second use
 WHOLE_STEPS = [1, 1, 2, 8, 2, 1]  # for the emulation: copies of tokens would write to one place
 

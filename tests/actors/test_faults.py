@@ -40,16 +40,6 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 ENDLESS = 4000  # tokens; in a second or two
 
 
-def call_where_loaded(host: Any, pid: int, function: Callable[[Any], None]) -> bool:
-    """Whether process `pid` has loaded, and so was given to `function`, or is no more."""
-    if os.getpid() != pid:
-        return True
-    if host._service is None or not hasattr(host._service, "buffers"):
-        return False
-    function(host)
-    return True
-
-
 SIZES = (1, 10, 33, 64, 100, 200, 300, 300)
 
 
@@ -86,20 +76,6 @@ class Eight:
     def handle(self, service: int) -> Any:
         """The actor of a service, as its driver knows it."""
         return in_driver(self.system, lambda host: host.services.connection.handles)[service]
-
-    def in_service(self, service: int, function: Callable[[Any], None]) -> None:
-        """Run a function in the process that a service has now, and in no later one.
-
-        What takes its place while the answer is on its way must not be spoiled as well.
-        """
-        handle, pid = self.handle(service), list(self.pids().values())[1 + service]
-        for _ in range(300):
-            # The first call to a fresh process may meet the end of the one before it.
-            with suppress(ray.exceptions.ActorUnavailableError):
-                if ray.get(handle.__ray_call__.remote(call_where_loaded, pid, function)):
-                    return
-            threading.Event().wait(0.1)
-        raise AssertionError("the service is not restarted")
 
     def next_pid(self, service: int, old: int) -> int:
         """The process that takes the place of `old`, as soon as it answers."""
@@ -144,37 +120,6 @@ def test_a_lost_service_changes_no_token(eight: Eight, capfd: pytest.CaptureFixt
     assert not psutil.pid_exists(before["gpu"])
     assert eight.system.call("progress").stage == "ready"
     assert capfd.readouterr().out == ""  # where a user's answers stand
-
-
-@pytest.mark.parametrize("names", [("cpu0", "cpu1"), ("gpu", "cpu1")])
-def test_two_lost_services_change_no_token(eight: Eight, names: tuple[str, ...]) -> None:
-    before = eight.pids()
-
-    def fault() -> None:
-        for name in names:
-            os.kill(before[name], signal.SIGKILL)
-
-    assert eight.complete(fault) == eight.expected
-    assert eight.complete(lambda: None) == eight.expected  # where it came after the last token
-    after = eight.pids()
-    assert tuple(sorted(key for key in after if after[key] != before[key])) == tuple(sorted(names))
-
-
-@pytest.mark.sweep(keep=1)
-@pytest.mark.parametrize("service", [0, 1])
-def test_a_service_that_answers_nan_is_replaced(eight: Eight, service: int) -> None:
-    def spoil(host: Any) -> None:
-        arrays = host._service.arrays
-        matrix = arrays.qkv.first if host.spec.index == 0 else arrays.down
-        matrix[:] = 0x7E00  # a float16 NaN, as bits
-
-    before = list(eight.pids().values())
-    found = eight.complete(lambda: eight.in_service(service, spoil))
-    if list(eight.pids().values()) == before:
-        assert eight.complete(lambda: None) == eight.expected
-    assert found == eight.expected
-    after = list(eight.pids().values())
-    assert [n for n in range(4) if after[n] != before[n]] == [1 + service]
 
 
 def test_a_second_failure_during_recovery(eight: Eight) -> None:

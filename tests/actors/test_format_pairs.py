@@ -1,28 +1,46 @@
-"""Every two formats that a file may have beside each other, against float32 of the same weights."""
+"""Formats that a file may have beside each other, against float32 of the same weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import combinations, product
+from contextlib import ExitStack
+from itertools import combinations, pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
+import gguf
 import numpy as np
 import pytest
+import torch
+from torch.nn import functional
 
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.setup.shards import service_specs
-from hotcold.numba_kernels.formats import BLOCK_FORMATS, FLOAT_FORMATS
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.weights.attention import load_attention
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes
+from hotcold.numba_kernels.formats import FLOAT_FORMATS
+from tests import reference, reference_experts
 from tests.actors.in_process import InProcessSystem
-from tests.reference import reference_logits
+from tests.gguf_files import BLOCKS
 from tests.tiny_models import MIXTURES, VOCAB_SIZE, Variant, make_tiny
 from tests.unit.test_gguf_model import file_of, tiny
 from tests.unit.test_mixtures import write_gguf
 
 IDS = np.random.default_rng(7).integers(0, VOCAB_SIZE, 48)
 FORMATS = [kind.short.upper() for kind in FLOAT_FORMATS.values()]
-FORMATS += [block.name for block in BLOCK_FORMATS.values()]
+# One of all that become the same rows, best one that has as many bits.
+BY_BITS = sorted(BLOCKS, key=lambda block: block.is_as_stored(block.loaded_as))
+FORMATS += {block.loaded_as: block.name for block in BY_BITS}.values()
+# Codes through a table differ in the table alone, so each is beside two of the others.
+TABLES = [name for name in FORMATS if name.startswith(("IQ", "MXFP4", "NVFP4", "Q3_K"))]
+OTHERS = [name for name in FORMATS if name not in TABLES]
+PAIRS = list(combinations(OTHERS, 2))
+PAIRS += [pair for name in TABLES for pair in ((name, "Q6_K"), ("F16", name))]
+PAIRS += [*pairwise(TABLES), ("IQ1_M", "IQ4_XS")]
 EXPERTS = 7
 
 
@@ -37,41 +55,91 @@ def kinds(pair: tuple[str, str], names: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def dense(pair: tuple[str, str], folder: Path) -> None:
-    file_of(tiny(), folder / "m.gguf", kinds(pair, ("",)))
+def dense(kinds: dict[str, str], folder: Path) -> None:
+    file_of(tiny(), folder / "m.gguf", kinds)
 
 
-def mixture(pair: tuple[str, str], folder: Path) -> None:
-    """With shared experts, of the formats the other way round. All experts are chosen."""
+def mixture(kinds: dict[str, str], folder: Path) -> None:
+    """Of two layers, with shared experts. All experts are chosen."""
     made = MIXTURES["qwen2-moe"]
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts_per_tok": EXPERTS}
+    sizes["num_hidden_layers"] = 2
     sizes = made.keywords | sizes | {"shared_expert_intermediate_size": 512}
     with mock.patch.dict(MIXTURES, {"wide": Variant(made.func, *made.args, **sizes)}):
         make_tiny("wide", folder)
     keys = {"expert_feed_forward_length": 256, "expert_shared_feed_forward_length": 512}
     keys["expert_used_count"] = EXPERTS
-    write_gguf(folder, "qwen2moe", kinds=kinds(pair, ("_exps", "_shexp")), changed_keys=keys)
+    write_gguf(folder, "qwen2moe", kinds=kinds, changed_keys=keys)
 
 
-@pytest.mark.sweep(keep=2, pair=[("Q4_K", "Q6_K"), ("F16", "Q8_0")])
-@pytest.mark.parametrize("written", [dense, mixture])
-@pytest.mark.parametrize("pair", list(combinations(FORMATS, 2)), ids="-".join)
-def test_two_formats(
-    written: Callable[[tuple[str, str], Path], None], pair: tuple[str, str], tmp_path: Path
-) -> None:
+Written = Callable[[dict[str, str], Path], None]
+NAMES: dict[Written, tuple[str, ...]] = {dense: ("",), mixture: ("_exps", "_shexp")}
+
+
+def rounding_logits(path: Path, is_of_attention: bool) -> np.ndarray:
+    """`reference_logits`, of vectors as rows of few bits take them: 8 bits, in groups of 32."""
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        if len(weight) > EXPERTS:  # no router
+            groups = x.unflatten(-1, (-1, 32))
+            scale = (groups.abs().amax(-1, keepdim=True).float() / 127).double()
+            x = (torch.round(groups / scale.clamp(min=1e-30)) * scale).flatten(-2)
+        return functional.linear(x, weight, bias)
+
+    with ExitStack() as patched:
+        # The FFN's own tensors, not what a row a neuron would make of them.
+        patched.enter_context(mock.patch.object(reference, "_load_ffn", lambda *_: None))
+        for module in (reference_experts, reference)[: 1 + is_of_attention]:
+            patched.enter_context(
+                mock.patch.object(module, "functional", SimpleNamespace(linear=linear))
+            )
+        return reference.reference_logits(path, IDS)
+
+
+def require_good(path: Path, num_services: int = 2, is_of_attention: bool = False) -> np.ndarray:
     """In steps of one and of five tokens, to the bit, and in a prompt of other kernels."""
-    path = tmp_path / "m.gguf"
-    written(pair, tmp_path)
-    options = SystemOptions(context_length=128, num_cpu_actors=2)
+    options = SystemOptions(context_length=128, num_cpu_actors=num_services, kv_dtype="float32")
     system, config = prepare_system(path, options)
-    wanted = reference_logits(path, IDS)
+    wanted = rounding_logits(path, is_of_attention)
     with InProcessSystem(path, num_threads=2, specs=service_specs(system, config)) as running:
         one_by_one = running.logits("dense", IDS, (1,))
         assert np.array_equal(one_by_one, running.logits("dense", IDS, (5,)))
         prompt = running.logits("dense", IDS, (48,))
-    # Vectors have 8 bits; after random blocks with minima a few tokens' are nearly cancelled.
     for found in (one_by_one, prompt):
         errors = np.abs(found - wanted).max(axis=1) / np.abs(wanted).max()
-        assert np.median(errors) < 0.03
-        assert np.quantile(errors, 0.85) < 0.06
-        assert errors.max() < 0.6  # of other tokens it would be 1 or more
+        if Checkpoint(path).conversion_note(dict(config.mean_row_bytes)):
+            assert np.quantile(errors, 0.85) < 0.03
+        else:  # a number half a step from the reference's moves its token and some that follow
+            assert errors.min() < 1e-5
+            assert np.quantile(errors, 0.85) < 0.01
+        assert errors.max() < 0.1  # of other tokens it would be 1 or more
+    return one_by_one
+
+
+@pytest.mark.sweep(keep=2, pair=[("Q4_K", "Q6_K"), ("F16", "Q8_0"), ("IQ1_M", "IQ4_XS")])
+@pytest.mark.parametrize("written", NAMES)
+@pytest.mark.parametrize("pair", list(dict.fromkeys(PAIRS)), ids="-".join)
+def test_two_formats(written: Written, pair: tuple[str, str], tmp_path: Path) -> None:
+    """A mixture's shared experts have the formats the other way round."""
+    written(kinds(pair, NAMES[written]), tmp_path)
+    require_good(tmp_path / "m.gguf")
+
+
+def test_formats_of_each_matrix(tmp_path: Path) -> None:
+    """As in files that have more bits where these matter: memory and numbers are the file's."""
+    path, parts = tmp_path / "m.gguf", ["attn_q.", "attn_k.", "attn_v.", "attn_output."]
+    parts += [f"ffn_{part}." for part in ("gate", "up", "down")]
+    names = [f"blk.{layer}.{part}" for part in parts for layer in (0, 1)]
+    types = "Q4_K", "Q8_0", "Q6_K", "Q5_K", "Q4_0"  # as many bytes in memory
+    dense({name: types[i % len(types)] for i, name in enumerate(names)}, tmp_path)
+    one, two = (require_good(path, count, is_of_attention=True) for count in (1, 2))
+    assert np.array_equal(one, two)
+    _, config = prepare_system(path, SystemOptions(context_length=128))
+    stored = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors}
+    of_ffn = sum(stored[f"{name}weight"] for name in names if "ffn" in name)
+    assert ffn_bytes(config, config.num_neurons) == of_ffn + 4 * config.num_neurons
+    attention = load_attention(Checkpoint(path), config)
+    of_attention = sum(stored[f"{name}weight"] for name in names if "attn" in name)
+    assert attention.qkv.nbytes + attention.out.nbytes == of_attention
+    assert attention_bytes(config) == sum(array.nbytes for array in vars(attention).values())
+    assert not Checkpoint(path).conversion_note(dict(config.mean_row_bytes))

@@ -54,7 +54,8 @@ def quantized(kind: str, folder: Path) -> Path:
     return folder / "m.gguf"
 
 
-# Dense layers, experts and shared experts have rows of different lengths, in three formats.
+# Dense layers, experts and shared experts have rows of different lengths, each role's in three
+# formats, by layer and beside each other.
 THREE_SIZES: dict[str, Any] = {
     "topk_group": 2,
     "num_experts_per_tok": 3,
@@ -67,6 +68,10 @@ THREE_SIZES: dict[str, Any] = {
 THREE_KINDS = {
     "ffn_gate_inp": "F32",
     "blk.3.ffn_down_exps": "Q6_K",
+    "blk.3.ffn_gate_exps": "Q6_K",
+    "blk.3.ffn_up_exps": "Q6_K",
+    "ffn_gate_shexp": "Q8_0",
+    "ffn_up_shexp": "Q8_0",
     "ffn_down_exps": "Q4_K",
     "ffn_down_shexp": "Q8_0",
     "ffn_down.": "Q4_K",

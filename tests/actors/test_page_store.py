@@ -116,7 +116,7 @@ Make = Callable[..., PageStore]
 
 
 def kept_pages(model: Path, arrays: list[np.ndarray], limit: int = LIMIT) -> PrefixFile:
-    return PrefixFile(model, arrays, limit, "")
+    return PrefixFile(model, [(0, layer) for array in arrays for layer in array], limit, "")
 
 
 def test_the_limit_takes_other_arithmetics_first(model: Path, stores: Make) -> None:
@@ -250,7 +250,7 @@ def test_a_disk_that_hangs_turns_the_file_off(
     later = kept_pages(model, cache())
     assert later.open(b"later", ONE).keys <= {key(1), key(2)}
     if later.load(b"later", [key(2)], at(2)):  # what was saved before the disk hung
-        assert not all((array[:, 2] == 99).all() for array in later._flat)
+        assert not all((array[2] == 99).all() for _, array in later._kinds[0])
     later.close()
 
 

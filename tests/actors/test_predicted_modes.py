@@ -26,14 +26,12 @@ from tests.predictor_layers import column_layer, constant_layer, linear_layer
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 Tiny = Callable[..., TinyCheckpoint]
-VARIANTS = [
-    *("opt-postnorm", "falcon-relu", "llama-mlp-bias", "arcee", "prosparse", "minicpm"),
-]
+# Biases; parallel layers without a gate; fatrelu of a gate.
+VARIANTS = ["opt-postnorm", "falcon-relu", "prosparse"]
 # First matrix and, neuron by neuron, the last, as transformers names them.
 _LLAMAS = ("mlp.gate_proj", "mlp.down_proj")
 NAMES = {
-    **dict.fromkeys(("llama", "sparsellama", "bamboo", "minicpm"), _LLAMAS),
-    "arcee": ("mlp.up_proj", "mlp.down_proj"),
+    **dict.fromkeys(("llama", "sparsellama"), _LLAMAS),
     "opt": ("fc1", "fc2"),
     "falcon": ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
 }

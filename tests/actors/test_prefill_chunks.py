@@ -59,8 +59,8 @@ def test_bits_do_not_depend_on_the_cuts(
         def run(sizes: list[int]) -> list[np.ndarray]:
             logits = system.logits(mode, ids, sizes)
             attention = system.services[0].arrays  # type: ignore[attr-defined]
-            found = [logits, attention.keys.copy(), attention.values.copy()]
-            attention.keys[:] = attention.values[:] = 0
+            found = [logits, attention.keys.items.copy(), attention.values.items.copy()]
+            attention.keys.items[:] = attention.values.items[:] = 0
             return found
 
         whole = run([length])

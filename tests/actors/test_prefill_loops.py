@@ -19,6 +19,7 @@ from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.setup.shards import service_specs
+from hotcold.numba_kernels.layer_pages import LayerPages
 from hotcold.numba_kernels.loops.mailbox import FFN, LAYER, NUM_TOKENS, OPERATION
 from tests.actors.in_process import InProcessSystem
 from tests.quantized_models import make_model
@@ -36,10 +37,14 @@ def state(system: InProcessSystem, mode: str, sizes: list[int]) -> list[np.ndarr
     logits = system.logits(mode, IDS, sizes)
     attention = system.services[0]
     assert isinstance(attention, AttentionService)
-    found = [logits, *(array.copy() for array in attention.cache_arrays)]
-    for array in attention.cache_arrays:
+    found = [logits, *(cache.items.copy() for cache in caches(attention))]
+    for array in (cache.items for cache in caches(attention)):
         array[:] = 0
     return found
+
+
+def caches(service: AttentionService) -> tuple[LayerPages, LayerPages]:
+    return service.arrays.keys, service.arrays.values
 
 
 def are_equal(found: list[np.ndarray], wanted: list[np.ndarray]) -> bool:
@@ -93,8 +98,9 @@ def test_the_last_layer_of_the_last_tokens(
         engine, attention = system.engine("exact"), system.services[0]
         assert isinstance(attention, AttentionService)
         wanted = engine.step(ids, range(num_tokens), [0] * num_tokens, num_wanted).copy()
-        cache = [array.copy() for array in attention.cache_arrays]
-        for array in (*attention.cache_arrays, engine.exchange.buffers.hidden):
+        items = [cache.items for cache in caches(attention)]
+        cache = [array.copy() for array in items]
+        for array in (*items, engine.exchange.buffers.hidden):
             array[:] = 0
         engine.place(ids, range(num_tokens), [0] * num_tokens)
         last = system.config.num_layers - 1
@@ -105,7 +111,7 @@ def test_the_last_layer_of_the_last_tokens(
         assert asked == [[FFN, last if num_wanted else last - 1, num_tokens]] * 2
         found = engine.logits(num_tokens, num_wanted)
         assert found.shape == wanted.shape
-        assert are_equal([found, *attention.cache_arrays], [wanted, *cache])
+        assert are_equal([found, *items], [wanted, *cache])
 
 
 @pytest.mark.sweep

@@ -87,9 +87,12 @@ def at_once(driver: Driver, requests: Sequence[GenerateRequest]) -> list[Answer]
 # Variant, mode, and options of the system.
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("llama-gqa", "float16", "exact", {"kv_dtype": "float16", "max_tokens": 200}),
-    ("llama-gqa", "float32", "exact", {"kv_dtype": "q8", "max_tokens": 200}),
     ("llama-relu", "bfloat16", "sign", {}),
     ("gemma3", "float32", "exact", {}),
+    ("deepseek-v3", "float32", "dense", {}),
+    ("gpt-oss", "float32", "dense", {}),
+    ("gemma4-e", "float32", "exact", {"kv_dtype": "q8"}),
+    ("qwen3.5", "float32", "dense", {}),
 ]
 
 
@@ -232,7 +235,7 @@ def test_a_lost_cache_is_found_no_more(tiny: Tiny) -> None:
 def lose_cache(system: InProcessSystem) -> None:
     arrays = system.services[0].arrays  # type: ignore[attr-defined]
     for cache in (arrays.keys, arrays.values):
-        cache[:] = np.nan if cache.dtype == np.float32 else 0x7E00
+        cache.items[:] = np.nan if cache.items.dtype == np.float32 else 0x7E00
 
 
 def test_a_prompt_of_too_large_numbers_fails_alone(

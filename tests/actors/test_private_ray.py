@@ -32,7 +32,7 @@ from hotcold.actors.private_ray import closed_ray, start
 from hotcold.actors.private_ray.temp_folder import PREFIX, TempFolder
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.ray_parts import replaced
-from hotcold.actors.system import _start_ray
+from hotcold.actors.system import start_ray
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from tests.actors.private_ray_script import Echo
@@ -234,7 +234,7 @@ def start_an_open_ray(base: Path) -> None:
     system = SystemConfig(str(DEMO_DIRECTORY))
     said = r"^Ray \S+ answers OK at 127\.0\.0\.1:\d+ without a token"
     with asks_for_none, pytest.raises(ServiceError, match=said):
-        _start_ray([system])
+        start_ray([system])
     assert not ray.is_initialized()
     assert not list(base.glob(f"{PREFIX}*"))
 

@@ -34,6 +34,7 @@ FIRST_AND_LAST = {
     "opt": ("fc1", "fc2"),
     "falcon": ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
     "nemotron": ("mlp.up_proj", "mlp.down_proj"),
+    "nemotron_h": ("mixer.up_proj", "mixer.down_proj"),
 }
 LLAMAS = ("mlp.gate_proj", "mlp.down_proj")
 
@@ -68,6 +69,8 @@ def reference(path: Path, windows: list[list[int]]) -> tuple[np.ndarray, list[np
         part for name, part in model.named_modules() if name.split(".")[-1] in ("layers", "h")
     )
     first, last = FIRST_AND_LAST.get(config.family, LLAMAS)
+    with_ffn = [layer for layer in layers if first in dict(layer.named_modules())]
+    numbers = [number for number, size in enumerate(config.ffn_sizes) if size]
     opening = [] if config.bos_token_id is None else [config.bos_token_id]
     counts = np.zeros((config.num_layers, config.ffn_size), np.int64)
     inputs = []
@@ -82,7 +85,7 @@ def reference(path: Path, windows: list[list[int]]) -> tuple[np.ndarray, list[np
             into[layer] = x.reshape(-1, config.hidden_size)[len(opening) :].numpy()
 
         hooks = []
-        for i, layer in enumerate(layers):
+        for i, layer in zip(numbers, with_ffn, strict=True):
             hooks.append(
                 layer.get_submodule(last).register_forward_pre_hook(
                     lambda _m, x, i=i: fire(i, x[0])
@@ -108,6 +111,7 @@ DEEP = tiny_models.Variant(tiny_models._llama, num_hidden_layers=12)  # more tha
         ("falcon-relu", False, True),
         ("bamboo", True, True),
         ("nemotron", False, True),
+        ("nemotron-h", False, True),
         ("deep", False, False),
     ],
 )
@@ -124,10 +128,12 @@ def test_counts_and_inputs_are_those_of_transformers(
     windows = [random.integers(0, VOCAB_SIZE, size).tolist() for size in (40, 63, 1)]
     recorded = [[0, 5, 15, 16, 17, 39], list(range(63)), []]
     counts, inputs = reference(path, windows)
+    with_ffn = np.array(read_config(path).ffn_sizes) > 0
     with profiled(path, copying) as (driver, fired_counts):
         for ids, chosen, expected in zip(windows, recorded, inputs, strict=True):
             found = driver.profile_window(ids, chosen)
             assert found.dtype == np.uint16 and found.shape == expected[:, chosen].shape
+            found, expected = found[with_ffn], expected[with_ffn]
             np.testing.assert_allclose(
                 found.view(np.float16).astype(np.float32), expected[:, chosen], rtol=2e-3, atol=1e-3
             )

@@ -20,12 +20,11 @@ import pytest
 from hotcold.actors.processes.reports import LOADING_KERNELS
 from hotcold.actors.protocol.messages import GenerateRequest, Generation
 from hotcold.actors.system import System
-from hotcold.model.errors import PromptError, ServiceError
+from hotcold.model.errors import ServiceError
 from tests.actors.batching import Background
 from tests.actors.kept_system import CONTEXT, KeptSystem, all_gone, greedy, wait_until
 from tests.conftest import TinyCheckpoint
 from tests.e2e.word_model import words_of
-from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
@@ -65,23 +64,6 @@ def test_many_streams_at_once(running: System, llama: TinyCheckpoint) -> None:
     for asker in askers:
         asker.join(200)
     assert shown == [words_of(ids) for ids in alone]
-
-
-@pytest.mark.parametrize(
-    ("prompt_ids", "says"),
-    [
-        ([], "empty"),
-        ([1, VOCAB_SIZE], f"token id {VOCAB_SIZE}"),
-        ([1] * CONTEXT, f"{CONTEXT} tokens"),
-    ],
-)
-def test_bad_prompts(
-    running: System, llama: TinyCheckpoint, prompt_ids: list[int], says: str
-) -> None:
-    request = replace(greedy(llama), prompt_ids=prompt_ids)
-    with pytest.raises(PromptError, match=says):
-        running.complete(request)
-    assert running.complete(greedy(llama)).ids == llama.greedy_ids
 
 
 def test_idle_services_use_no_processor(running: System, llama: TinyCheckpoint) -> None:
@@ -144,19 +126,6 @@ def test_waiting_streams_do_not_lock_out_control(running: System, llama: TinyChe
     assert running.call("describe").context_length == CONTEXT
     running.cancel("long")
     assert long.end().finish_reason == "cancelled"
-    assert running.complete(greedy(llama)).ids == llama.greedy_ids
-
-
-def test_cancelled_requests(running: System, llama: TinyCheckpoint) -> None:
-    long = Long(running, llama)
-    running.call("cancel", "long")
-    result = long.end()
-    assert isinstance(result, Generation)
-    assert result.finish_reason == "cancelled"
-    assert 0 < len(result.ids) < CONTEXT - 10
-    stream = running.generate(greedy(llama, max_tokens=CONTEXT))
-    assert next(stream).text
-    stream.close()  # type: ignore[attr-defined]  # cancels it, so that the next need not wait for its end
     assert running.complete(greedy(llama)).ids == llama.greedy_ids
 
 

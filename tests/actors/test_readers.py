@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,6 +202,29 @@ def test_a_driver_that_stalls_and_recovers_runs_nothing_that_nobody_reads(
         assert event.num_tokens == 20 == len(event.result.ids)
 
     asyncio.run(asyncio.wait_for(run(), 150))
+
+
+CALL = ContextVar("CALL", default="")  # within which something is asked, as Ray knows it
+
+
+def test_what_all_wait_for_is_begun_within_nobodys_call() -> None:
+    """Ray cancels what a cancelled call has begun: the tokens of others must not be among it."""
+    begun: dict[str, str] = {}
+
+    def begin(method: str, *_: Any) -> asyncio.Future[Any]:
+        begun[method] = CALL.get()
+        return asyncio.get_running_loop().create_future()
+
+    async def run() -> None:
+        CALL.set("one client's")
+        client = AsyncClient(SimpleNamespace(begin=begin))  # type: ignore[arg-type]
+        submitting = asyncio.create_task(client.submit(request_of(1), lambda event: None))
+        while "take_events" not in begun:
+            await asyncio.sleep(0)
+        submitting.cancel()
+
+    asyncio.run(run())
+    assert begun == {"submit": "one client's", "take_events": ""}
 
 
 class Handle:

@@ -114,7 +114,7 @@ class Emptying:
         self.causes += causes.values()
         if 0 in causes:
             arrays = self._system.services[0].arrays  # type: ignore[attr-defined]
-            arrays.keys[:], arrays.values[:] = np.nan, np.nan
+            arrays.keys.items[:], arrays.values.items[:] = np.nan, np.nan
 
 
 class Forgiving(RecoveryPolicy):

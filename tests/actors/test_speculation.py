@@ -15,7 +15,7 @@ import pytest
 
 from hotcold.actors.driver.active_request import ActiveRequest
 from hotcold.actors.driver.draft_policy import AutoPolicy, DraftPolicy, FixedPolicy
-from hotcold.actors.driver.drafts import Speculation
+from hotcold.actors.driver.drafts import Drafter, Speculation
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.protocol.failures import AnswerFailed, CacheLost, NotFiniteError
 from hotcold.actors.protocol.messages import (
@@ -28,15 +28,14 @@ from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import CONTEXT, Background, batching, random_request, start
 from tests.actors.in_process import InProcessSystem
-from tests.actors.test_batching import all_pages_are_free, greedy, spoil
+from tests.actors.test_batching import all_pages_are_free, spoil
 from tests.conftest import TinyCheckpoint
-from tests.tiny_checkpoint import GREEDY_TOKENS
 from tests.tiny_models import VOCAB_SIZE
 
 Tiny = Callable[..., TinyCheckpoint]
 
 
-class NastyDrafter:
+class NastyDrafter(Drafter):
     """Proposes what it knows to follow, right up to a random place, and any tokens after it."""
 
     def __init__(self, seed: int, vocab_size: int) -> None:
@@ -150,7 +149,11 @@ POLICIES: dict[str, Callable[[], DraftPolicy]] = {
     [
         ("llama-gqa", "lowrank", {}),
         ("llama-relu", "sign", {"copying": True}),
-        ("gemma3", "dense", {}),
+        ("gpt-oss", "dense", {}),
+        ("glm4-moe-lite", "dense", {}),
+        ("gemma4-e", "dense", {}),
+        ("qwen3.5", "dense", {}),
+        ("granite4-h", "dense", {}),
     ],
 )
 def test_answers_do_not_depend_on_drafts(
@@ -276,7 +279,7 @@ def test_a_lost_cache_changes_nothing(tiny: Tiny) -> None:
             if random.integers(9) == 0:
                 num_lost += 1
                 arrays = attention_arrays_of(system)
-                arrays.keys[:] = arrays.values[:] = 0  # what a new process has
+                arrays.keys.items[:] = arrays.values.items[:] = 0  # what a new process has
                 raise CacheLost("the gpu service was replaced")
 
         def losing(*args: Any, **options: Any) -> np.ndarray:
@@ -339,63 +342,3 @@ def test_a_failure_of_drafts_is_no_request_s(tiny: Tiny, caplog: pytest.LogCaptu
             assert answers(driver, beside(requests, "beside")) == alone
         assert num_failed and drafter.num_calls
         assert caplog.text.count("drafts failed") == 1
-
-
-Running = tuple[TinyCheckpoint, Driver]
-
-
-@pytest.fixture(scope="module", params=["gpt-oss", "glm4-moe-groups"])
-def checkpoint(request: pytest.FixtureRequest, tiny: Tiny) -> TinyCheckpoint:
-    return tiny(request.param)
-
-
-@pytest.fixture(scope="module")
-def driver(checkpoint: TinyCheckpoint) -> Iterator[Driver]:
-    """Of a system that computes each prompt anew."""
-    with batching(checkpoint) as (_, running):
-        yield running
-
-
-def test_greedy_tokens_of_mixtures(checkpoint: TinyCheckpoint, driver: Driver) -> None:
-    request = greedy(checkpoint.ids[:10].tolist(), GREEDY_TOKENS, "greedy")
-    assert answer(driver, request)[0][0] == checkpoint.greedy_ids
-
-
-def long_requests() -> list[GenerateRequest]:
-    """Of prompts that end in a page or fill it, of one text; with logprobs."""
-    ids = np.random.default_rng(5).integers(0, VOCAB_SIZE, 320).tolist()
-    sampling = SamplingParams(max_tokens=6, temperature=0.8, seed=1, ignore_eos=True)
-    return [
-        GenerateRequest(sampling, prompt_ids=ids[:size], num_logprobs=2, request_id=f"long {size}")
-        for size in (300, 64, 129, 33)
-    ]
-
-
-def test_bits_do_not_depend_on_company_or_drafts(driver: Driver) -> None:
-    """Prompts of matrix products beside steps, several at once; drafts that are right or wrong."""
-    requests = [*(repetitive(seed) for seed in range(8)), *long_requests()]
-    alone = [answer(driver, request)[0] for request in requests]
-    assert answers(driver, beside(requests, "together")) == alone
-    drafter = NastyDrafter(3, VOCAB_SIZE)
-    drafter.answers = {one.request_id: found[0] for one, found in zip(requests, alone, strict=True)}
-    with drafting(driver, drafter, FixedPolicy(5), ngrams=True):
-        assert answers(driver, beside(requests, "with drafts")) == alone
-    assert drafter.num_calls
-    assert all_pages_are_free(driver)
-
-
-def test_bits_do_not_depend_on_chunks_and_kept_beginnings(
-    checkpoint: TinyCheckpoint, driver: Driver
-) -> None:
-    requests = long_requests()
-    expected = [answer(driver, request)[0] for request in requests]
-    with batching(checkpoint, shares=True, max_tokens=200) as (_, sharing):
-        for turn in ("first", "again"):
-            found: list[Answer] = []
-            num_cached = 0
-            for request in beside(requests, turn):
-                one, result = answer(sharing, request)
-                found.append(one)
-                num_cached += result.num_cached_tokens
-            assert found == expected
-            assert num_cached

@@ -86,8 +86,8 @@ def packed(path: Path) -> Path:
     return pack_model(path, stored_config(Checkpoint(path), read_config(path), ""))
 
 
-VARIANTS = "glm4-moe-groups", "gpt-oss", "turbosparse-mixtral"
-RELU = ("turbosparse-mixtral",)
+VARIANTS = "glm4-moe-groups", "gpt-oss", "turbosparse-mixtral", "nemotron-h-moe"
+RELU = ("turbosparse-mixtral", "nemotron-h-moe")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -113,7 +113,7 @@ def test_the_same_bits_as_in_memory(tiny: Tiny, variant: str) -> None:
                 assert not missed[num_experts:].any()
 
 
-@pytest.mark.parametrize("variant", ["qwen3-moe", "smallthinker"])
+@pytest.mark.parametrize("variant", ["qwen3-moe", "smallthinker", "gemma4-a4b"])
 def test_the_same_bits_with_experts_read_ahead(tiny: Tiny, variant: str) -> None:
     path = tiny(variant).path
     packed(path)
@@ -170,8 +170,8 @@ def _relu(folder: Path) -> Path:
     return folder / "m.gguf"
 
 
-# Mixtures whose down rows are an output each: in one format, in two by layers and within a
-# layer whose shared expert has more bits and is wider, in MXFP4 with biases, and of ReLU.
+# Mixtures whose down rows are an output each: all in one format, all roles in three by layers and
+# within a layer whose shared expert has more bits and is wider, in MXFP4 with biases, and of ReLU.
 OUTPUTS: dict[str, Callable[[Path], Path]] = {
     "Q4_0": lambda folder: test_gguf_mixtures.quantized("Q4_0", folder),
     "three": test_gguf_mixtures.three_formats,

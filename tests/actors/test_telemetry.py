@@ -54,11 +54,11 @@ def firing(
     return found
 
 
-@pytest.mark.parametrize("variant", ["llama-relu", "falcon-relu"])
-def test_neurons_that_fire_are_counted(variant, tiny: Tiny, monkeypatch) -> None:
-    ids = tiny(variant).ids[:6]
-    fires = firing(monkeypatch, tiny(variant), ids)
-    with InProcessSystem(tiny(variant).path, num_services=2, num_threads=2) as system:
+def test_neurons_that_fire_are_counted(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = tiny("llama-relu")
+    ids = checkpoint.ids[:6]
+    fires = firing(monkeypatch, checkpoint, ids)
+    with InProcessSystem(checkpoint.path, num_services=2, num_threads=2) as system:
         watch, engine, size = watch_of(system), system.engine("exact"), system.config.ffn_size
         watch.watch(60)
         for position, token_id in enumerate(ids.tolist()):

@@ -37,7 +37,7 @@ from tests.unit.test_gguf_model import file_of
 from tests.unit.test_gguf_model import tiny as tiny_gguf
 
 Tiny = Callable[..., TinyCheckpoint]
-VARIANTS = ["llama-silu", "gemma3"]
+VARIANTS = ["llama-silu", "gemma3", "gemma4-e"]
 IDS = np.random.default_rng(7).integers(0, 101, 24)
 GGUF_IDS = np.array(MODEL_IDS)
 
@@ -158,7 +158,7 @@ def test_thresholds_beside_rows_of_outputs(tmp_path: Path) -> None:
     """Neurons that add little are left out, as the reference leaves them out."""
     path = tmp_path / "tiny.gguf"
     file_of(tiny_gguf(), path, MIXED)
-    thresholds = [Thresholds(np.float32(20), np.float32(20000))] * 2
+    thresholds = [Thresholds(np.float32(0.3), np.float32(0.3))] * 2
     told = [(float(each.gate), float(each.product)) for each in thresholds]
     file = written(path, 2, thresholds)
     options = SystemOptions(context_length=128, mode="threshold", thresholds=file)

@@ -1,10 +1,15 @@
-"""Layers with a window keep the pages of a window: answers are those of a system that keeps all."""
+"""Layers with a window keep the pages of a window: answers are those of a system that keeps all.
+
+Some tests are of recurrent layers, too, which keep states in pages.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +44,7 @@ _CONTEXT = 832
 _IDS = np.random.default_rng(5).integers(0, VOCAB_SIZE, _CONTEXT).tolist()
 _EDITED = [*_IDS[:350], (_IDS[350] + 1) % VOCAB_SIZE, *_IDS[351:]]
 # Models with windows in all layers or in some, shorter than a page and longer than two.
-_MODELS = [("mistral", 150), ("gemma3", 7)]
+_MODELS = [("mistral", 150), ("gemma3", 7), ("gemma4-e", 70)]
 
 
 @pytest.fixture(scope="session")
@@ -61,6 +66,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], T
 
 
 Windowed = Callable[[str, int], TinyCheckpoint]
+Tiny = Callable[..., TinyCheckpoint]
 
 
 def long_requests() -> list[GenerateRequest]:
@@ -95,15 +101,16 @@ def system_of(
         else:
             window = Window(size, step)
             count = num_windows * window.num_pages
-        pool.__init__(system.num_pages(), pool._page_tables, window, count)  # type: ignore[misc]
+        windows = {WINDOWED: (window, count)}
+        pool.__init__(system.num_pages(), pool._page_tables, windows)  # type: ignore[misc]
         yield system, driver
 
 
 def written(system: InProcessSystem) -> int:
     """Pages that any layer with a window has written."""
     keys = attention_arrays_of(system).keys
-    layers = [number for number, size in enumerate(system.config.windows) if size]
-    return int(np.flatnonzero(keys[layers].any(axis=(0, 2, 3, 4))).max()) + 1
+    pages = [keys.pages(layer) for layer, size in enumerate(system.config.windows) if size]
+    return max(int(np.flatnonzero(own.any(axis=(1, 2, 3))).max()) for own in pages) + 1
 
 
 @pytest.mark.parametrize(("variant", "size"), _MODELS)
@@ -117,7 +124,7 @@ def test_answers_are_those_with_all_pages(windowed: Windowed, variant: str, size
         expected = [answer(driver, request) for request in requests]
     for num_windows, chunks in ((2, 1), (1, 4)):
         with system_of(checkpoint, num_windows, chunks) as (system, driver):
-            attention_arrays_of(system).keys[:] = 0  # what warmed it up
+            attention_arrays_of(system).keys.items[:] = 0  # what warmed it up
             same([answer(driver, request) for request in requests], expected)
             same(at_once(driver, requests), expected)
             assert all_are_free(driver)
@@ -125,28 +132,48 @@ def test_answers_are_those_with_all_pages(windowed: Windowed, variant: str, size
             assert count < _CONTEXT // PAGE and written(system) <= count
 
 
-def test_a_prompt_is_found_after_a_long_answer(windowed: Windowed) -> None:
+@dataclass(frozen=True)
+class Layers:
+    """Layers that keep the pages of a window, or states in pages."""
+
+    system: Callable[..., AbstractContextManager[tuple[InProcessSystem, Driver]]]
+    few: int  # pages, so that requests have to wait for them
+
+    def alone(self, requests: list[GenerateRequest]) -> list[Answer]:
+        """Each request by itself, of a system that shares nothing."""
+        with self.system(shares=False, kv_positions=8 * _CONTEXT) as (_, driver):
+            return [answer(driver, request) for request in requests]
+
+
+@pytest.fixture(scope="module", params=["windows", "states"])
+def layers(request: pytest.FixtureRequest, windowed: Windowed, tiny: Tiny) -> Layers:
+    if request.param == "windows":
+        return Layers(partial(system_of, windowed("gemma3", 150)), 2)
+    from tests.actors import test_recurrent_layers  # which takes requests from here
+
+    return Layers(partial(test_recurrent_layers.system_of, tiny("qwen3.5")), 9)
+
+
+@pytest.fixture(scope="module")
+def expected(layers: Layers) -> list[Answer]:
+    return layers.alone(long_requests())
+
+
+def test_a_prompt_is_found_after_a_long_answer(layers: Layers) -> None:
     """The end of its prompt is still there when the answer has left it behind."""
     sampling = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-    first = request_of(_IDS[:300], sampling=sampling)
-    checkpoint = windowed("gemma3", 150)
-    with system_of(checkpoint, 2) as (_, driver):
-        ids, *_ = answer(driver, first)
+    with layers.system(layers.few) as (_, driver):
+        ids, *_ = answer(driver, request_of(_IDS[:300], sampling=sampling))
         later = request_of([*_IDS[:300], *ids, 7, 8, 9])
         found = answer(driver, later)
         assert found[2] >= 256
-        assert answer(driver, later)[2] == 640
-    with system_of(checkpoint, shares=False) as (_, driver):
-        same([found], [answer(driver, later)])
+    same([found], layers.alone([later]))
 
 
-def test_preempted_for_the_pages_of_windows(windowed: Windowed) -> None:
+def test_preempted_for_the_pages_of_such_layers(layers: Layers, expected: list[Answer]) -> None:
     """Someone else takes free pages now and then."""
-    checkpoint, requests = windowed("mistral", 150), long_requests()
-    with system_of(checkpoint, shares=False, kv_positions=8 * _CONTEXT) as (_, driver):
-        expected = [answer(driver, request) for request in requests]
-    with system_of(checkpoint, 2, kv_positions=8 * _CONTEXT) as (_, driver):
-        scheduler, group = driver._scheduler, driver._pool._groups[WINDOWED]
+    with layers.system(layers.few, kv_positions=8 * _CONTEXT) as (_, driver):
+        scheduler, group = driver._scheduler, driver._pool._groups[1]
         advance, preempt = scheduler.advance, scheduler._preempt
         taken: list[int] = []
         num_steps, num_preempted = 0, 0
@@ -167,8 +194,44 @@ def test_preempted_for_the_pages_of_windows(windowed: Windowed) -> None:
 
         scheduler.advance = advancing  # type: ignore[method-assign]
         scheduler._preempt = preempting  # type: ignore[method-assign]
-        same(at_once(driver, requests), expected)
+        same(at_once(driver, long_requests()), expected)
         assert num_preempted
+
+
+def test_the_cache_is_lost(layers: Layers, expected: list[Answer]) -> None:
+    with layers.system(layers.few) as (system, driver):
+        run, calls = driver.engine.run_layer, 0
+
+        def losing(*arguments: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls % 9 == 5 and calls < 60:
+                arrays = attention_arrays_of(system)
+                for lost in (arrays.keys.items, arrays.values.items, arrays.recurrent_pages):
+                    lost[:] = np.nan
+                raise CacheLost("lost")
+            run(*arguments)
+
+        driver.engine.run_layer = losing  # type: ignore[assignment, method-assign]
+        same(at_once(driver, long_requests()), expected)
+        assert calls > 60 and all_are_free(driver)
+
+
+def test_a_file_has_the_pages_of_all_kinds_of_layers(layers: Layers, tmp_path: Path) -> None:
+    requests = [request_of(ids) for ids in (_IDS[:700], _EDITED[:600], _IDS[:400])]
+    expected = layers.alone(requests)
+
+    def answers() -> list[Answer]:
+        with layers.system(folder=tmp_path, max_tokens=128) as (_, driver):
+            found = [answer(driver, request) for request in requests]
+            pages_on_file(driver)
+            assert all_are_free(driver)
+        return found
+
+    same(answers(), expected)
+    found = answers()
+    same(found, expected)
+    assert [cached for *_, cached in found] == [640, 576, 384]
 
 
 @pytest.mark.usefixtures("one_torch_thread")
@@ -188,47 +251,6 @@ def test_a_gpu_has_memory_for_windows_alone(windowed: Windowed) -> None:
         same([answer(driver, request) for request in requests], expected)
         at_once(driver, requests)
         assert all_are_free(driver)
-
-
-def test_the_cache_is_lost_amid_windows(windowed: Windowed) -> None:
-    checkpoint, requests = windowed("gemma2", 70), long_requests()
-    with system_of(checkpoint, shares=False) as (_, driver):
-        expected = [answer(driver, request) for request in requests]
-    with system_of(checkpoint, 2) as (system, driver):
-        run, calls = driver.engine.run_layer, 0
-
-        def losing(*arguments: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls % 9 == 5 and calls < 60:
-                arrays = attention_arrays_of(system)
-                arrays.keys[:] = arrays.values[:] = np.nan
-                raise CacheLost("lost")
-            run(*arguments)
-
-        driver.engine.run_layer = losing  # type: ignore[assignment, method-assign]
-        same(at_once(driver, requests), expected)
-        assert calls > 60 and all_are_free(driver)
-
-
-def test_a_file_has_the_pages_of_both_kinds_of_layers(windowed: Windowed, tmp_path: Path) -> None:
-    checkpoint = windowed("gemma3", 150)
-    requests = [request_of(ids) for ids in (_IDS[:700], _EDITED[:600], _IDS[:400])]
-    with system_of(checkpoint, shares=False) as (_, driver):
-        expected = [answer(driver, request) for request in requests]
-
-    def answers() -> list[Answer]:
-        options: dict[str, Any] = {"folder": tmp_path, "max_tokens": 128}
-        with system_of(checkpoint, 3, **options) as (_, driver):
-            found = [answer(driver, request) for request in requests]
-            pages_on_file(driver)
-            assert all_are_free(driver)
-        return found
-
-    same(answers(), expected)
-    found = answers()
-    same(found, expected)
-    assert [cached for *_, cached in found] == [640, 576, 384]
 
 
 def test_scores_of_a_text_longer_than_windows(windowed: Windowed) -> None:

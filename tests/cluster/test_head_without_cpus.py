@@ -73,4 +73,4 @@ def test_whether_an_autoscaler_reports(
         return next(states) if namespace is None else None
 
     monkeypatch.setattr("ray.experimental.internal_kv._internal_kv_get", get)
-    assert cluster._can_grow() == can_grow
+    assert cluster.can_grow() == can_grow

@@ -149,6 +149,34 @@ def test_gelu_without_a_gate_is_never_zero(local_ray: None, text: Path, tmp_path
     assert max(report["sparsity"]) < 0.01
 
 
+def test_layers_without_an_ffn_have_no_counts_and_no_predictor(
+    local_ray: None, text: Path, tmp_path: Path
+) -> None:
+    path = make_tiny("nemotron-h", tmp_path)
+    add_tokenizer(path)
+    report, _ = profiled(path, "--text", text)
+    has_ffn = [size > 0 for size in read_config(path).ffn_sizes]
+    assert not all(has_ffn)
+    assert [share is not None for share in report["sparsity"]] == has_ffn
+    assert all(0 < share < 1 for share in report["sparsity"] if share is not None)
+    found = run_main("train-predictors", path, "--json").report
+    assert [size > 0 for size in found["bytes"]] == has_ffn
+    answer = (
+        "generate",
+        path,
+        "--prompt",
+        "w5 w9",
+        "--max-tokens",
+        "8",
+        "--temperature",
+        "0",
+        "--json",
+    )
+    of_all = run_main(*answer, "--mode", "exact").report
+    assert of_all["ids"] == run_main(*answer, "--mode", "dense").report["ids"]
+    assert 0 < run_main(*answer, "--mode", "lowrank").report["neurons_computed"] <= 1
+
+
 @pytest.mark.thorough
 def test_a_killed_run_goes_on(local_ray: None, tmp_path: Path) -> None:
     arguments: list[str | Path] = ["--text", HELD_OUT, "--max-tokens", f"{LONG}"]

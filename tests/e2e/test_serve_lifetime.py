@@ -107,17 +107,8 @@ def test_a_second_ctrl_c_stops_at_once(openai: Any) -> None:
         assert status == 0 and "Traceback" not in err
 
 
-def test_it_ends_when_the_system_has_ended() -> None:
-    """Whoever keeps it running then starts it again."""
-    with serving() as server:
-        (driver,) = actors_of(server, "DriverActor")
-        driver.kill()
-        status, err = server.end()
-        assert status == 1
-        assert err.startswith("hotcold: error: the driver died") and len(err.splitlines()) == 1
-
-
-def test_services_that_were_replaced_are_in_the_log() -> None:
+def test_services_are_replaced_and_it_ends_when_the_system_has_ended() -> None:
+    """What was replaced is in the log. Whoever keeps a server running then starts it again."""
     asked = {"model": "demo", "prompt": "Return the", "max_tokens": 4, "temperature": 0}
     with serving("--log", "json") as server:
         assert server.process.stderr is not None
@@ -133,8 +124,12 @@ def test_services_that_were_replaced_are_in_the_log() -> None:
         both = "(the cpu0 service died, the gpu service died, and were replaced)"  # at once
         other = "(the gpu service died, the cpu0 service died, and were replaced)"
         assert re.fullmatch("|".join([one, both, other]), events[0]), events[0]
-        server.press_ctrl_c()
-        assert server.end()[0] == 0
+        (driver,) = actors_of(server, "DriverActor")
+        driver.kill()
+        status, err = server.end()
+        assert status == 1
+        (told,) = [line for line in err.splitlines() if not line.startswith("{")]
+        assert told.startswith("hotcold: error: the driver died")
 
 
 def actors_of(server: Server, kind: str) -> set[psutil.Process]:

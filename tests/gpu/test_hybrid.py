@@ -22,7 +22,7 @@ from tests.actors.test_stored_neurons import assert_same_bits, packed
 from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model as make_quantizable
 from tests.reference import reference_logits, relative_difference
-from tests.tiny_models import VARIANTS
+from tests.tiny_models import ON_THE_CPU, VARIANTS
 
 _GPUS, _REASON = list_gpus()
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -31,6 +31,8 @@ if not _GPUS:
 
 Tiny = Callable[..., TinyCheckpoint]
 _GIB = 1 << 30
+
+DENSE = [name for name in VARIANTS if name not in ON_THE_CPU]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def test_rows_with_gaps_arrive(device: Device) -> None:
     np.testing.assert_array_equal(device.xp.asnumpy(target)[:, :2100], rows)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", DENSE)
 def test_logits_equal_transformers(tiny: Tiny, variant: str, device: Device) -> None:
     checkpoint = tiny(variant)
     with CudaInProcess(checkpoint.path, 2, hot=a_third, device=device) as system:
@@ -77,7 +79,7 @@ def test_mixtures(tiny: Tiny, variant: str, device: Device) -> None:
             assert relative_difference(system.logits(mode, ids, sizes), expected) < 1e-3
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *SUPPORTED])
+@pytest.mark.parametrize("variant", [*DENSE, *SUPPORTED])
 def test_whole_layers_at_once(tiny: Tiny, variant: str, device: Device) -> None:
     """The bits of the same layers one by one."""
     checkpoint = tiny(variant)

@@ -25,9 +25,11 @@ def device_layer(
     put: Callable[[np.ndarray], Any],
     rope_table: np.ndarray = _NO_ROPE,
     vectors: dict[str, np.ndarray] | None = None,
+    query_table: np.ndarray | None = None,
     **facts: Any,
 ) -> Layer:
     """A layer of a device, with `layer_numbers(**facts)` and no vectors but those given."""
     every = dict.fromkeys(LayerVectors._fields, np.empty(0, np.float32)) | (vectors or {})
     found = LayerVectors(**{name: put(vector) for name, vector in every.items()})
-    return Layer.of(layer_numbers(**facts), found, put(rope_table))
+    own = None if query_table is None else put(query_table)
+    return Layer.of(layer_numbers(**facts), found, put(rope_table), own)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,9 +35,18 @@ _POISON = 0xFF  # bytes that are NaN in every format: as a number, or as a scale
 class Matrix(NamedTuple):
     """Rows in a format, their float64 numbers, and what rounding is relative to."""
 
-    rows: np.ndarray
+    rows: Any  # an array, or a list of rows, of several formats
     weights: np.ndarray
     sizes: np.ndarray
+
+    @classmethod
+    def of_blocks(cls, seed: int, kinds: Sequence[str], heights: list[int], width: int) -> Matrix:
+        """Random rows of each block, of one kind after the other."""
+        turns = itertools.cycle(kinds)
+        parts = [cls.random(seed + i, next(turns), n or 1, width) for i, n in enumerate(heights)]
+        cut = [[part[:n] for part in each] for each, n in zip(parts, heights, strict=True)]
+        rows = [row for each, _, _ in cut for row in each]
+        return cls(rows, *(np.concatenate([each[i] for each in cut]) for i in (1, 2)))
 
     @classmethod
     def random(cls, seed: int, kind: str, height: int, width: int) -> Matrix:
@@ -69,20 +80,27 @@ class Neurons:
     ) -> Neurons:
         """Of a number, a width and blocks, with or without up rows and biases, as drawn.
 
-        With a `kind` such as "q8+q4" blocks of transposed down rows are of one and the other.
+        With a `kind` such as "q8+q4", where down rows are transposed, blocks are of one and the
+        other: gates, ups and downs each in their turn.
         """
-        kind, *others = kind.split("+")
-        unit = 256 if kind in IN_BLOCKS else 32 if kind in KINDS else 1
+        kinds = kind.split("+")
+        kind = kinds[0]
+        unit = 256 if {*kinds} & {*IN_BLOCKS} else 32 if kind in KINDS else 1
         width = unit * -(-int(rng.integers(1, 600)) // unit)
         size = unit if is_transposed else 1
         number = size * -(-int(rng.integers(1, most)) // size)
         starts = size * starts_of_blocks(rng, number // size, int(rng.choice([1, 3, 8])))
         seed, has_biases = int(rng.integers(1 << 20)), rng.random() < 0.5
         gate, up = (Matrix.random(seed + i, kind, number, width) for i in range(2))
+        if len(kinds) > 1:
+            sizes = np.diff(starts).tolist()
+            gate, up = (
+                Matrix.of_blocks(seed + 99 * i, [*kinds[-i:], *kinds[:-i]], sizes, width)
+                for i in (1, 2)
+            )
         down: Matrix | list[Matrix]
         if is_transposed:
             sizes = np.diff(starts).tolist()
-            kinds = [kind, *others]
             down = [
                 Matrix.random(seed + 9 + i, kinds[i % len(kinds)], width, n or unit)
                 for i, n in enumerate(sizes)
@@ -151,19 +169,30 @@ class Neurons:
         down_bias = np.stack([self.down_biases] * 2)
         fields: dict[str, Any] = {
             "starts": np.concatenate([first, self.starts[None] + BEFORE]),
-            "gate": below(self.gate.rows),
-            "up": self.gate.rows[:0] if self.up is None else below(self.up.rows),
             "gate_bias": below(self.gate_bias),
             "up_bias": below(self.up_bias),
             "down_bias": down_bias,
             "down_norms": below(self.down_norms),
         }
         if isinstance(self.down, Matrix):
+            up = self.gate.rows[:0] if self.up is None else below(self.up.rows)
+            fields |= {"gate": below(self.gate.rows), "up": up}
             arrays = FfnArrays(down=below(self.down.rows), **fields)
             return Source(arrays, arrays.starts, self.width)
         blocks = [each.rows for each in self.down]
         down = block_rows([[each[:0] for each in blocks], blocks])
+        for name, matrix in (("gate", self.gate), ("up", self.up)):
+            fields[name] = self._blocks(matrix)
         return Source(TransposedArrays(down=down, **fields), fields["starts"], self.width)
+
+    def _blocks(self, matrix: Matrix | None) -> BlockRows:
+        """Both layers' gate or up rows by block."""
+        rows, num_blocks = (matrix or self.gate).rows, len(self.starts) - 1
+        none = np.stack(rows[:1])[:0]
+        first = [none] * (num_blocks - 1) + [np.stack(rows[:1]).repeat(BEFORE, axis=0)]
+        spans = (rows[slice(*span)] for span in pairwise(self.starts.tolist()))
+        found = block_rows([first, [np.stack(own) if len(own) else none for own in spans]])
+        return found if matrix is not None else found._replace(places=found.places[:, :0])
 
     def selected(
         self, x: np.ndarray, selection: Selection, name: str, limit: float, thresholds: Thresholds
@@ -302,14 +331,14 @@ def factors(selection: Selection, starts: np.ndarray, num_tokens: int) -> np.nda
 
 
 def block_rows(matrices: Sequence[Sequence[np.ndarray]]) -> BlockRows:
-    """The matrices of each layer's blocks, of one dtype or two; one without rows is none."""
+    """The matrices of each layer's blocks; one without weights is none."""
     dtypes = list(dict.fromkeys(matrix.dtype for layer in matrices for matrix in layer))
     widths = np.array([[row_width(m.dtype, m.shape[1]) for m in layer] for layer in matrices])
-    is_second = np.array([[m.dtype != dtypes[0] for m in layer] for layer in matrices])
+    formats = np.array([[dtypes.index(m.dtype) for m in layer] for layer in matrices])
     heights = np.array([[len(m) for m in layer] for layer in matrices])
-    places, counts = block_places(heights, widths, (dtypes[0], dtypes[-1]), is_second)
-    sizes = counts[0], counts[1] if len(dtypes) > 1 else 0
-    rows = BlockRows(np.zeros(sizes[0], dtypes[0]), np.zeros(sizes[1], dtypes[-1]), places)
+    places, counts = block_places(heights, widths, dtypes, formats)
+    arrays = (np.zeros(count, dtype) for count, dtype in zip(counts, dtypes, strict=True))
+    rows = BlockRows(tuple(arrays), places)
     for layer, block in zip(*np.nonzero(heights * widths), strict=True):
         rows.matrix(layer, block)[:] = matrices[layer][block]
     return rows

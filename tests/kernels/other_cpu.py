@@ -44,10 +44,14 @@ from tests.kernels.quantized_rows import (
     IN_BLOCKS,
     LIMITS,
     SUMMED,
+    TABLES,
     random_rows,
 )
 
-KINDS = ("f16", "q8", "q4", "q4_1", "q4_k", "q5", "q5_k", "q6", "mxfp4")
+KINDS = (
+    "f16", "q8", "q4", "q4_1", "q4_k", "q5", "q5_k", "q6", "mxfp4", "nvfp4", "iq4_xs", "iq3_s",
+    "iq2",
+)  # fmt: skip
 FEATURES = ("avx2", "avx512f", "avx512vnni", "avxvnni", "f16c", "fma")
 # Two whole blocks of tiles of float rows and some rows; four chunks and six groups more.
 NUM_ROWS, WIDTH = 51, 2240
@@ -80,7 +84,7 @@ def at_page_end(array: np.ndarray) -> np.ndarray:
 
 def width_of(kind: str) -> int:
     """Weights of a row of that kind, or of what is multiplied with it."""
-    return WIDTH_IN_BLOCKS if kind in IN_BLOCKS else WIDTH
+    return WIDTH_IN_BLOCKS if kind in IN_BLOCKS and kind != "nvfp4" else WIDTH
 
 
 def matrix(kind: str, seed: int) -> np.ndarray:
@@ -92,7 +96,8 @@ def matrix(kind: str, seed: int) -> np.ndarray:
 
 def with_ends(kind: str) -> list[np.ndarray]:
     """Rows of the least value alone, and of the greatest, which make the largest sums."""
-    ends = (7, 15) if kind == "mxfp4" else LIMITS[kind]  # numbers of values
+    table = TABLES.get(kind)
+    ends = LIMITS[kind] if table is None else (int(table.argmax()), int(table.argmin()))
     return [
         random_rows(abs(end), kind, LAST_ROWS, WIDTH_IN_BLOCKS, (end, end)).rows for end in ends
     ]
@@ -153,7 +158,8 @@ def _prompt_products(gate: np.ndarray, down: np.ndarray) -> dict[str, np.ndarray
 def _last_chunks(kind: str) -> dict[str, np.ndarray]:
     """Products of rows at the end of what can be read, for all LAST_GROUPS."""
     found = {}
-    for groups in LAST_GROUPS if kind not in IN_BLOCKS else (8,):
+    of_pairs = LAST_GROUPS[1::2] if kind == "nvfp4" else (8,)
+    for groups in LAST_GROUPS if kind not in IN_BLOCKS else of_pairs:
         width = CHUNK + QUANT_GROUP * groups
         rows = at_page_end(random_rows(groups, kind, LAST_ROWS, width).rows)
         for n in LAST_TOKENS:

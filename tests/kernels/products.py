@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hotcold.numba_kernels.block_rows import NUM_PLACE_NUMBERS
+from hotcold.numba_kernels.decode.vectors import QuantizedVectors
 from hotcold.numba_kernels.ir.amx_ir import AMX_ITEMS
 from hotcold.numba_kernels.ir.target import LANES
 from hotcold.numba_kernels.prefill.block_tokens import BlockTokens, ChoiceRows, CutRows, StripeSums
@@ -12,7 +13,6 @@ from hotcold.numba_kernels.prefill.float_items import num_items
 from hotcold.numba_kernels.prefill.float_matmul import combine_kernel, pack_rows_kernel
 from hotcold.numba_kernels.prefill.shared_rows import (
     AMX,
-    QUANTIZED,
     FloatTokens,
     multiply_blocks,
     new_tokens,
@@ -31,15 +31,17 @@ def linear(products: Products, x: np.ndarray, weights: np.ndarray, out: np.ndarr
     """out = x @ weights.T."""
     num_tokens, width = x.shape
     tokens = new_tokens(products.kind, products.num_threads, num_tokens, width)
-    end = num_tokens if products.kind is QUANTIZED else tokens[0].size
+    end = num_tokens if isinstance(tokens, QuantizedVectors) else np.size(tokens[0])
     choices, starts = _every_token(num_tokens), np.array([0, end])
     rows = ChoiceRows(out.reshape(-1), np.array([0, out.size]))
     flat, places = _block(weights)
     for thread in range(products.num_threads):
-        prepare_blocks(flat, x, choices, tokens, starts, thread, thread, products.num_threads)
+        prepare_blocks(
+            (flat,), places, x, choices, tokens, starts, thread, thread, products.num_threads
+        )
     for thread in range(products.num_threads):
         multiply_blocks(
-            flat, places, choices, tokens, starts, rows, thread, thread, products.num_threads
+            (flat,), places, choices, tokens, starts, rows, thread, thread, products.num_threads
         )
 
 

@@ -211,3 +211,48 @@ def mirostat_shares(
     for one, share in _softmax(z, ids).items():
         shares[one] = share
     return shares
+
+
+def gated_delta_net(
+    rows: np.ndarray,
+    gates: np.ndarray,
+    sizes: tuple[int, int, int, int],
+    conv_weight: np.ndarray,
+    decay_rate: np.ndarray,
+    step_bias: np.ndarray,
+    norm_weight: np.ndarray,
+    epsilon: float,
+    is_tiled: bool = False,
+) -> np.ndarray:
+    """A sequence's rows q | k | v | z and gates b | a, as projected, to (T, Hv dv): state by state.
+
+    sizes: Hk, Hv, dk, dv; conv_weight (taps, channels), of the position itself last
+    """
+    num_keys, num_values, key_dim, value_dim = sizes
+    length, taps = len(rows), len(conv_weight)
+    channels = conv_weight.shape[1]
+    q_k_v, z = np.split(rows.astype(np.float64), [channels], axis=1)
+    b, a = np.split(gates.astype(np.float64), 2, axis=1)
+    padded = np.concatenate([np.zeros((taps - 1, channels)), q_k_v])
+    convolved = sum(padded[i : i + length] * conv_weight[i].astype(float) for i in range(taps))
+    convolved = activate(convolved, "silu")
+    q, k, v = np.split(convolved, [num_keys * key_dim, 2 * num_keys * key_dim], axis=1)
+    of_value = np.arange(num_values)
+    of_value = of_value % num_keys if is_tiled else of_value // (num_values // num_keys)
+
+    def unit(x: np.ndarray) -> np.ndarray:
+        heads = x.reshape(length, num_keys, key_dim)
+        return (heads / np.sqrt((heads**2).sum(-1, keepdims=True) + 1e-6))[:, of_value]
+
+    q, k = unit(q) * key_dim**-0.5, unit(k)
+    v, z = (x.reshape(length, num_values, value_dim) for x in (v, z))
+    decays = np.exp(decay_rate.astype(float) * np.logaddexp(0, a + step_bias))
+    betas = 1 / (1 + np.exp(-b))
+    state, out = np.zeros((num_values, key_dim, value_dim)), np.empty_like(v)
+    for t in range(length):
+        state = state * decays[t, :, None, None]
+        change = betas[t, :, None] * (v[t] - np.einsum("hkv,hk->hv", state, k[t]))
+        state += k[t][:, :, None] * change[:, None]
+        out[t] = np.einsum("hkv,hk->hv", state, q[t])
+    out /= np.sqrt((out**2).mean(-1, keepdims=True) + epsilon)
+    return (out * norm_weight * activate(z, "silu")).reshape(length, -1)

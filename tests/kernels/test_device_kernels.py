@@ -39,7 +39,8 @@ class Step:
     qkv: np.ndarray
     num_heads: int
     num_kv_heads: int
-    table: np.ndarray  # rope
+    table: np.ndarray  # rope, of keys
+    query_table: np.ndarray
     positions: np.ndarray
     slots: np.ndarray
     page_tables: np.ndarray
@@ -51,18 +52,20 @@ class Step:
         return self.positions, self.slots, self.page_tables
 
     def layer(self, put: Callable[[np.ndarray], Any], table: np.ndarray) -> Layer:
-        """With `table` as its rope."""
+        """With `table` as the rope of keys, and queries' own where there is one."""
         dim = self.cache.shape[-1]
         facts: dict[str, Any] = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
         vectors = {"sinks": self.sinks}
-        return device_layer(put, table, vectors, head_dim=dim, scale=dim**-0.5, **facts)
+        own = self.query_table if table.size else table
+        return device_layer(put, table, vectors, own, head_dim=dim, scale=dim**-0.5, **facts)
 
     def token(self, t: int) -> Step:
         """The step of one token alone."""
         rows = slice(t, t + 1)
         places = self.positions[rows], self.slots[rows], self.page_tables
         counts = self.num_heads, self.num_kv_heads
-        return Step(self.qkv[rows], *counts, self.table, *places, self.cache, self.sinks)
+        tables = self.table, self.query_table
+        return Step(self.qkv[rows], *counts, *tables, *places, self.cache, self.sinks)
 
     def run(self, device: DeviceCalls, max_length: int) -> tuple[np.ndarray, np.ndarray]:
         """The heads' outputs, and the cache afterwards."""
@@ -89,6 +92,7 @@ def make_step(dtype: type, heads: tuple[int, int], dim: int, positions: list[int
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         table=random_floats(4, max(positions) + 1, 2, dim // 2),
+        query_table=random_floats(5, max(positions) + 1, 2, dim // 2),
         positions=np.array(positions, np.int32),
         slots=np.array([0, *range(num_slots)], np.int32),
         page_tables=pages.reshape(num_slots, pages_a_slot).astype(np.int32),
@@ -102,7 +106,9 @@ def expected_step(step: Step) -> tuple[np.ndarray, np.ndarray]:
     heads = step.qkv.reshape(len(step.qkv), -1, dim).astype(np.float64)
     first_value = step.num_heads + step.num_kv_heads
     for t, position in enumerate(step.positions):
-        heads[t, :first_value] = reference.rope(heads[t, :first_value], step.table[position])
+        parts = (step.query_table, 0, step.num_heads), (step.table, step.num_heads, first_value)
+        for table, first, last in parts:
+            heads[t, first:last] = reference.rope(heads[t, first:last], table[position])
         page = step.page_tables[step.slots[t], position // PAGE]
         for part, first in enumerate((step.num_heads, first_value)):
             own = heads[t, first : first + step.num_kv_heads].astype(np.float32)

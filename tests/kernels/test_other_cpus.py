@@ -34,14 +34,15 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 
 QUANTIZED = tuple(kind for kind in KINDS if kind != "f16")
-BYTES = ("q8", "q4", "q6", "mxfp4")  # that multiply in ways of their own with VNNI
+# That multiply in ways of their own with VNNI.
+BYTES = ("q8", "q4", "q6", "mxfp4", "iq4_xs", "iq2", "nvfp4")
 # Without AVX2 all formats' last chunks go one way.
 OLDER = {
     "avx2": (HASWELL, ["avx2", "f16c", "fma"], KINDS),
     # The numbers of AVX-VNNI: the same instruction as AVX-512 encodes it.
     "vnni": (f"{HASWELL},+avx512vl,+avx512vnni", ["avx2", "avx512vnni", "f16c", "fma"], QUANTIZED),
     "avxvnni": (f"{HASWELL},+avxvnni", ["avx2", "avxvnni", "f16c", "fma"], QUANTIZED),
-    "plain": ("", [], ("f16", "q8", "q4_1", "q5", "q5_k", "q6", "mxfp4")),
+    "plain": ("", [], ("f16", "q8", "q4_1", "q5", "q5_k", "q6", "mxfp4", "nvfp4", "iq4_xs", "iq2")),
 }
 
 NEEDED = {"vnni": ("avx512vl", "avx512vnni"), "avxvnni": ("avxvnni",)}
@@ -106,17 +107,18 @@ def test_avx_vnni_without_avx512(run_for: Callable[..., Run], kind: str) -> None
     assert not re.search(r"vpmaddubsw|%zmm|%[xy]mm(1[6-9]|2\d|3[01])|%k[1-7]", assembly)
 
 
-ARM_KINDS = ("f16", "q8", "q4_1", "mxfp4")
+ARM_KINDS = ("f16", "q8", "q4_1", "mxfp4", "iq4_xs")
 
 
 @pytest.mark.parametrize("kind", ARM_KINDS)
 def test_arm(run_for: Callable[..., Run], kind: str) -> None:
-    assembly = (run_for("generic", "", "aarch64", *ARM_KINDS).folder / kind).read_text()
+    assembly = (run_for("generic", "+neon", "aarch64", *ARM_KINDS).folder / kind).read_text()
     instructions = {line.split()[0] for line in assembly.splitlines() if line.startswith("\t")}
     assert re.search(r"\tfmla\tv\d+\.4s, v\d+\.4s, v\d+\.4s", assembly)
     widens = re.search(r"\tfcvtl2?\tv\d+\.4s, v\d+\.[48]h", assembly)
     assert (widens is None) == (kind == "mxfp4")  # whose scales are powers of two
     assert "prfm" in instructions  # of floats, tiles of many tokens ask for the next block
+    assert ("tbl" in instructions) == (kind in ("mxfp4", "iq4_xs"))  # tables are looked up
     if kind != "f16":
         assert re.search(r"\ts?ml[a-z0-9]*\tv\d+\.4s", assembly)
     called = re.findall(r"\tbl?\t([A-Za-z_]\S*)", assembly)

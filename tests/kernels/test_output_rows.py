@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hotcold.numba_kernels.block_rows import NUM_PLACE_NUMBERS, ROW_ITEMS
+from hotcold.numba_kernels.block_rows import END, NUM_PLACE_NUMBERS, ROW_ITEMS
 from hotcold.numba_kernels.formats import BLOCK_FORMATS, block_dtype, row_items
 from hotcold.numba_kernels.load.blocks import blocks_into
 from hotcold.numba_kernels.load.quantize import DONE
@@ -21,7 +21,8 @@ HEIGHT, ROWS = 11, 4  # of a matrix, of a bundle
 # Whole chunks of 512 columns, parts of one, what is left at a row's end.
 PARTS = [(1024, 0, 512), (1024, 256, 768), (768, 512, 256), (1280, 256, 1024), (768, 0, 768)]
 HALVES = [(768, 0, 384), (768, 384, 384)]  # of blocks of one group
-KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_K", "Q6_K", "MXFP4"]
+KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_K", "Q6_K", "MXFP4", "NVFP4", "IQ4_XS"]
+KINDS += ["IQ2_S"]
 CASES = [
     (kind, *part)
     for kind in KINDS
@@ -49,10 +50,13 @@ def test_columns_of_a_matrix_from_its_bundles(
     at, size = (number // block.weights * block.num_bytes for number in (first, count))
     whole, wanted = rows_of(blocks), rows_of(np.ascontiguousarray(blocks[:, at : at + size]))
     places = np.zeros((2, 1, NUM_PLACE_NUMBERS), np.int64)
-    places[1, 0, ROW_ITEMS] = wanted.shape[1]
+    places[1, 0, [END, ROW_ITEMS]] = wanted.size, wanted.shape[1]
     bundles = [whole[at : at + ROWS] for at in range(0, HEIGHT, ROWS)]
     outputs = OutputRows(
         rows=np.full(wanted.size + 192, 0xA5, np.uint8),
+        gates=np.zeros_like(places[:, 0]),
+        ups=np.zeros_like(places[:0, 0]),
+        item_bytes=np.ones(2, np.int64),
         places=places,
         begins=np.zeros(0, np.int64),
         cuts=np.array(

@@ -67,6 +67,8 @@ class Router:
             bias=normal(total, self.spec.has_bias),
             selection_bias=normal(total, self.spec.has_selection_bias),
             shared=normal((2, WIDTH * self.spec.gates_shared)) / np.float32(4),
+            input_scale=np.empty((2, 0), np.float32),
+            expert_scale=normal(total, self.spec.scales_experts),
         )
         self.num_blocks = count + bool(shared)
 
@@ -88,7 +90,9 @@ class Router:
         router = part(rows)
         assert router is not None
         tokens = torch.from_numpy(x).double()
-        return expert_weights(self.spec, router, part(bias), part(selection_bias), tokens).numpy()
+        found = expert_weights(self.spec, router, part(bias), part(selection_bias), tokens)
+        scale = part(self.arrays.expert_scale)
+        return (found if scale is None else found * scale).numpy()
 
 
 def _ffn(spec: RouterSpec, has_shared: bool) -> FfnSpec:
@@ -156,6 +160,14 @@ def test_weights_equal_the_reference(weights_of: Weights, facts: dict[str, Any])
         assert ((found[:, :count] != 0) == (expected != 0)).all()
         assert (np.count_nonzero(found, axis=1) == router.spec.num_chosen).all()
         np.testing.assert_allclose(found[:, :count], expected, rtol=5e-6)
+
+
+def test_learned_numbers_scale_the_weights_of_experts() -> None:
+    """On the CPU alone."""
+    router, x = Router(score="softmax", norms_chosen=True, scales_experts=True), tokens()
+    found, expected = router.weights(x), router.expected(x)
+    assert (expected < 0).any()
+    np.testing.assert_allclose(found[:, : router.spec.num_experts], expected, rtol=5e-6)
 
 
 @each_way

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from hotcold.numba_kernels.formats import ROW_FORMATS
 from hotcold.numba_kernels.load.convert import to_bfloat16, to_float32
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats, unaligned
@@ -34,7 +35,7 @@ SHAPES = [
 @pytest.mark.parametrize("kind", [*BITS, *KINDS])
 def test_rows_times_vectors(products: Products, request: pytest.FixtureRequest, kind: str) -> None:
     is_slow = request.node.callspec.params.get("products") == "emulated"  # a hundred times slower
-    unit = 256 if kind in IN_BLOCKS else 32 if kind in KINDS else 1
+    unit = ROW_FORMATS[KINDS[kind]].block_weights if kind in KINDS else 1
     for seed, (height, width, numbers) in enumerate(SHAPES):
         width = -(-width // unit) * unit
         matrix = Matrix.random(seed, kind, height, width)

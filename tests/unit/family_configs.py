@@ -41,6 +41,7 @@ GEMMA3: dict[str, Any] = {
     "intermediate_size": 96,
     "vocab_size": 100,
 }
+GEMMA4 = GEMMA3 | {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text"}
 PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 SMOLLM3 = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}

@@ -35,6 +35,7 @@ from tests.tiny_models import MAX_POSITIONS, make_tiny
 GIB = 1 << 30
 NO_WEIGHTS = (
     *("keys", "values", "rope_tables", "numbers", "logit_softcap"),
+    *("recurrent_numbers", "recurrent_pages"),
     *("starts", "first_stripe", "stripes_at_once"),
 )
 
@@ -48,6 +49,7 @@ def allocated(system: SystemConfig, path: Path) -> tuple[int, int]:
         service = load(spec, config, lambda count: None)
         if not spec.is_cpu_service:
             kv += service.arrays.keys.nbytes + service.arrays.values.nbytes
+            kv += service.arrays.recurrent_pages.nbytes
         for one in filter(None, (service, service.draft)):
             weights += sum(
                 array.nbytes
@@ -75,7 +77,8 @@ def require_equal(path: Path, **options: Any) -> None:
 @pytest.mark.parametrize(
     "variant",
     ["llama-mlp-bias", "opt-postnorm", "falcon-bias", "falcon-grouped", "gemma3", "phi3",
-     "minicpm", "gpt-oss", "glm4-moe-groups", "granite-moe-shared", "smallthinker-windows"],
+     "minicpm", "gpt-oss", "glm4-moe-groups", "granite-moe-shared", "smallthinker-windows",
+     "qwen3.5", "qwen3-next"],
 )  # fmt: skip
 def test_it_is_what_services_allocate(variant: str, tmp_path: Path) -> None:
     require_equal(make_tiny(variant, tmp_path), num_cpu_actors=1)
@@ -96,7 +99,7 @@ def test_a_quantized_cache(tmp_path: Path) -> None:
 
 
 def test_what_processes_take(tmp_path: Path) -> None:
-    """Arenas of calls; segments of long contexts, as they are allocated; torch for .bin files."""
+    """Arenas of calls; segments and rope's table of long contexts; torch for .bin files."""
     path = make_tiny("llama-gqa", tmp_path)
     config, system = read_model(path), SystemConfig(str(path), num_cpu_actors=3, exchange="calls")
     plain = account(system, config)
@@ -107,7 +110,8 @@ def test_what_processes_take(tmp_path: Path) -> None:
         parts = attention_parts_bytes(longer, config)
         num_tokens = min(32, arena_layout(longer, config).max_tokens)
         assert parts == num_tokens * (pages // 4) * config.num_heads * (config.head_dim + 2) * 4
-        rests.append(account(longer, config).process_bytes - parts)
+        table = 64 * pages * (config.head_dim + 1) * 4
+        rests.append(account(longer, config).process_bytes - parts - table)
     assert rests[0] == rests[1]
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     assert account(system, config).process_bytes - plain.process_bytes == (2 + 3) * (130 << 20)
@@ -130,14 +134,14 @@ def test_with_neurons_on_storage_the_cache_is_that_of_such_a_system(tmp_path: Pa
     spec = service_specs(stored, config)[0]
     arrays = load_attention_service(spec, read_config(path), lambda count: None).arrays
     assert spec.cache is not None  # pages beyond these are never written
-    num_pages = sum(spec.cache.pages_of(window) for window in config.windows)
-    assert need.kv_cache_bytes == 2 * num_pages * arrays.keys[0, 0].nbytes
+    num_pages = sum(spec.cache.pages_of(layer.page_group) for layer in config.layers)
+    assert need.kv_cache_bytes == 2 * num_pages * arrays.keys.pages(0)[0].nbytes
 
 
 def test_doctor_and_generate_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_tiny("opt-postnorm", tmp_path, dtype="float16")
     for context in ([], ["--context", "32"]):
-        assert main(["doctor", "--no-measure", "--json", *context, str(path)]) == 0
+        assert main(["doctor", "--no-measure", "--json", *context, str(path)]) == 1  # no tokenizer
         total = json.loads(capsys.readouterr().out.splitlines()[-1])["model"]["total_bytes"]
         length = int(context[1]) if context else None
         prepare_system(path, SystemOptions(context_length=length, cpu_memory_bytes=total))

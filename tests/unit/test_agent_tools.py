@@ -18,12 +18,13 @@ import jsonschema
 import numpy as np
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from hotcold.actors.protocol.messages import TokenEvent
-from hotcold.model.text.tools import TAGGED
+from hotcold.model.text.call_syntax import TAGGED, syntax_of
+from hotcold.ui.api.tools.argument_grammars import argument_rules
 from hotcold.ui.api.tools.grammar import Callable, Function, calls_grammar
 from hotcold.ui.api.tools.json_schema import enforced
 from hotcold.ui.api.tools.lark_regex import regex_of
@@ -240,6 +241,7 @@ GRAMMARS = [
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_a_grammar_without_recursion_is_one_regex(grammar: str, data: st.DataObject) -> None:
     """It matches what llguidance takes by the grammar, and nothing else."""
@@ -369,8 +371,10 @@ def call_of(grammar: str, rng: np.random.Generator) -> tuple[str, Any] | None:
     return called.name, json.loads(called.arguments)
 
 
-def validator(tool: dict[str, Any]) -> Any:
-    schema = enforceable(tool["parameters"], enforced(tool["parameters"], is_object=True).lost)
+def validator(tool: dict[str, Any], lost: tuple[str, ...] | None = None) -> Any:
+    if lost is None:
+        lost = enforced(tool["parameters"], is_object=True).lost
+    schema = enforceable(tool["parameters"], tuple(lost))
     is_draft_4 = re.search('"exclusive(Min|Max)imum": (true|false)', json.dumps(schema))
     found = jsonschema.Draft4Validator if is_draft_4 else jsonschema.Draft202012Validator
     return found(schema)
@@ -379,8 +383,10 @@ def validator(tool: dict[str, Any]) -> Any:
 def test_a_call_of_each_tool_fits_its_own_schema() -> None:
     rng = np.random.default_rng(1)
     num_whole, lost = 0, Counter[str]()
-    for tool in ALL:
+    for number, tool in enumerate(ALL):
         lost.update(enforced(tool["parameters"], is_object=True).lost)
+        if number % 3:
+            continue
         wanted = Callable(
             [Function(tool["name"], tool["parameters"])], is_required=True, may_be_several=False
         )
@@ -388,8 +394,32 @@ def test_a_call_of_each_tool_fits_its_own_schema() -> None:
             num_whole += 1
             assert call[0] == tool["name"]
             validator(tool).validate(call[1])
-    assert num_whole > 0.9 * len(ALL)
+    assert num_whole > 0.3 * len(ALL)
     assert lost == NOT_ENFORCED
+
+
+# Mixed forms of arguments: between tags, Gemma 4's, Python's.
+@pytest.mark.parametrize(
+    "template",
+    ["<tool_call> <function= <parameter=", "<|tool_call>call:", "<|tool_call_start|>"],
+)
+def test_calls_without_json_fit_as_well(template: str) -> None:
+    rng, syntax, num_whole = np.random.default_rng(1), syntax_of(template), 0
+    assert syntax is not None
+    for tool in ALL[::7]:
+        parameters = tool["parameters"]
+        wanted = Callable([Function(tool["name"], parameters)], True, False)
+        grammar = LLMatcher.grammar_from_lark(calls_grammar(wanted, syntax, None).text)
+        if (text := drawn(matcher_of(grammar), rng)) is None:
+            continue
+        reader = AnswerReader(syntax, {tool["name"]: parameters})
+        list(reader.push(TokenEvent(text, RESULT)))
+        (called,) = reader.calls
+        validator(tool, tuple(argument_rules(syntax.form, parameters)[1])).validate(
+            json.loads(called.arguments)
+        )
+        num_whole += 1
+    assert num_whole > 8
 
 
 def test_strict_tools_are_refused_by_name_and_keyword() -> None:

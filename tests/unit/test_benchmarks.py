@@ -55,7 +55,9 @@ def test_what_stands_in_for_a_model_reads_as_many_bytes(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_a_random_file_beside_llama_cpp(tmp_path: Path) -> None:
     file, bench, out = (tmp_path / name for name in ("tiny.gguf", "llama-bench", "report.md"))
-    output_of(run_benchmark("random_gguf", file, "--shape", "tiny", "--layers", 2))
+    output_of(
+        run_benchmark("random_gguf", file, "--shape", "tiny", "--format", "f16", "--layers", 2)
+    )
     bench.write_text(LLAMA_BENCH)
     bench.chmod(0o755)
     sizes = ["--mode", "dense", "--tokens", 4, "--prompt-tokens", 40, "--rounds", 1]
@@ -74,6 +76,8 @@ def test_a_random_file_beside_llama_cpp(tmp_path: Path) -> None:
     ("name", "arguments"),
     [
         ("faults", "--faults 4 --context 512"),
+        ("fleet_faults", "--minutes 0.2 --clients 2 --requests 20"),
+        ("fleet_overhead", "--rounds 1 --tokens 16 --conversations 12"),
         ("random_requests", "--requests 60 --context 256"),
         ("prefixes_and_drafts", "--tokens 8 --rounds 1 --turns 2 --part tools --part drafts"),
         ("start", "--runs 1 --way serve --seconds 1"),

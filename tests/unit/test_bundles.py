@@ -11,11 +11,13 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGUFReader
 
 from hotcold.actors.cpu.unit_store import ExpertStore
 from hotcold.actors.protocol.messages import SystemConfig
@@ -49,7 +51,7 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.files.safetensors_file import SafetensorsFile
 from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.down_outputs import down_lengths, read_down_outputs
-from hotcold.model.weights.ffn import load_ffn, load_ffn_biases
+from hotcold.model.weights.ffn import load_ffn, load_ffn_biases, read_gates
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.placement.profile import ActivationProfile
 from tests.actors import test_gguf_mixtures
@@ -427,27 +429,33 @@ def test_rows_are_where_the_file_says(name: str, tmp_path: Path) -> None:
     weights = load_ffn(checkpoint, config, every, include_down_bias=False)
     with TensorReader(checkpoint) as reader:
         down = read_down_outputs(reader, config, every)
-    count, row = geometry.bundle_neurons, geometry.gate_row_bytes
-    at = geometry.first_byte
+        gates, ups = read_gates(reader, config, weights)
+    count, at = geometry.bundle_neurons, geometry.first_byte
     for layer, spec in enumerate(config.layers):
-        first_bytes, down_bytes = geometry.part_bytes(layer)
-        assert first_bytes % 512 == down_bytes % 512 == 0 and at == geometry.span(layer)[0]
+        assert at == geometry.span(layer)[0]
         for block, size in enumerate(spec.ffn.block_sizes):
-            num_bundles, height = geometry.down_blocks[layer][block][:2]
+            first_bytes, down_bytes = geometry.part_bytes(layer, block)
+            assert first_bytes % 512 == down_bytes % 512 == 0
+            num_bundles, _, (row, _, _), height = geometry.blocks[layer][block]
             assert num_bundles > 1
             shape = num_bundles, first_bytes + down_bytes
             bundles = content[at : at + shape[0] * shape[1]].reshape(shape)
             at += bundles.size
-            own = slice(*weights.starts[layer, block : block + 2])
-            for rows, begin in ((weights.gate, 0), (weights.up, count * row)):
+            for rows, begin in ((gates, 0), (ups, count * row)):
                 found = bundles[:, begin : begin + count * row].reshape(-1, row)
-                assert found[:size].tobytes() == rows[own].tobytes()
+                assert found[:size].tobytes() == rows.matrix(layer, block).tobytes()
                 assert not found[size:].any()
             wanted = down.matrix(layer, block)
             outputs = bundles[:, first_bytes:][:, : height * wanted.shape[1]]
             outputs = np.ascontiguousarray(outputs).reshape(-1, wanted.shape[1])
             assert outputs[: len(wanted)].tobytes() == wanted.tobytes()
             assert not outputs[len(wanted) :].any()
+    if name == "three":  # of formats that have as many bytes in memory as in the file
+        blocks = [*chain(*geometry.blocks)]
+        padded = 2 * 512 * geometry.num_bundles + geometry.bundle_bytes * len(blocks)
+        stored = [t for t in GGUFReader(path).tensors if "ffn_" in t.name and t.n_bytes > 1 << 14]
+        assert len(stored) == 3 * (2 + 2 * 2)
+        assert 0 <= geometry.data_bytes - sum(int(t.n_bytes) for t in stored) < padded
     tables = read_bundle_file(file, geometry, ModelIdentity.of(path))
     lengths = [length for length in tables.norms.reshape(-1) if length > 0]
     np.testing.assert_array_equal(lengths, down_lengths(down))
@@ -483,10 +491,10 @@ def test_files_of_other_cuts_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     other = pack_model(path, read_model(path))
     assert file.name != other.name and file.exists() and other.exists()
     geometry = BundleGeometry.of(config)
-    (first, *rest), *layers = geometry.down_blocks
-    changed = ((first._replace(rows=first.rows - 1), *rest), *layers)
+    (first, *rest), *layers = geometry.blocks
+    changed = ((first._replace(outputs=first.outputs - 1), *rest), *layers)
     with pytest.raises(ArtifactError, match="another format or version; make it again"):
-        read_bundle_file(file, replace(geometry, down_blocks=changed), identity)
+        read_bundle_file(file, replace(geometry, blocks=changed), identity)
     read_bundle_file(file, geometry, identity)
 
 
@@ -524,11 +532,10 @@ def test_slots_take_what_is_promised(name: str, services: int, pieces: int, tmp_
         runs = runs_of_stripes(config, spec.stripes)
         store = ExpertStore(file, layers, weights, share, 1, runs=runs)
         try:
-            arrays = store.arrays
-            taken += arrays.gate.nbytes + arrays.up.nbytes + store.stored.outputs.rows.nbytes
+            taken += store.stored.outputs.rows.nbytes
         finally:
             store.close()
-    promised = bytes_in_memory(config, system.storage) + geometry.more_down_bytes
+    promised = bytes_in_memory(config, system.storage) + geometry.more_bytes
     tables = 48 * system.storage.num_up_downs  # of the rows' owners, counted beside them
     assert 0.8 * (promised - tables) < taken <= promised
 
@@ -549,7 +556,7 @@ def test_a_system_beyond_memory_keeps_them(tmp_path: Path, monkeypatch: pytest.M
         asked = replace(options, cpu_memory_bytes=total - 1, mode=mode)
         system, stored = prepare_system(path, asked)
         assert system.storage is not None and system.storage.path.endswith("-outputs.bin")
-        assert system.down_transposed and stored.down_formats == config.down_formats
+        assert system.down_transposed and stored.block_formats == config.block_formats
 
 
 def test_a_model_that_was_changed_in_place_has_no_bundles(model: Model) -> None:

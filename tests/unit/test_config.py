@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.unit.family_configs import (
     BAMBOO,
     FALCON,
     GEMMA3,
+    GEMMA4,
     LLAMA,
     LLAMA3,
     LONGROPE,
@@ -77,6 +79,69 @@ def test_gemma3_in_both_spellings_and_within_a_model_with_pictures() -> None:
     }
     assert replace(build_config(wrapper), eos_token_ids=(1,)) == config
     assert build_config(wrapper).eos_token_ids == (1, 3)
+
+
+def test_text_models_beside_a_vision_part() -> None:
+    """In `text_config`, or in the same object, as Qwen2.5-VL was published."""
+    text = {key: value for key, value in LLAMA.items() if key != "architectures"}
+    rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    flat = text | {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "vision_config": {},
+        "rope_scaling": rope,
+        "use_sliding_window": False,
+        "sliding_window": 32768,
+    }
+    config = build_config(flat)
+    assert config.family == "qwen2" and config.attention_bias and config.ropes[0].kind == "default"
+    inner = text | {"model_type": "qwen2_5_vl_text", "rope_parameters": rope}
+    assert build_config({"model_type": "qwen2_5_vl", "text_config": inner}) == config
+    own = {"model_type": "mistral", "num_key_value_heads": 4}
+    mistral = {"model_type": "mistral3", "text_config": text | own}
+    assert build_config(mistral | {"tie_word_embeddings": True}).tied_embeddings
+    assert not build_config(mistral).tied_embeddings
+
+
+def test_gemma4s_layers_have_heads_of_their_own() -> None:
+    own = {"num_hidden_layers": 12, "sliding_window": 9, "hidden_size_per_layer_input": None}
+    keys = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 32}
+    config = build_config(GEMMA4 | own | keys)
+    assert config.windows == ((9,) * 5 + (0,)) * 2 and config.key_value_layers == (5, 11)
+    heads = [(each.num_kv_heads, each.head_dim) for each in config.layer_heads]
+    assert heads == ([(4, 256)] * 5 + [(1, 32)]) * 2
+    assert config.ropes == (RopeConfig(1e6, "proportional", share=0.25), RopeConfig(1e4))
+    # As transformers writes it.
+    each = {"head_dim": 32, "num_key_value_heads": 1}
+    of_layers = {"per_layer_config": {"5": each, "11": each}, "attention_k_eq_v": True}
+    assert build_config(GEMMA4 | own | of_layers) == config
+    # The 12B, whose class has another name.
+    inner = GEMMA4 | own | keys | {"model_type": "gemma4_unified_text", "architectures": None}
+    wrapper = {
+        "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+        "model_type": "gemma4_unified",
+        "text_config": inner,
+    }
+    assert replace(build_config(wrapper), family=config.family) == config
+
+
+def test_gemma4s_experts_are_layers_of_their_own() -> None:
+    own = {"enable_moe_block": True, "hidden_size_per_layer_input": 0, "num_hidden_layers": 6}
+    experts = {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24}
+    config = build_config(GEMMA4 | own | experts | {"attention_k_eq_v": True})
+    assert config.num_layers == 12 and config.ffn_sizes == (96, 8 * 24) * 6
+    assert config.windows == (512,) * 10 + (0, 0) and config.key_value_layers == (10,)
+    assert [layer.attention.has_keys for layer in config.layers] == [True, False] * 6
+    assert config.layers[1].input_sizes == () and config.layers[1].ffn.router is not None
+
+
+def test_gemma4s_last_layers_have_keys_of_earlier_ones() -> None:
+    own = {"num_hidden_layers": 12, "num_kv_shared_layers": 5, "use_double_wide_mlp": True}
+    config = build_config(GEMMA4 | own | {"vocab_size_per_layer_input": 100})
+    assert config.kv_layers == (*range(7), 6, 6, 6, 6, 5) and config.per_layer_size == 256
+    assert config.ffn_sizes == (96,) * 7 + (192,) * 5
+    sizes = [layer.input_sizes for layer in config.layers[5:8]]
+    assert sizes == [(2048, 2048, 2048), (1024, 1024, 1024), (1024,)]
 
 
 def test_windows_are_off_where_config_json_says_so() -> None:
@@ -227,6 +292,20 @@ def test_bad_and_missing_sizes() -> None:
         (GEMMA3, {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar"),
         (GEMMA3, {"hidden_act": "relu"}, "hidden_act"),
         (LLAMA, {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        (GEMMA4, {"enable_moe_block": True, "num_kv_shared_layers": 1}, "num_kv_shared_layers"),
+        (GEMMA4, {"enable_moe_block": True, "hidden_size_per_layer_input": 0}, "num_experts"),
+        (GEMMA4, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        (GEMMA4, {"num_kv_shared_layers": 7}, "num_kv_shared_layers"),
+        (GEMMA4, {"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+        (GEMMA4, {"per_layer_config": {"9": {}}}, "per_layer_config"),
+        (GEMMA4, {"per_layer_config": {"0": {"window": 3}}}, "per_layer_config"),
+        (
+            GEMMA4,
+            {"num_kv_shared_layers": 1, "per_layer_config": {"6": {"head_dim": 8}}},
+            "head_dim",
+        ),
+        (GEMMA4, {"vocab_size_per_layer_input": 99}, "vocab_size_per_layer_input"),
+        (GEMMA3, {"rope_scaling": {"rope_type": "proportional"}}, "rope_type"),
         (PHI3, {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 7 + [0]}}, "long_factor"),
         (LLAMA, {"rope_scaling": LONGROPE}, "longrope"),
         (NEMOTRON, {"partial_rotary_factor": 0.2}, "head_dim"),
@@ -243,7 +322,7 @@ def test_contradictory_and_unsupported(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+        {"architectures": ["GPTBigCodeForCausalLM"], "model_type": "gpt_bigcode"},
         {"architectures": ["LlamaForSequenceClassification"]},
         {"architectures": None, "model_type": "bloom"},
         {"architectures": [{}], "model_type": ["llama"]},
@@ -251,9 +330,24 @@ def test_contradictory_and_unsupported(
 )
 def test_unknown_architecture_is_named(changes: dict[str, Any]) -> None:
     text = refused(LLAMA | changes)
-    assert "each with ForCausalLM: Llama, SparseLlama, OPT, Falcon" in text
+    assert re.search(r"did you mean \w+\?|README.md lists the families", text)
     if isinstance(changes.get("model_type"), str):
         assert changes["model_type"] in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("deepseek_v4", "DeepSeek-V4 chooses positions by an indexer"),
+        ("falcon_h1", "use Granite 4 or Nemotron 3 Nano instead"),
+    ],
+)
+def test_known_models_that_are_not_supported(kind: str, said: str) -> None:
+    """By their name, and with what to use instead; as a text model within another, too."""
+    changes = {"model_type": kind, "architectures": ["AnyForCausalLM"]}
+    assert said in refused(LLAMA | changes)
+    wrapper = {"model_type": "mistral3", "text_config": LLAMA | changes}
+    assert said in refused(wrapper)
 
 
 @pytest.mark.parametrize(
@@ -309,6 +403,7 @@ OTHER_KEYS = (
     "rope_scaling rope_parameters rope_theta head_dim eos_token_id num_key_value_heads num_kv_heads"
     " dtype layer_types activation sliding_window sliding_window_pattern use_sliding_window"
     " no_rope_layers partial_rotary_factor text_config query_pre_attn_scalar"
+    " num_kv_shared_layers per_layer_config attention_k_eq_v hidden_size_per_layer_input"
     " final_logit_softcapping hidden_act_param scale_emb scale_depth dim_model_base"
 )
 KEYS = sorted({*LLAMA, *OPT, *FALCON, *OTHER_KEYS.split()})
@@ -316,7 +411,9 @@ KEYS = sorted({*LLAMA, *OPT, *FALCON, *OTHER_KEYS.split()})
 
 @settings(max_examples=100)
 @given(
-    st.sampled_from([LLAMA, OPT, FALCON, GEMMA3, PHI3, QWEN3, SMOLLM3, NEMOTRON, MINICPM, BAMBOO]),
+    st.sampled_from(
+        [LLAMA, OPT, FALCON, GEMMA3, GEMMA4, PHI3, QWEN3, SMOLLM3, NEMOTRON, MINICPM, BAMBOO]
+    ),
     st.dictionaries(st.sampled_from(KEYS), JSON_VALUES, max_size=3),
 )
 def test_random_values_never_escape(base: dict[str, Any], changes: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ def test_rows_are_the_files(kind: str, tmp_path: Path) -> None:
         whole = read_down_outputs(reader, config, runs(0, 512))
         parts = [read_down_outputs(reader, config, runs(first, first + 256)) for first in (0, 256)]
     expected = {"Q4_0": Q4, "Q5_1": Q8, "Q6_K": Q6}[kind]
-    assert whole.first.dtype == expected and not whole.second.size
+    assert whole.dtypes == (expected,)
     for layer in range(2):
         values = held[DOWN.format(layer)]
         error = np.abs(to_float32(whole.matrix(layer)) - values).max()
@@ -62,7 +62,7 @@ def test_formats_of_layers_side_by_side(tmp_path: Path) -> None:
     attention = load_attention(Checkpoint(path), config)
     with TensorReader(Checkpoint(path)) as reader:
         down = read_down_outputs(reader, config, runs(0, 512))
-    assert (attention.qkv.first.dtype, attention.qkv.second.dtype) == (Q4_K, Q6)
+    assert attention.qkv.dtypes == (Q4_K, Q6)
     assert [len(attention.qkv.parts(layer)) for layer in (0, 1)] == [2, 1]
     assert {down.matrix(0).dtype, down.matrix(1).dtype} == {Q6, Q4_K}
     values = held["model.layers.0.self_attn.v_proj.weight"]
@@ -80,18 +80,18 @@ def test_formats_of_layers_side_by_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kinds", "expected"),
     [
-        ({"attn_q": "Q6_K", "attn_k": "Q4_K", "attn_v": "Q6_K"}, (Q8, Q8)),
-        ({"attn_q": "Q6_K", "attn_k": "Q4_K", "attn_v": "Q4_K"}, (Q6, Q4_K)),
-        ({"attn_q": "F16", "attn_k": "Q4_K", "attn_v": "Q4_K"}, (Q8, Q8)),
+        ({"attn_q": "Q6_K", "attn_k": "Q4_K", "attn_v": "Q6_K"}, [Q6, Q4_K, Q6]),
+        ({"attn_q": "Q6_K", "attn_k": "Q4_K", "attn_v": "Q4_K"}, [Q6, Q4_K]),
+        ({"attn_q": "F16", "attn_k": "Q4_K", "attn_v": "Q4_K"}, [Q8, Q4_K]),
     ],
 )
-def test_two_formats_or_one(
-    kinds: dict[str, str], expected: tuple[np.dtype, np.dtype], tmp_path: Path
+def test_formats_of_a_layer(
+    kinds: dict[str, str], expected: list[np.dtype], tmp_path: Path
 ) -> None:
     path = tmp_path / "tiny.gguf"
     held = file_of(tiny(), path, kinds | {"attn_output": "Q4_K"})
     qkv = load_attention(Checkpoint(path), read_config(path)).qkv
-    assert (qkv.first.dtype, qkv.second.dtype) == expected
+    assert [part.dtype for part in qkv.parts(1)] == expected
     found = np.concatenate([to_float32(part) for part in qkv.parts(1)])
     names = [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"]
     values = np.concatenate([held[name] for name in names])

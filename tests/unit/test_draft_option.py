@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.account import account, loaded_bytes
@@ -17,8 +18,10 @@ from hotcold.actors.setup.preflight import prepare_system, read_model
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import MemoryBudgetError, UsageError
 from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.weights.sizes import kv_cache_bytes
 from hotcold.model.weights.sizes import weight_bytes as config_bytes
 from hotcold.predictors.predictor_file import Predictors, predictors_path, write_predictors
+from tests.draft_layer_models import DraftedModel
 from tests.predictor_layers import constant_layer
 from tests.quantized_models import make_model
 
@@ -33,11 +36,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"draft": "eagle"}, "no draft named 'eagle'; give auto or ngram or q4 or predicted"),
+        ({"draft": "eagle"}, "no draft named 'eagle'; give auto or ngram or mtp or q4"),
         ({"speculate": "off"}, "--draft q4 is for --speculate, which is off"),
         ({"weight_dtype": "q4"}, "the draft takes .* so it would hardly be faster"),
         ({"weight_dtype": "q4_1"}, "so it would hardly be faster"),
         ({"hosts": ("10.0.0.1",)}, "--draft q4 is for systems of one host"),
+        ({"draft": "mtp"}, "--draft mtp: the model's files have no layer that drafts"),
         ({"draft": "predicted"}, "takes predictors, and none lie beside the model"),
         ({"draft": "predicted", "mode": "auto"}, "not for --mode auto"),
     ],
@@ -90,3 +94,25 @@ def test_too_little_memory_is_said_with_a_draft(path: Path) -> None:
     with pytest.raises(MemoryBudgetError, match=r"KiB of the draft.*are allowed") as found:
         prepare_system(path, replace(Q4, cpu_memory_bytes=100 << 20))
     assert "--dtype" not in str(found.value)
+
+
+def test_a_layer_that_drafts(tmp_path: Path) -> None:
+    """It is taken where all is in memory and speculation is on, and its memory is counted."""
+    path = DraftedModel("qwen3.5-moe", tmp_path / "m").path
+    options = replace(Q4, draft="auto")
+    system, config = prepare_system(path, options)
+    plain, same = prepare_system(path, replace(options, draft="ngram"))
+    assert (system.draft, plain.draft, config) == ("mtp", "ngram", same)
+    needs = account(plain, config), account(system, config)
+    file = load_file(path / "model.safetensors")
+    written = sum(t.nbytes for name, t in file.items() if name.startswith("mtp."))
+    assert needs[1].draft_bytes == pytest.approx(written, rel=0.02)
+    more = needs[1].kv_cache_bytes - needs[0].kv_cache_bytes
+    assert more == kv_cache_bytes(config, 64, "float32")  # of four layers one has attention
+    fits = needs[0].total_bytes
+    for changed in ({"speculate": "off"}, {"cpu_memory_bytes": fits}):
+        assert prepare_system(path, replace(options, **changed))[0].draft == "ngram"
+    with pytest.raises(UsageError, match="--draft mtp is for models in memory"):
+        prepare_system(path, replace(options, draft="mtp", cpu_memory_bytes=fits))
+    quantized = prepare_system(path, replace(options, weight_dtype="f16"))[0]
+    assert quantized.draft_system is not None and quantized.draft_system.weight_dtype == "f16"

@@ -33,6 +33,7 @@ def test_the_test_extra_has_all_others_that_commands_use() -> None:
     ("line", "told"),
     [
         (["serve"], "serve needs fastapi, uvicorn, prometheus_client, which are"),
+        (["fleet"], "fleet needs watchfiles, which is"),
         (["plan"], "plan needs scipy, which is"),
         (["profile", "--plot", "a.png"], "--plot needs matplotlib, which is"),
     ],
@@ -49,7 +50,7 @@ def test_a_missing_extra_is_named(
         return None if name in needed else found(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
-    extra = {"serve": "ui", "plan": "plan", "profile": "plot"}[line[0]]
+    extra = {"serve": "ui", "fleet": "fleet", "plan": "plan", "profile": "plot"}[line[0]]
     python = shlex.quote(sys.executable)
     pip = f"{python} -m pip install" if has_pip else f"uv pip install --python {python}"
     expected = f"hotcold: error: {told} not installed; {pip} 'hotcold[{extra}]'"

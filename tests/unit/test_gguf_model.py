@@ -18,13 +18,34 @@ from hotcold.model.weights.attention import load_attention
 from hotcold.model.weights.embedding import load_embedding, load_head
 from hotcold.model.weights.ffn import load_ffn
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
-from hotcold.numba_kernels.formats import Q4, Q4_1, Q4_K, Q5, Q5_K, Q6, Q8
+from hotcold.numba_kernels.formats import (
+    IQ2,
+    IQ3_S,
+    IQ3_XXS,
+    IQ4_NL,
+    IQ4_XS,
+    NVFP4,
+    Q3_K,
+    Q4,
+    Q4_1,
+    Q4_K,
+    Q5,
+    Q5_K,
+    Q6,
+    Q8,
+)
 from hotcold.numba_kernels.load.convert import to_float32
 from tests.gguf_files import LlamaFile
 from tests.reference import reference_logits
 
 IDS = [3, 7, 1, 90, 55, 20, 3, 3, 64]
-BLOCKS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"]
+OWN = {
+    "Q4_0": Q4, "Q4_1": Q4_1, "Q4_K": Q4_K, "Q5_0": Q5, "Q5_K": Q5_K, "Q6_K": Q6, "Q8_0": Q8,
+    "Q3_K": Q3_K, "IQ4_NL": IQ4_NL,
+    "NVFP4": NVFP4, "IQ4_XS": IQ4_XS, "IQ3_S": IQ3_S, "IQ3_XXS": IQ3_XXS, "IQ2_S": IQ2,
+    "IQ2_XS": IQ2, "IQ2_XXS": IQ2, "IQ1_M": IQ2, "IQ1_S": IQ2, "TQ1_0": Q4, "TQ2_0": Q4,
+}  # fmt: skip
+BLOCKS = [*OWN, "Q5_1", "Q2_K"]
 
 
 @functools.cache
@@ -177,14 +198,15 @@ def test_factors_of_the_rope_stand_alone(tmp_path: Path) -> None:
         read_config(path)
 
 
-def test_rope_factors_of_llama3(tmp_path: Path) -> None:
+@pytest.mark.parametrize("positions", [8192, 2048])
+def test_rope_factors_of_llama3(positions: int, tmp_path: Path) -> None:
     scaling = {
         "rope_type": "llama3",
         "rope_theta": 500000.0,
         "factor": 8.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
+        "original_max_position_embeddings": positions,
     }
     model = tiny.__wrapped__(rope_parameters=scaling)
     tensors = {name: value.numpy() for name, value in model.state_dict().items()}
@@ -195,6 +217,7 @@ def test_rope_factors_of_llama3(tmp_path: Path) -> None:
     written.write(tmp_path / "tiny.gguf")
     rope = read_config(tmp_path / "tiny.gguf").rope
     assert rope is not None and rope.kind == "llama3" and rope.factor == pytest.approx(8)
+    assert rope.original_max_positions == positions
     assert np.allclose(rope.inv_freq(64), plain, rtol=1e-5)
     found = reference_logits(tmp_path / "tiny.gguf", IDS)
     assert np.abs(found - logits_of(model, {})).max() < 1e-4
@@ -214,27 +237,55 @@ def test_weights_are_the_files(kind: str, tmp_path: Path) -> None:
     ffn = load_ffn(checkpoint, config, neurons(model), include_down_bias=False)
     head = load_head(checkpoint, config)
     embedding = load_embedding(checkpoint, config)
-    expected = {"Q4_0": Q4, "Q4_1": Q4_1, "Q4_K": Q4_K, "Q5_0": Q5, "Q5_K": Q5_K, "Q6_K": Q6}.get(
-        kind, Q8
-    )
-    assert {a.dtype for a in (attention.qkv.first, attention.out, ffn.gate, ffn.up)} == {expected}
+    expected = OWN.get(kind, Q8)
+    held_in = *attention.qkv.dtypes, *attention.out.dtypes, ffn.gate.dtype, ffn.up.dtype
+    assert {*held_in} == {expected}
     assert ffn.down.dtype == Q8
     layer = "model.layers.1."
     parts = [held[f"{layer}self_attn.{name}_proj.weight"] for name in "qkv"]
-    is_exact = kind in ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
+    is_exact = kind in OWN
 
     def check(found: np.ndarray, values: np.ndarray, exact: bool = is_exact) -> None:
         error = np.abs(to_float32(found) - values).max()
         assert error == 0 if exact else error <= np.abs(values).max() / 220
 
     check(attention.qkv.matrix(1), np.concatenate(parts))
-    check(attention.out[1], held[f"{layer}self_attn.o_proj.weight"])
+    check(attention.out.matrix(1), held[f"{layer}self_attn.o_proj.weight"])
     check(ffn.gate[512:], held[f"{layer}mlp.gate_proj.weight"])
     check(ffn.up[512:], held[f"{layer}mlp.up_proj.weight"])
     check(ffn.down[512:], held[f"{layer}mlp.down_proj.weight"].T, False)
     check(head.head, held["lm_head.weight"])
     tokens = held["model.embed_tokens.weight"]
     assert np.array_equal(embedding.lookup(np.array(IDS), np.arange(len(IDS))), tokens[IDS])
+
+
+def test_scales_of_nvfp4(tmp_path: Path) -> None:
+    """llama.cpp multiplies what rows give with a tensor's scale; scales of activations are not."""
+    path, model = tmp_path / "tiny.gguf", tiny()
+    tensors = {name: value.numpy() for name, value in model.state_dict().items()}
+    written = LlamaFile(model.config.to_dict(), tensors, {"attn_": "NVFP4", "ffn_": "NVFP4"})
+    factors: dict[str, np.ndarray] = {}
+    for layer in range(2):
+        for part in ("attn_q", "attn_v", "ffn_gate", "ffn_down"):
+            name = f"blk.{layer}.{part}"
+            factors[name] = np.array([0.3 + 0.1 * len(factors)], np.float32)
+            written.extra |= {f"{name}.scale": factors[name], f"{name}.input_scale": factors[name]}
+    held = written.write(path)
+    for layer in range(2):
+        for part, own in (("attn_q", "self_attn.q"), ("attn_v", "self_attn.v"),
+                          ("ffn_gate", "mlp.gate"), ("ffn_down", "mlp.down")):  # fmt: skip
+            held[f"model.layers.{layer}.{own}_proj.weight"] *= factors[f"blk.{layer}.{part}"]
+    checkpoint, config = Checkpoint(path), read_config(path)
+    ffn = load_ffn(checkpoint, config, neurons(model), include_down_bias=False)
+    assert ffn.gate.dtype == NVFP4
+    gate = held["model.layers.1.mlp.gate_proj.weight"]
+    np.testing.assert_allclose(to_float32(ffn.gate[512:]), gate, rtol=1e-6)
+    found, expected = reference_logits(path, IDS), logits_of(model, held)
+    assert np.abs(found - expected).max() < 0.03 * np.abs(expected).max()  # down has 8 bits
+    written.extra["blk.0.attn_q.scale"] = np.array([np.nan], np.float32)
+    written.write(path)
+    with pytest.raises(CheckpointError, match=r"'blk.0.attn_q.scale' is not 1 finite numbers"):
+        Checkpoint(path)
 
 
 def test_matrices_of_a_kind_are_in_one_format(tmp_path: Path) -> None:
@@ -280,8 +331,13 @@ def test_what_is_read_otherwise_is_said(tmp_path: Path) -> None:
         ({"attn": "Q8_0", "ffn": "Q8_0"}, ""),
         ({"ffn_gate": "Q4_0", "ffn_up": "Q5_1"}, "Q4_0, Q5_1: read as 8 bits a weight"),
         ({"attn": "Q5_1", "ffn": "Q6_K"}, "Q5_1, Q6_K: read as 8 bits a weight"),
-        ({"attn_q": "Q6_K", "attn_k": "Q5_0"}, "Q6_K, Q5_0: read as 8 bits a weight"),
+        ({"attn_q": "Q6_K", "attn_k": "Q5_0"}, "Q6_K, Q5_0, F32: read as 8 bits a weight"),
         ({"attn": "Q4_1", "ffn_gate": "Q4_K", "ffn_up": "Q4_K"}, ""),
+        ({"attn": "IQ4_XS", "ffn_gate": "IQ4_NL", "ffn_up": "IQ4_NL"}, ""),
+        (
+            {"attn": "IQ3_S", "0.ffn_gate": "IQ2_S", "ffn_gate": "IQ1_M", "ffn_up": "IQ2_XXS"},
+            "IQ3_S, IQ2_S, IQ2_XXS, IQ1_M: read as 4 bits a weight",
+        ),
     ):
         file_of(tiny(), path, kinds)
         assert Checkpoint(path).conversion_note() == said

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from hotcold.model.config.gguf_config import gguf_values
 from hotcold.model.errors import ConfigError
 from hotcold.model.text import gguf_tokenizer as module
-from hotcold.model.text.bpe import SPLITTINGS
 from hotcold.model.text.legacy_tokenizers import read_sentencepiece
+from hotcold.model.text.splittings import SPLITTINGS
 from hotcold.model.text.tokenizer import Tokenizer
 from tests.gguf_files import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT32, Draft, array, small_llama
 from tests.unit.test_tokenizer import byte_level
@@ -105,23 +104,6 @@ def test_where_texts_begin_and_end(
     assert own is not None
     plain, ids = own.encode("hello", add_special_tokens=False), own.encode("hello")
     assert ids == [*([] if first is None else [first]), *plain, *([] if last is None else [last])]
-
-
-@pytest.mark.parametrize(
-    ("texts", "keys", "ends"),
-    [
-        (["<|end|>", "<|endoftext|>"], {"eos_token_id": 1}, {0, 1}),
-        (["<|return|>", "<|end|>", "<|call|>"], {"eos_token_id": 0}, {0, 2}),
-        (["<|channel|>", "<|end|>", "<|call|>", "<|endoftext|>"], {"eos_token_id": 3}, {2, 3}),
-        (["<|call|>", "<|im_end|>"], {"eos_token_id": 1}, {1}),
-    ],
-)
-def test_which_tokens_end_an_answer(
-    texts: list[str], keys: dict[str, int], ends: set[int], tmp_path: Path
-) -> None:
-    """Where an answer has channels, the end of one is no end of the answer; a call is one."""
-    made = draft("gpt2", [*texts, "a", "b"], [3] * len(texts) + [1, 1], **keys)
-    assert set(gguf_values(written(made, tmp_path / "a.gguf"))["eos_token_id"]) == ends
 
 
 def pieces_of(lines: list[str]) -> tuple[list[str], list[int], list[float]]:
@@ -305,3 +287,18 @@ def test_a_folder_of_others_is_not_used(file: Path, tmp_path: Path) -> None:
     (tmp_path / "cache/hotcold/tokenizers").chmod(0o777)
     assert ids(file) == first
     assert there.read_bytes() == b"{}"
+
+
+def test_phi3_leaves_out_white_space_after_its_tokens(tmp_path: Path) -> None:
+    """As its tokenizer.json says, and GGUF cannot: not after <s> and <|endoftext|>."""
+    texts = ["<unk>", "<s>", "<|endoftext|>", "<|end|>", "<|user|>", "▁", "a", "\n"]
+    made = draft("llama", texts, [2, 3, 3, 3, 3, 1, 1, 1], add_bos_token=False)
+    found = {}
+    for architecture in ("llama", "phi3"):
+        named = made.without_key("general.architecture")
+        named = named.with_key("general.architecture", STRING, architecture)
+        own = Tokenizer.from_model(written(named, tmp_path / f"{architecture}.gguf"))
+        assert own is not None
+        found[architecture] = own.encode("<|user|>\n\na<|end|>\n<s>\na")
+    assert found["phi3"] == [4, 5, 6, 3, 1, 5, 7, 6]
+    assert found["llama"] == [4, 5, 7, 7, 6, 3, 5, 7, 1, 5, 7, 6]

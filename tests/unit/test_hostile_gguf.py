@@ -15,8 +15,10 @@ from hotcold.model.errors import CheckpointError, ConfigError, HotcoldError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.text.bpe import CONTROL, NORMAL
 from hotcold.model.text.tokenizer import Tokenizer
+from hotcold.numba_kernels.formats import BlockFormat
 from tests.gguf_files import (
     ARRAY,
+    BLOCKS,
     BOOL,
     FLOAT32,
     INT32,
@@ -29,10 +31,12 @@ from tests.gguf_files import (
     small_llama,
     string,
 )
+from tests.reference import reference_logits
 
 pytestmark = pytest.mark.sweep(keep=40)
 
 GOOD = small_llama()
+WIDE = small_llama(width=256, heads=4)
 MAX_BYTES = 24 << 20
 HUGE = (1 << 64) - 1
 TOKENS = "tokenizer.ggml.tokens"
@@ -111,9 +115,9 @@ def tensors() -> Iterator[tuple[str, Draft]]:
         yield f"sizes-{sizes}", changed(sizes=sizes)
     for count in (0, 5, 0xFFFFFFFF):
         yield f"dimensions-{count}", changed(num_dimensions=count)
-    for kind in (4, 31, 40, 0xFFFFFFFF):
+    for kind in (4, 31, 36, 43, 0xFFFFFFFF):
         yield f"type-{kind}", changed(type=kind)
-    for kind in (16, 24):
+    for kind in (15, 24):
         yield f"unread-type-{kind}", changed(type=kind, sizes=(256, 1))
     yield "no-whole-blocks", changed(type=12, sizes=(32, 8))
     size = len(GOOD.data)
@@ -132,6 +136,28 @@ def tensors() -> Iterator[tuple[str, Draft]]:
     yield "tensor-without-place", more
     yield "tensor-missing", replace(GOOD, tensors=GOOD.tensors[:-1])
     yield "shape-transposed", changed(sizes=(8, 32))
+
+
+def blocks() -> Iterator[tuple[str, Draft]]:
+    """Of every type of blocks: no whole ones, too few of them, one in another's place."""
+    first, *rest = WIDE.tensors
+
+    def changed(data: bytes = WIDE.data, **values: object) -> Draft:
+        tensors = replace(first, **values), *rest  # type: ignore[arg-type]
+        return replace(WIDE, tensors=tensors, data=data)
+
+    for block in BLOCKS:
+        name, kind, weights = block.name, block.ggml_type, block.weights
+        for width in (1, weights - 1, weights + 1, 256 + weights // 2):
+            yield f"{name}-width-{width}", changed(type=kind, sizes=(width, 8))
+        rows = 1 + len(WIDE.data) * weights // (block.num_bytes * 256)
+        yield f"{name}-rows", changed(type=kind, sizes=(256, rows))
+        size = -(-256 // weights) * block.num_bytes * 8
+        at = -(-len(WIDE.data) // 32) * 32
+        begun = WIDE.data + bytes(at - len(WIDE.data) + size - 1)
+        yield f"{name}-cut", changed(begun, type=kind, offset=at)
+        yield f"{name}-overlap", changed(type=kind, offset=rest[0].offset)
+        yield f"{name}-unaligned", changed(type=kind, offset=block.num_bytes)
 
 
 def changed_key(name: str, kind: int, value: object) -> Draft:
@@ -194,6 +220,11 @@ def vocabulary() -> Iterator[tuple[str, Draft]]:
     for label, merges in (("one", ["a"]), ("none", [""]), ("unknown", ["q z"]), ("end", ["a "])):
         items = array(STRING, merges)
         yield f"merge-{label}", bytes_model.with_key("tokenizer.ggml.merges", ARRAY, items)
+        pieces = changed_key("tokenizer.ggml.model", STRING, "gemma4")
+        yield f"merge-{label}-gemma4", pieces.with_key("tokenizer.ggml.merges", ARRAY, items)
+    suppressed = "tokenizer.ggml.suppress_tokens"
+    yield "suppressed-text", changed_key(suppressed, ARRAY, array(STRING, ["a"]))
+    yield "suppressed-one", changed_key(suppressed, UINT32, 1)
     for label, text in (
         ("syntax", "{% for %}"),
         ("loop", "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3),
@@ -209,7 +240,7 @@ def vocabulary() -> Iterator[tuple[str, Draft]]:
 
 def every() -> dict[str, bytes]:
     found = dict(truncated())
-    for draft in (header, keys, tensors, model, vocabulary):
+    for draft in (header, keys, tensors, blocks, model, vocabulary):
         found |= {label: made.content() for label, made in draft()}
     return found
 
@@ -226,6 +257,29 @@ def test_the_model_they_are_made_of_is_good(tmp_path: Path) -> None:
     tokenizer = use(path)
     assert tokenizer is not None
     assert tokenizer.encode("ab a") == [1, 6, 5, 6]
+
+
+@pytest.mark.sweep(keep=3)
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_scales_that_are_not_finite(block: BlockFormat, tmp_path: Path) -> None:
+    path = tmp_path / "hostile.gguf"
+    for number, name in enumerate(("ffn_gate", "ffn_down", "attn_output", "token_embd")):
+        others = [each for each in WIDE.tensors if f"{name}." not in each.name]
+        (tensor,) = set(WIDE.tensors) - set(others)
+        width, rows = tensor.sizes
+        size = width // block.weights * block.num_bytes * rows
+        stored = replace(tensor, type=block.ggml_type, offset=len(WIDE.data))
+        bad = bytes(size - block.num_bytes) + b"\xff" * block.num_bytes
+        for data in (bytes(size), *([] if block.name == "NVFP4" else [bad])):
+            draft = replace(WIDE, tensors=(*others, stored), data=WIDE.data + data)
+            path.write_bytes(draft.content())
+            use(path)
+            if not any(data):
+                reference_logits(path, [1, number])
+                continue
+            with pytest.raises(CheckpointError, match=r"hostile.gguf.* NaN or infinite") as refused:
+                reference_logits(path, [1, number])
+            assert len(str(refused.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("label", HOSTILE)

@@ -6,7 +6,7 @@ import hmac
 
 import pytest
 
-from hotcold.jobs.commands.serve import _check_keys
+from hotcold.jobs.commands.serve import check_keys
 from hotcold.model.errors import UsageError
 from hotcold.ui import keys as keys_module
 from hotcold.ui.keys import Keys
@@ -38,8 +38,8 @@ def keys(clock: Clock) -> Keys:
 
 def test_a_short_key_is_refused_with_what_to_do() -> None:
     with pytest.raises(UsageError, match=r"at least 16 characters.*openssl rand"):
-        _check_keys("0.0.0.0", (KEY.decode(), KEY.decode()[1:]), False)
-    _check_keys("0.0.0.0", (KEY.decode(),), False)
+        check_keys("0.0.0.0", (KEY.decode(), KEY.decode()[1:]), False)
+    check_keys("0.0.0.0", (KEY.decode(),), False)
 
 
 def test_what_is_compared_has_one_length(monkeypatch: pytest.MonkeyPatch) -> None:

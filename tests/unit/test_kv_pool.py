@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from hotcold.actors.kv_cache.pool import KvPool, Window, namespace_key, page_keys
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
+from hotcold.numba_kernels.loops.mailbox import RECURRENT, WINDOWED
+from hotcold.numba_kernels.recurrent_arrays import NO_PAGE
 
 
 def _keys(prompt: list[int]) -> list[bytes]:
@@ -76,28 +78,31 @@ def test_pages_hold_what_tokens_see(
     """Beside a model of every page's content, by group and position.
 
     A step writes its positions and reads what its tokens see: in the first layers all before, in
-    the others, where there are such, a window.
+    the others, where there are such, a window, and recurrent ones a few positions. Of a chunk these
+    have only the pages that later tokens see.
     """
-    window, tables = Window(size, step), np.full((2, 4, _LENGTH), -1, np.int32)
-    if more is None:
-        pool = KvPool(num_pages, tables)
-    else:
-        pool = KvPool(num_pages, tables, window, window.num_pages + more)
+    window, tables = Window(size, step), np.full((3, 4, 4 * _LENGTH), -1, np.int32)
+    states = Window(4, 32, 1, page_positions=16, most_ends=3)
+    windows = {WINDOWED: (window, window.num_pages), RECURRENT: (states, states.num_pages)}
+    windows = {group: (own, least + (more or 0)) for group, (own, least) in windows.items()}
+    pool = KvPool(num_pages, tables, {} if more is None else windows)
     groups = range(len(pool._groups))
     content: dict[tuple[int, int, int], tuple[int, ...]] = {}  # group, page, row: tokens until it
     running: dict[int, list[int]] = {}  # tokens by slot
     done: dict[int, int] = {}
     held: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # pages, tokens
 
+    sizes = [PAGE_POSITIONS, PAGE_POSITIONS, states.page_positions]
+
     def text(tokens: list[int], position: int) -> tuple[int, ...]:
         return (*tokens[: position // PAGE_POSITIONS + 1], position)
 
     def first_seen(group: int, position: int) -> int:
-        return max(0, position + 1 - size) if group else 0
+        return max(0, position + 1 - (0, size, states.size)[group]) if group else 0
 
     def require(group: int, slot: int, first: int, end: int) -> None:
         for position in range(first, end):
-            page, row = divmod(position, PAGE_POSITIONS)
+            page, row = divmod(position, sizes[group])
             number = int(tables[group, slot, page])
             assert number in pool._groups[group].held[slot].pages
             assert content[group, number, row] == text(running[slot], position)
@@ -130,17 +135,23 @@ def test_pages_hold_what_tokens_see(
                         require(group, slot, first_seen(group, done[slot]), done[slot])
                     continue
             end = min(_LENGTH * PAGE_POSITIONS, first + number % step + 1)
-            if not pool.extend(slot, end, first):
+            ends = sorted({end, end // PAGE_POSITIONS * PAGE_POSITIONS or end})
+            is_chunk = end - first > states.step or number % 2 == 1
+            if not pool.extend(slot, end, first, ends=ends if is_chunk else None):
                 assert len(running) > 1 or held  # a sequence alone can always go on
                 continue
             assert pool.num_positions(slot) >= end
-            lengths = [len(group.held[slot].pages) for group in pool._groups]
-            assert all(length <= window.num_pages for length in lengths[1:])
+            for one, own in zip(pool._groups[1:], (window, states), strict=False):
+                taken = one.held[slot].pages
+                assert len(taken) - taken.count(NO_PAGE) <= own.num_pages
             for group in groups:
                 require(group, slot, first_seen(group, first), first)
                 for position in range(first, end):
-                    page, row = divmod(position, PAGE_POSITIONS)
+                    page, row = divmod(position, sizes[group])
                     place = int(tables[group, slot, page])
+                    if place == NO_PAGE:
+                        assert group == RECURRENT and is_chunk
+                        continue
                     users = pool._groups[group]._num_users[place]
                     assert users == 1 or content.get((group, place, row)) == text(prompt, position)
                     content[group, place, row] = text(prompt, position)
@@ -151,13 +162,14 @@ def test_pages_hold_what_tokens_see(
             pool.free(slot)
             del running[slot], done[slot]
         elif what == "hold" and running:
-            at = number % _LENGTH
-            if (pages := pool.hold(_keys(running[slot])[at])) is not None:
-                held.append((pages, text(running[slot], at * PAGE_POSITIONS + 5)))
+            at, of_states = number % _LENGTH, number % 3 == 0
+            if (pages := pool.hold(_keys(running[slot])[at], of_states)) is not None:
+                last = (at + 1) * PAGE_POSITIONS - 1
+                held.append((pages, text(running[slot], last)))
         elif what == "let go" and held:
             pages, expected = held.pop(number % len(held))
             for group, page in enumerate(pages):  # nobody has written there meanwhile
-                assert content[group, page, 5] == expected
+                assert page == NO_PAGE or content[group, page, sizes[group] - 1] == expected
             pool.let_go(pages)
         elif what == "forget":
             pool.forget()
@@ -167,8 +179,11 @@ def test_pages_hold_what_tokens_see(
                 first = first_seen(group, done[each])
                 require(group, each, first, done[each])
         used = [
-            {page for one in group.held.values() for page in one.pages}
-            | {pages[number] for pages, _ in held}
+            (
+                {page for one in group.held.values() for page in one.pages}
+                | {pages[number] for pages, _ in held}
+            )
+            - {NO_PAGE}
             for number, group in enumerate(pool._groups)
         ]
         free = pool.num_pages - pool.num_free_pages
@@ -178,7 +193,7 @@ def test_pages_hold_what_tokens_see(
 
 def test_a_slot_for_a_whole_sequence_has_pages_in_turn() -> None:
     window, tables = Window(100, 40), np.full((2, 2, 9), -1, np.int32)
-    pool = KvPool(9, tables, window, window.num_pages)
+    pool = KvPool(9, tables, {WINDOWED: (window, window.num_pages)})
     assert window.num_pages == 4 and pool.allocate_whole(8 * PAGE_POSITIONS) == 0
     assert sorted(tables[0, 0, :8].tolist()) == list(range(8))
     assert tables[1, 0, :8].tolist() == [0, 1, 2, 3] * 2

@@ -16,13 +16,13 @@ import pytest
 from hotcold.actors.setup.preflight import read_model
 from hotcold.jobs.cli import main
 from hotcold.model.config.build import read_config
-from hotcold.model.errors import CheckpointError, HotcoldError, UsageError
+from hotcold.model.errors import CheckpointError, ConfigError, HotcoldError, UsageError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model, resolved_model
 from hotcold.model.files.ollama import ollama_file
 from hotcold.model.text.chat_template import ChatTemplate
-from tests.gguf_files import STRING, Draft, scalar, small_llama
+from tests.gguf_files import STRING, UINT32, Draft, scalar, small_llama
 from tests.reference import reference_logits
 from tests.unit.test_gguf_model import IDS, file_of, tiny
 
@@ -34,6 +34,13 @@ DIGEST = "0" * 63 + "1"
 def gguf_of(**keys: str) -> bytes:
     found = tuple((name.replace("__", "."), STRING, scalar(STRING, keys[name])) for name in keys)
     return b"".join(Draft(keys=found).pieces())
+
+
+def layers_of_drafts() -> Draft:
+    """A file of the converter's `--mtp`: the layers after a model's own, and its embedding."""
+    made = small_llama(layers=2).with_key("llama.nextn_predict_layers", UINT32, 1)
+    kept = (tensor for tensor in made.tensors if not tensor.name.startswith("blk.0."))
+    return replace(made, tensors=tuple(kept))
 
 
 @pytest.fixture
@@ -87,10 +94,13 @@ def test_what_stands_beside_a_model_is_none(tmp_path: Path) -> None:
         "eyes.gguf": gguf_of(general__architecture="clip"),
         "tuned.gguf": gguf_of(general__architecture="llama", general__type="adapter"),
         "weights.gguf": gguf_of(general__architecture="llama", general__type="imatrix"),
+        "drafts.gguf": layers_of_drafts().content(),
     }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     assert locate_model(str(tmp_path)) == tmp_path / "m-F16.gguf"
+    with pytest.raises(ConfigError, match=r"drafts.gguf: guesses tokens ahead .*the model's own"):
+        read_config(tmp_path / "drafts.gguf")
     (tmp_path / "damaged.gguf").write_bytes(b"GGUF")
     with pytest.raises(UsageError, match=r"holds 2 GGUF models; .*damaged.gguf, .*m-F16.gguf$"):
         locate_model(str(tmp_path))
@@ -200,34 +210,37 @@ def refusal(path: Path) -> str:
     [
         (
             31,
-            r"type 31 \(Q4_0_4_4\), which old builds for ARM read, .*take the model's Q4_0 file",
+            r"2 of type 31 \(Q4_0_4_4\), which old builds .*take the model's Q4_0 file",
         ),
-        (5, r"type 5 \(Q4_3\), which llama.cpp removed in 2023"),
-        (42, "type 42, of a newer llama.cpp; take a file in another format"),
         (
-            40,
-            r"1 of \d+ tensors .*not read: NVFP4 \(1\); take a file in these:",
+            5,
+            r"2 of \d+ tensors cannot be read: 2 of type 5 \(Q4_3\), .* removed in 2023",
+        ),
+        (43, "type 43, of a newer llama.cpp; take a file in another format"),
+        (
+            15,
+            r"2 of \d+ tensors .*not read: Q8_K \(2\); take a file in these:",
         ),
     ],
 )
 def test_types_that_are_gone_or_new(number: int, says: str, tmp_path: Path) -> None:
-    assert re.search(says, refusal(of_types(tmp_path / "m.gguf", number)))
+    assert re.search(says, refusal(of_types(tmp_path / "m.gguf", number, number)))
 
 
 def test_types_that_are_not_read_and_files_that_load(tmp_path: Path) -> None:
-    path = of_types(tmp_path / "m-UD-Q4_K_XL.gguf", 23, 21, 23)
-    assert re.search(r"3 of \d+ tensors .*: IQ4_XS \(2\), IQ3_S \(1\); take a file in these: F32,",
+    path = of_types(tmp_path / "m-UD-Q4_K_XL.gguf", 9, 15, 9)
+    assert re.search(r"3 of \d+ tensors .*: Q8_1 \(2\), Q8_K \(1\); take a file in these: F32,",
                      refusal(path))  # fmt: skip
-    of_types(tmp_path / "m-IQ4_XS.gguf", 23)
+    of_types(tmp_path / "m-Q8_1.gguf", 9)
     of_types(tmp_path / "mmproj-F32.gguf")
     good = of_types(tmp_path / "m-Q8_0.gguf", 8)
-    assert refusal(path).endswith(f"IQ3_S (1); take one that loads: {good}")
+    assert refusal(path).endswith(f"Q8_K (1); take one that loads: {good}")
 
 
 def test_files_of_the_repository_that_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["m-UD-Q4_K_XL.gguf", "m-IQ4_XS.gguf", "m-Q4_K_M.gguf", "m-IQ4_NL.gguf",
+    names = ["m-Q8_K.gguf", "m-Q4_K_M.gguf", "m-IQ4_NL.gguf",
              "m-Q4_0_4_4.gguf", "mmproj-F16.gguf", "b/m-BF16-00001-of-00002.gguf",
-             "b/m-BF16-00002-of-00002.gguf", "m-TQ1_0.gguf", "config.json"]  # fmt: skip
+             "b/m-BF16-00002-of-00002.gguf", "config.json"]  # fmt: skip
     siblings = [SimpleNamespace(rfilename=name) for name in names]
     asked = []
 
@@ -237,7 +250,7 @@ def test_files_of_the_repository_that_load(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("huggingface_hub.model_info", model_info)
     folder = tmp_path / "models--org--m-GGUF" / "snapshots" / "0123"
-    line = refusal(of_types(folder / "m-UD-Q4_K_XL.gguf", 23))
+    line = refusal(of_types(folder / "m-Q8_K.gguf", 15))
     found = ["m-BF16-00001-of-00002.gguf", "m-IQ4_NL.gguf", "m-Q4_K_M.gguf"]
     told = ", ".join(f"org/m-GGUF:{name}" for name in found)
     assert line.endswith(f"take one that loads: {told}") and asked == ["org/m-GGUF"]
@@ -246,7 +259,7 @@ def test_files_of_the_repository_that_load(tmp_path: Path, monkeypatch: pytest.M
         raise OSError("no network")
 
     monkeypatch.setattr("huggingface_hub.model_info", offline)
-    assert "take a file in these: " in refusal(folder / "m-UD-Q4_K_XL.gguf")
+    assert "take a file in these: " in refusal(folder / "m-Q8_K.gguf")
 
 
 def test_a_chat_template_is_the_models_own_file(tmp_path: Path) -> None:

@@ -142,15 +142,3 @@ def test_doctor_says_how_fast_a_models_file_is_read(
     text = console.export_text()
     assert "16 at a time" in text and "GB/s of 8 KiB" in text
     assert ("128 at a time" in text) == has_rings()
-
-
-def test_buffers_that_may_not_be_locked_are_read_into_all_the_same() -> None:
-    ring = new_ring(2)
-    if ring is None:
-        pytest.skip("no io_uring here")
-    plain = int(ring.facts[OPERATION])
-    register_buffers(ring, np.zeros(0, np.uint8))  # which the kernel refuses
-    assert ring.facts[OPERATION] == plain
-    register_buffers(ring, np.zeros(4096, np.uint8))
-    assert ring.facts[OPERATION] != plain
-    close_ring(ring)

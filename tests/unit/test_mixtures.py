@@ -21,7 +21,8 @@ from hotcold.model.config.families.tensor_names import ExpertNames, layout_in
 from hotcold.model.config.layer_spec import FfnSpec
 from hotcold.model.errors import ConfigError
 from hotcold.model.files.checkpoint import Checkpoint
-from tests.gguf_files import LlamaFile
+from hotcold.model.weights.draft_layer import has_draft_layer
+from tests.gguf_files import LlamaFile, left_out
 from tests.reference import reference_logits, relative_difference
 from tests.reference_experts import Tensors, expert_tensors
 from tests.tiny_checkpoint import TinyCheckpoint
@@ -30,7 +31,51 @@ from tests.tiny_models import VOCAB_SIZE, make_tiny
 IDS = np.random.default_rng(1).integers(0, VOCAB_SIZE, 60)
 
 
+_LATENT_KEYS: dict[str, Any] = {
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 24,
+    "expert_shared_count": 1,
+    "attention.kv_lora_rank": 28,
+    "attention.key_length_mla": 20,
+    "attention.value_length_mla": 16,
+    "rope.dimension_count": 8,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 32,
+}
+_DELTA_KEYS = {
+    "expert_feed_forward_length": 24,
+    "expert_shared_feed_forward_length": 36,
+    "rope.dimension_count": 8,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 48,
+}
+
 # A tiny model; what llama.cpp calls it; whether rows of q and k are paired; keys of the file.
+_BLOCK_KEYS = {
+    "block_count": 8,
+    "attention.layer_norm_epsilon": 1e-5,
+    "attention.head_count_kv": [0, 0, 0, 2, 0, 0, 0, 0],
+    "rope.dimension_count": 12,
+    "rope.scaling.finetuned": False,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 12,
+    "ssm.group_count": 2,
+    "ssm.inner_size": 80,
+    "ssm.time_step_rank": 8,
+}
+_ROUTED_KEYS = {
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 24,
+    "expert_shared_count": 1,
+    "expert_weights_norm": True,
+    "expert_gating_func": 2,
+}
 FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
     "mixtral": ("mixtral", "llama", True, {"expert_count": 5, "expert_used_count": 3}),
     "qwen2moe": (
@@ -76,6 +121,43 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
             "expert_shared_feed_forward_length": 28,
         },
     ),
+    "granite4": (
+        "granite4-moe",
+        "granitemoe",
+        True,
+        {
+            "expert_count": 6,
+            "expert_used_count": 3,
+            "attention.scale": 0.3,
+            "logit_scale": 1.0,
+            "expert_shared_feed_forward_length": 76,
+            "rope.scaling.finetuned": True,
+        },
+    ),
+    "ernie4_5-moe": (
+        "ernie4.5-moe",
+        "ernie4_5-moe",
+        False,
+        {
+            "expert_count": 7,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 24,
+            "expert_shared_count": 2,
+            "interleave_moe_layer_step": 1,
+            "leading_dense_block_count": 1,
+        },
+    ),
+    "qwen3vlmoe": (
+        "qwen3-vl-moe",
+        "qwen3vlmoe",
+        False,
+        {
+            "expert_count": 7,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 24,
+            "rope.dimension_sections": [2, 2, 2, 0],
+        },
+    ),
     "glm4moe": (
         "glm4-moe-groups",
         "glm4moe",
@@ -94,6 +176,180 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
             "rope.dimension_count": 10,
             "nextn_predict_layers": 1,
         },
+    ),
+    "deepseek2": (
+        "deepseek-v3",
+        "deepseek2",
+        False,
+        {
+            **_LATENT_KEYS,
+            "attention.q_lora_rank": 20,
+            "leading_dense_block_count": 1,
+            "expert_weights_scale": 1.7,
+            "expert_weights_norm": True,
+            "expert_gating_func": 2,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+            "rope.scaling.yarn_log_multiplier": 0.1,
+        },
+    ),
+    "minimax-m2": (
+        "minimax-m2",
+        "minimax-m2",
+        False,
+        {
+            "expert_count": 7,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 40,
+            "expert_gating_func": 2,
+            "rope.dimension_count": 10,
+        },
+    ),
+    "mistral4": (
+        "mistral4",
+        "mistral4",
+        False,
+        {
+            **_LATENT_KEYS,
+            "attention.q_lora_rank": 20,
+            "leading_dense_block_count": 0,
+            "expert_weights_norm": True,
+            "rope.scaling.yarn_log_multiplier": 0.1,
+            "attention.temperature_scale": 0.4,
+            "attention.temperature_length": 32,
+        },
+    ),
+    "deepseek2-lite": (
+        "deepseek-v2",
+        "deepseek2",
+        False,
+        {
+            **_LATENT_KEYS,
+            "leading_dense_block_count": 0,
+            "expert_weights_scale": 1.3,
+            "rope.scaling.yarn_log_multiplier": 0.07,
+        },
+    ),
+    "granitehybrid": (
+        "granite4-h-moe",
+        "granitehybrid",
+        True,
+        {
+            "expert_count": 6,
+            "expert_used_count": 3,
+            "expert_shared_feed_forward_length": 76,
+            "attention.scale": 0.3,
+            "attention.head_count_kv": [0, 2, 0, 0],
+            "rope.scaling.finetuned": False,
+            "ssm.conv_kernel": 4,
+            "ssm.state_size": 12,
+            "ssm.group_count": 1,
+            "ssm.inner_size": 96,
+            "ssm.time_step_rank": 8,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron-h",
+        "nemotron_h",
+        False,
+        {
+            **_BLOCK_KEYS,
+            "feed_forward_length": [0, 88, 0, 0, 88, 0, 0, 88],
+        },
+    ),
+    "nemotron_h_moe": (
+        "nemotron-h-moe",
+        "nemotron_h_moe",
+        False,
+        {
+            **_BLOCK_KEYS,
+            **_ROUTED_KEYS,
+            "feed_forward_length": [0, 24, 0, 0, 24, 0, 0, 24],
+            "expert_shared_feed_forward_length": 36,
+            "expert_weights_scale": 1.7,
+        },
+    ),
+    "hunyuan-moe": (
+        "hunyuan-moe",
+        "hunyuan-moe",
+        False,
+        {
+            "expert_count": 7,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 40,
+            "expert_shared_feed_forward_length": 40,
+            "expert_shared_count": 1,
+        },
+    ),
+    "dots1": (
+        "dots1",
+        "dots1",
+        False,
+        {**_ROUTED_KEYS, "expert_shared_count": 2, "leading_dense_block_count": 1},
+    ),
+    "hy_v3": (
+        "hy3",
+        "hy_v3",
+        False,
+        {
+            **_ROUTED_KEYS,
+            "rope.freq_base": 11158840.0,
+            "expert_shared_feed_forward_length": 24,
+            "expert_weights_scale": 2.826,
+        },
+    ),
+    "exaone-moe": (
+        "exaone-moe",
+        "exaone-moe",
+        False,
+        {
+            **_ROUTED_KEYS,
+            "leading_dense_block_count": 1,
+            "expert_weights_scale": 2.5,
+            "attention.sliding_window": 9,
+            "attention.sliding_window_pattern": [True, True, True, False, True],
+        },
+    ),
+    "bailingmoe2": (
+        "bailing2",
+        "bailingmoe2",
+        False,
+        {
+            **_ROUTED_KEYS,
+            "leading_dense_block_count": 1,
+            "expert_shared_feed_forward_length": 24,
+            "expert_weights_scale": 1.7,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+            "rope.dimension_count": 10,
+        },
+    ),
+    "lfm2moe": (
+        "lfm2-moe",
+        "lfm2moe",
+        False,
+        {
+            "expert_count": 7,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 24,
+            "expert_gating_func": 2,
+            "leading_dense_block_count": 1,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "attention.head_count_kv": [0, 0, 2, 0],
+            "shortconv.l_cache": 3,
+        },
+    ),
+    "qwen35moe": (
+        "qwen3.5-moe",
+        "qwen35moe",
+        False,
+        {"expert_count": 7, "expert_used_count": 3, "nextn_predict_layers": 1, **_DELTA_KEYS},
+    ),
+    "qwen3next": (
+        "qwen3-next",
+        "qwen3next",
+        False,
+        {"expert_count": 7, "expert_used_count": 3, **_DELTA_KEYS},
     ),
     "gpt-oss": (
         "gpt-oss-plain",
@@ -124,6 +380,17 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
 }
 
 
+# By the converter's names, which gguf-py does not map in all versions.
+_DRAFT_NAMES = {
+    "eh_proj": "eh_proj",
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "shared_head.norm": "shared_head_norm",
+    "embed_tokens": "embed_tokens",
+    "shared_head.head": "shared_head_head",
+}
+
+
 def write_gguf(
     path: Path,
     case: str,
@@ -135,12 +402,15 @@ def write_gguf(
     """Write the model in `path` as llama.cpp's converter does, to m.gguf beside it.
 
     kinds: as of `LlamaFile`; change: of the experts' tensors.
-    layout: "stacked" experts, "merged" gate and up, or "split", a tensor an expert, as once.
+    layout: "stacked" experts, "merged" gate and up, or "split", a tensor an expert, as once; and
+    then keys and values of latent attention in one.
     """
     _, arch, pairs_rows, keys = FILES[case]
-    keys = dict(keys)
+    keys = keys | (changed_keys or {})
     config, checkpoint = read_config(path), Checkpoint(path)
+    has_drafts = has_draft_layer(checkpoint, config)
     values = json.loads((path / "config.json").read_text())
+    values = values.get("text_config", values)
     drafts = keys.get("nextn_predict_layers", 0)
     sizes = {
         "num_hidden_layers": config.num_layers + drafts,
@@ -148,14 +418,24 @@ def write_gguf(
         "intermediate_size": config.ffn_size,
     }
     theta = {"rope.freq_base": config.ropes[0].theta}
-    tensors = load_file(path / "model.safetensors")
-    parts = (".mlp.experts", ".mlp.gate.", ".mlp.router", ".mlp.shared", "_moe.", "_mlp.", "sinks")
+    tensors = {
+        _as_converted(name, config.num_layers): values
+        for name, values in load_file(path / "model.safetensors").items()
+    }
+    parts = (
+        *(".mlp.experts", ".mlp.gate.", ".mlp.router", ".mlp.shared", ".mlp.moe_statics"),
+        *(".mixer.experts", ".mixer.gate.", ".mixer.shared", ".mlp.e_score"),
+        *("_moe.", "_mlp.", "sinks", "visual.", "forward.experts.", "forward.gate.", "expert_bias"),
+    )
     plain = {n: t for n, t in tensors.items() if not any(part in n for part in parts)}
     if config.tied_embeddings:
         plain.pop("lm_head.weight", None)
     extra: dict[str, np.ndarray] = {}
-    for layer, spec in enumerate(config.layers):
-        names = tensor_names(config).of_layer(layer)
+    layers = [(spec, tensor_names(config).of_layer(i)) for i, spec in enumerate(config.layers)]
+    if has_drafts:
+        draft = config.draft_layer()
+        layers.append((draft.layers[0], tensor_names(draft).of_layer(0)))
+    for layer, (spec, names) in enumerate(layers):
         found = ffn_tensors(checkpoint, names.experts, spec.ffn)
         if found and layout == "split":
             for role in ("gate", "up", "down"):
@@ -166,11 +446,24 @@ def write_gguf(
             found["ffn_gate_up_exps.weight"] = np.concatenate(both, axis=1)
         if spec.attention.has_sinks:
             found["attn_sinks.weight"] = tensors[f"model.{names.sinks}"]
-        extra |= {f"blk.{layer}.{name}": np.ascontiguousarray(t) for name, t in found.items()}
-    if drafts:
+        if spec.attention.latent is not None and layout != "split":
+            joined = plain.pop(f"model.{names.kv_b}.weight")
+            joined = joined.reshape(spec.attention.num_heads, -1, joined.shape[1])
+            keys_and_values = np.split(joined, [spec.attention.latent.plain_size], axis=1)
+            found["attn_k_b.weight"] = keys_and_values[0].swapaxes(1, 2)
+            found["attn_v_b.weight"] = keys_and_values[1]
+        block = layer if layer == config.num_layers else tensor_names(config).blocks_of(layer)[1]
+        extra |= {f"blk.{block}.{name}": np.ascontiguousarray(t) for name, t in found.items()}
+    for ours, theirs in _DRAFT_NAMES.items():
+        tensor = plain.pop(f"model.layers.{config.num_layers}.{ours}.weight", None)
+        if tensor is not None:
+            tensor = tensor + (config.norm_offset if tensor.ndim == 1 else 0)
+            extra[f"blk.{config.num_layers}.nextn.{theirs}.weight"] = tensor
+    if drafts and not has_drafts:
         extra[f"blk.{config.num_layers}.nextn.eh_proj.weight"] = np.zeros((48, 96), np.float32)
+    if arch == "hy_v3":
+        extra = {name.replace("exp_probs_b.bias", "exp_probs_b"): t for name, t in extra.items()}
     change(extra)
-    keys |= changed_keys or {}
     LlamaFile(
         values | sizes,
         plain,
@@ -178,22 +471,37 @@ def write_gguf(
         keys={f"{arch}.{key}": value for key, value in (theta | keys).items()},
         extra=extra,
         arch=arch,
+        names_arch="dots1" if arch == "hy_v3" else "",  # not in every gguf-py
         pairs_rows=pairs_rows,
+        adds_one=config.norm_offset == 1,
     ).write(path / "m.gguf")
+
+
+def _as_converted(name: str, num_layers: int) -> str:
+    """The name that llama.cpp's converter maps: those of layers that draft are like others'."""
+    draft = f"model.layers.{num_layers}."
+    named = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
+    named |= {"norm": "shared_head.norm", "layers.0": ""}
+    if name.startswith("mtp."):
+        own = next(one for one in named if name.startswith(f"mtp.{one}."))
+        return (draft + named[own]).removesuffix(".") + name.removeprefix(f"mtp.{own}")
+    return name.replace("language_model.", "")
 
 
 def ffn_tensors(
     checkpoint: Checkpoint, layouts: Sequence[ExpertNames], spec: FfnSpec
 ) -> dict[str, np.ndarray]:
     """A layer's experts by GGUF's names; {} of a dense layer."""
-    layout = layout_in(layouts, checkpoint.has)
+    layout = layout_in(layouts, checkpoint)
     if layout is None or spec.router is None:
         return {}
     tensors, found = Tensors(checkpoint), {}
     experts = [expert_tensors(tensors, layout, spec, e) for e in range(spec.router.num_experts)]
     columns = list(zip(*experts, strict=True))
-    for role, gate_up_down in zip(("gate", "up", "down"), columns[:3], strict=True):
-        found[f"ffn_{role}_exps.weight"] = torch.stack(gate_up_down)
+    roles = ("gate", "up", "down") if spec.has_gate else ("up", "", "down")
+    for role, gate_up_down in zip(roles, columns[:3], strict=True):
+        if role:
+            found[f"ffn_{role}_exps.weight"] = torch.stack(gate_up_down)
     for role, biases in zip(("gate", "up", "down"), columns[3:6], strict=True):
         if spec.has_biases:
             found[f"ffn_{role}_exps.bias"] = torch.stack(biases)
@@ -206,19 +514,23 @@ def ffn_tensors(
         gate, up = tensors.of(layout.shared_gate), tensors.of(layout.shared_up)
         if layout.shared_gate == layout.shared_up:
             gate, up = gate.chunk(2)
-        found |= {"ffn_gate_shexp.weight": gate, "ffn_up_shexp.weight": up}
+        found |= {f"ffn_{roles[0]}_shexp.weight": gate}
+        found |= {"ffn_up_shexp.weight": up} if spec.has_gate else {}
         found["ffn_down_shexp.weight"] = tensors.of(layout.shared_down)
     if spec.router.gates_shared:
         found["ffn_gate_inp_shexp.weight"] = tensors.of(layout.shared_router)[0]
     return {name: tensor.float().numpy() for name, tensor in found.items()}
 
 
-@pytest.mark.parametrize("case", FILES)
-def test_gguf_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "layout"), [*((case, "stacked") for case in FILES), ("deepseek2", "split")]
+)
+def test_gguf_logits_equal_transformers(case: str, layout: str, tmp_path: Path) -> None:
     make_tiny(FILES[case][0], tmp_path)
-    write_gguf(tmp_path, case)
+    write_gguf(tmp_path, case, layout)
     expected = TinyCheckpoint(tmp_path).logits_of(IDS)
     assert relative_difference(reference_logits(tmp_path / "m.gguf", IDS), expected) < 2e-5
+    assert not left_out(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize(
@@ -240,6 +552,44 @@ def test_dense_layers_alone_are_no_mixture(
     storage = NeuronStorage("", config.ffn_size, config.ffn_size)
     system = SystemConfig(str(tmp_path))
     assert token_reads(None, system, config, storage).num_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        ("dots1", {"scoring_func": "noaux_tc", "topk_method": "noaux_tc", "moe_layer_freq": 1}),
+        ("exaone-moe", {"architectures": ["ExaoneMoEForCausalLM"], "scoring_func": "sigmoid"}),
+        ("bailing2", {"router_dtype": "fp32", "use_rmsnorm": True, "use_bias": False}),
+        ("starcoder2", {"activation_function": "gelu", "norm_type": "layer_norm"}),
+        ("cohere2", {"position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "layer_switch": 4}),
+        (
+            "hunyuan-moe",
+            {
+                "moe_topk": [3] * 3,
+                "num_experts": [7] * 3,
+                "moe_intermediate_size": [40] * 3,
+                "num_shared_expert": [1] * 3,
+                "routed_scaling_factor": False,
+                "n_group": False,
+            },
+        ),
+        (
+            "nemotron-h",
+            {
+                "hybrid_override_pattern": "M-M*-MM-",
+                "layers_block_type": None,
+                "num_hidden_layers": 8,
+                "partial_rotary_factor": 1.0,
+            },
+        ),
+    ],
+)
+def test_keys_as_published(variant: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """What makers' own files say beside, or otherwise than transformers writes it."""
+    file = make_tiny(variant, tmp_path) / "config.json"
+    expected = read_config(tmp_path)
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    assert read_config(tmp_path) == expected
 
 
 @pytest.mark.parametrize(
@@ -289,5 +639,17 @@ def test_experts_in_two_tensors(variant: str, tmp_path: Path) -> None:
         tensors[f"model.{in_two.gate}"] = np.concatenate(halves, axis=1)
         tensors[f"model.{in_two.down}"] = found["ffn_down_exps.weight"]
         tensors[f"model.{in_two.router}"] = found["ffn_gate_inp.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert relative_difference(reference_logits(tmp_path, IDS), expected) < 2e-5
+
+
+def test_experts_in_two_transposed_tensors(tmp_path: Path) -> None:
+    """As Qwen3-VL-MoE's are published; transformers writes them as it has them in memory."""
+    make_tiny("qwen3-vl-moe", tmp_path)
+    expected = TinyCheckpoint(tmp_path).logits_of(IDS)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, values in tensors.items():
+        if ".experts." in name:
+            tensors[name] = np.ascontiguousarray(values.swapaxes(1, 2))
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert relative_difference(reference_logits(tmp_path, IDS), expected) < 2e-5

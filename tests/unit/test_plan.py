@@ -14,7 +14,6 @@ from hotcold.model.files.artifact import ModelIdentity, read_artifact, write_art
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, kv_cache_bytes
 from hotcold.placement.plan import PlacementPlan, PlanRequest, read_plan, write_plan
 from hotcold.placement.profile import ActivationProfile, read_profile, write_profile
-from hotcold.placement.solver.cost import make_groups
 from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES
 from tests.placement_cases import llama_config, make_machine, make_plan
 
@@ -125,17 +124,6 @@ def test_other_plans_are_refused(tmp_path: Path) -> None:
     assert "damaged" in refusal(path, IDENTITY)
 
 
-def test_a_neuron_without_a_place_is_refused(tmp_path: Path) -> None:
-    config, path = llama_config(), tmp_path / "plan.safetensors"
-    plan = a_plan(config)
-    places = plan.neuron_device.copy()
-    places[1, 17] = 3
-    write_plan(path, IDENTITY, replace(plan, neuron_device=places))
-    assert "1 neurons are on no device, the first is neuron 17 of layer 1" in refusal(
-        path, IDENTITY
-    )
-
-
 @pytest.mark.parametrize("change", [{"mode": 3}, {"kv_dtype": None}, {"more": 1}])
 def test_a_plan_must_say_what_it_is_for(tmp_path: Path, change: dict[str, object]) -> None:
     path = tmp_path / "plan.safetensors"
@@ -144,19 +132,6 @@ def test_a_plan_must_say_what_it_is_for(tmp_path: Path, change: dict[str, object
     facts = artifact.facts | {"request": artifact.facts["request"] | change}
     write_artifact(path, "plan", IDENTITY, artifact.tensors, facts)
     assert "does not say what it was made for" in refusal(path, IDENTITY)
-
-
-def test_a_profile_comes_back_as_written(tmp_path: Path) -> None:
-    config, path = llama_config(), tmp_path / "profile.safetensors"
-    profile = make_profile(config)
-    write_profile(path, IDENTITY, profile)
-    again = read_profile(path, IDENTITY, config)
-    np.testing.assert_array_equal(again.counts, profile.counts)
-    assert (again.num_tokens, again.text_name, again.digest) == (1000, "made up", profile.digest)
-    assert again.frequency.max() <= 1
-    assert make_profile(config, seed=1).digest != profile.digest
-    order = make_groups(config, profile.frequency).order
-    assert (np.diff(np.take_along_axis(profile.counts, order, axis=1), axis=1) <= 0).all()
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_the_gpu_has_what_is_read_most(config: ModelConfig) -> None:
 def test_two_services_share_each_expert(name: WeightDtype, sizes: set[int]) -> None:
     """Evenly where a block is a group; of blocks of 256 each has the larger part in turn."""
     config = mixture_config(num_experts=16, size=768)
-    config = replace(config, down_formats=tuple((name,) * 16 for _ in config.layers))
+    config = replace(config, block_formats=(((name,) * 3,) * 16,) * config.num_layers)
     stripes = output_stripes(config, [2, 2], expert_pieces=2)
     shards = [output_shard(config, own)[0] for own in stripes]
     parts = [[np.isin(ids, shard).sum() for ids in blocks_of(config, 0)] for shard in shards]

@@ -50,7 +50,7 @@ ROWS = re.findall(r"^\| (\w+), (.*?) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", R
 
 
 def test_readme_shows_rows_and_says_what_they_are_of() -> None:
-    assert len(ROWS) == 4
+    assert len(ROWS) == 3
     speed = README[README.index("## Speed") : README.index("## Where is what")]
     assert "random weights" in speed
 
@@ -58,13 +58,11 @@ def test_readme_shows_rows_and_says_what_they_are_of() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}")
 def test_a_row_of_readme_is_a_reports(row: tuple[str, ...]) -> None:
     kind, what, *figures = row
-    whole = what.endswith(", 32 layers")
-    rows = _report("llama-7b" if whole else "llama-7b-8-layers")
-    kind_of_work, *mode = what.removesuffix(", 32 layers").split(", ")
+    kind_of_work, *mode = what.split(", ")
     label = f"{kind_of_work} of " if mode else kind_of_work
     (found,) = (
         cells
-        for cells in rows
+        for cells in _report("llama-7b-8-layers")
         if cells[0] == kind
         and cells[1].startswith(label)
         and (not mode or f", {mode[0]}," in cells[1])

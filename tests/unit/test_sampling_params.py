@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 
 from hotcold.model.config.build import build_config
 from hotcold.model.errors import ConfigError, UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model
-from hotcold.model.sampling import SamplingParams, eos_ids
+from hotcold.model.sampling import SamplingParams, eos_ids, suppressed_ids
+from tests.gguf_files import FLOAT32, small_llama
 from tests.unit.family_configs import LLAMA
 
 
@@ -65,6 +67,34 @@ def test_defaults_of_a_model(tmp_path: Path) -> None:
     for bad in ({"top_k": "many"}, {"do_sample": 1}, {"top_p": 7}):
         with pytest.raises(ConfigError, match=r"generation_config\.json"):
             SamplingParams.defaults(write(tmp_path, bad))
+
+
+def test_a_gguf_file_has_them_too(tmp_path: Path) -> None:
+    """As llama.cpp's converter writes them; what is not there is llama.cpp's."""
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_sampling_temp(0.6)
+    writer.add_sampling_top_k(-1)
+    writer.add_sampling_penalty_repeat(1.05)
+    writer.add_array("tokenizer.ggml.suppress_tokens", [3, 900])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    found = SamplingParams.defaults(tmp_path / "a.gguf")
+    assert found == SamplingParams(temperature=0.6, top_k=0, repeat_penalty=1.05)
+    assert suppressed_ids(tmp_path / "a.gguf", 10) == (3,)
+    bad = small_llama().with_key("general.sampling.top_p", FLOAT32, 7.0)
+    (tmp_path / "b.gguf").write_bytes(bad.content())
+    with pytest.raises(ConfigError, match=r"general\.sampling: top_p is 7\.0"):
+        SamplingParams.defaults(tmp_path / "b.gguf")
+
+
+def test_repetitions_count_in_prompt_and_answer(tmp_path: Path) -> None:
+    """As in transformers, with whatever else the model's makers chose."""
+    found = SamplingParams.defaults(write(tmp_path, {"repetition_penalty": 1.1}))
+    assert found == SamplingParams(repeat_penalty=1.1, repeat_last_n=-1)
+    write(tmp_path, {"repetition_penalty": 1.1, "do_sample": False})
+    found = SamplingParams.defaults(tmp_path)
+    assert found == SamplingParams(temperature=0.0, repeat_penalty=1.1, repeat_last_n=-1)
 
 
 def test_end_tokens(tmp_path: Path) -> None:

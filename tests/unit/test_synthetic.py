@@ -29,6 +29,9 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "kv_heads": 2, "head_dim": 20},
     "arcee": {"family": "arcee"},
     "bamboo": {"family": "bamboo"},
+    "cohere": {"family": "cohere"},
+    "cohere2": {"family": "cohere2", "kv_heads": 2, "head_dim": 20},
+    "starcoder2": {"family": "starcoder2", "kv_heads": 2},
     "opt": {"family": "opt"},
     "falcon-7b": {"family": "falcon"},
     "falcon-40b": {"family": "falcon", "kv_heads": 2, "activation": "gelu"},
@@ -37,7 +40,7 @@ TINY: dict[str, dict[str, Any]] = {
 }
 PATCHED = ("bamboo", "smallthinker", "turbosparsemixtral")
 SMALL = {"hidden": 256, "ffn": 1024, "heads": 8, "layers": 3, "vocab": 1000}
-DOWN_ENDINGS = (".mlp.down_proj", ".fc2", ".mlp.dense_4h_to_h")
+DOWN_ENDINGS = (".mlp.down_proj", ".mlp.c_proj", ".fc2", ".mlp.dense_4h_to_h")
 MIXTURE: dict[str, Any] = {
     "hidden": 256,
     "ffn": 64,
@@ -77,7 +80,9 @@ def test_transformers_reads_every_family(tmp_path: Path, name: str) -> None:
         assert model.num_parameters() == report.num_parameters
 
 
-@pytest.mark.parametrize("name", ["llama", "bamboo", "arcee", "opt", "falcon-40b"])
+@pytest.mark.parametrize(
+    "name", ["llama", "bamboo", "arcee", "cohere2", "starcoder2", "opt", "falcon-40b"]
+)
 def test_density_is_met_on_greedy_text(tmp_path: Path, name: str) -> None:
     changes = {} if name == "bamboo" else {"activation": "relu"}
     shape = resolve_shape("tiny", {**SMALL, **TINY[name], **changes, "density": 0.1})

@@ -134,7 +134,9 @@ def test_an_event_keeps_every_bit() -> None:
     drawn = Generation("a", [5, 6], "stop", 3, 0.1, 1 / 3, embedding=[1 / 3], reads={"a": 0.1})
     first = (TokenLogprob(3, None),)
     for event in (
-        TokenEvent("\u2028a\ud800", None, 2, (scored,), first, (5, 6), 11, "t", 1),
+        TokenEvent(
+            "\u2028a\ud800", None, 2, (scored,), first, (5, 6), 11, (("mark", 1), ("said", 1)), ""
+        ),
         TokenEvent("", drawn),
     ):
         assert event_of(json.loads(as_line(event_values(event)))) == event

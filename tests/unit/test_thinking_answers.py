@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -63,10 +62,11 @@ class DriverClient(Client):
 class Served:
     """A chain's model behind all routes."""
 
-    def __init__(self, path: Path, driver: Driver) -> None:
-        config = SystemConfig(str(path), context_length=256, max_batch=2)
-        backend = Backend(config, ServerSettings("demo", 1, 100, 60.0))
-        give_client(backend, DriverClient(driver))
+    def __init__(self, path: Path, driver: Driver, context: int = 256) -> None:
+        config = SystemConfig(str(path), context_length=context, max_batch=2)
+        backend = Backend(config, ServerSettings("demo", 1, context // 2, 60.0))
+        self.client = DriverClient(driver)
+        give_client(backend, self.client)
         self.driver = driver
         self._app = create_app(ServedModels([backend]))
 
@@ -177,69 +177,7 @@ def test_stops_sleep_by_every_route(served: Served) -> None:
     assert raw["choices"][0]["text"] == "\nTh"
 
 
-@pytest.mark.parametrize(("opened", "more"), [(OPENS, {"stop": ["o."]}), ({}, {})])
-def test_logprobs_are_the_answers(
-    served: Served, opened: dict[str, Any], more: dict[str, Any]
-) -> None:
-    choice = served.chat(**opened, **more, logprobs=True, top_logprobs=2)
-    joined = tokens(choice["logprobs"])
-    content = choice["message"]["content"]
-    assert joined[: len(content)] == content and joined in SAID  # a stop may end within a token
-    assert choice["usage"]["completion_tokens_details"]["reasoning_tokens"] == (
-        len(THINKS) - 1 - ("chat_template_kwargs" in opened)
-    )
-    cut = served.chat(**opened, max_tokens=4, logprobs=True)
-    assert cut["logprobs"]["content"] == []
-    told = served.post("/api/chat", messages=HELLO, logprobs=True).text.splitlines()
-    pieces = [json.loads(line) for line in told]
-    assert "".join(one["token"] for piece in pieces for one in piece.get("logprobs", ())) == SAID
-    for piece in pieces:
-        said = "".join(one["token"] for one in piece.get("logprobs", ()))
-        assert said == piece["message"].get("content", "")
-
-
-@pytest.mark.parametrize("opened", OPENED)
-@pytest.mark.parametrize("budget", [0, 3, -1])
-def test_a_budget_ends_thoughts(served: Served, opened: dict[str, Any], budget: int) -> None:
-    choice = served.chat(**opened, thinking_token_budget=budget, logprobs=True)
-    thought = "".join(THINKS[2:-1][:budget] if budget >= 0 else THINKS[2:-1]).strip()
-    message = choice["message"]
-    assert (message.get("reasoning_content", ""), message["content"]) == (thought, SAID)
-    assert tokens(choice["logprobs"]) == SAID and choice["finish_reason"] == "stop"
-
-
-def test_an_end_token_ends_thoughts(tmp_path: Path) -> None:
-    """The mark stands in its place, and at least a word of the answer follows."""
-    with serving(tmp_path, ["[go]", "<think>", "Hm", END], SAYS) as served:
-        for opened in OPENED:
-            choice = served.chat(**opened)
-            message = choice["message"]
-            assert (message["reasoning_content"], message["content"]) == ("Hm", SAID)
-            assert choice["finish_reason"] == "stop"
-        (end,) = served.driver.generator.eos_ids
-        biased = served.chat(**OPENS, logit_bias={str(end): 100})
-        assert biased["finish_reason"] == "stop" and biased["message"]["content"]
-        assert served.chat(**OPENS, ignore_eos=True, max_tokens=5)["message"]["content"] is None
-
-
 CALL = ["<tool_call>", "\n", '{"name": "f"', ', "arguments": ', '{"a": 1}', "}\n", "</tool_call>"]
-
-
-def test_a_call_within_thoughts_is_delivered(tmp_path: Path) -> None:
-    thinks = ["[go]", "<think>", "plan `f` ", *CALL, END]
-    with serving(tmp_path, thinks) as served:
-        for opened, choice in itertools.product(OPENED, ("auto", "required")):
-            told = served.chat(**opened, tool_choice=choice, tools=[TOOL])
-            (call,) = told["message"]["tool_calls"]
-            assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
-            assert told["message"]["reasoning_content"] == "plan `f`"
-            assert told["finish_reason"] == "tool_calls"
-        thought, called = served.post("/v1/responses", input="a", tools=[
-            {"type": "function", **FUNCTION}]).json()["output"]  # fmt: skip
-        assert (thought["type"], called["type"]) == ("reasoning", "function_call")
-        assert called["arguments"] == '{"a": 1}'
-        said = served.post("/api/chat", messages=HELLO, tools=[TOOL], stream=False).json()
-        assert said["message"]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 
 CALLS = ["[go]", "Let", " me. ", "<to", "ol_call>", *CALL[1:], END]
@@ -292,30 +230,6 @@ def test_stops_end_the_text_before_calls(calling: Served) -> None:
     assert calling.chat(tools=[TOOL], stop_token_ids=[ids[2]])["message"]["content"] == "Let"
 
 
-@pytest.mark.parametrize("most", range(1, len(CALLS) - 2, 3))
-def test_nothing_of_a_call_that_is_cut_off_is_told(calling: Served, most: int) -> None:
-    told = calling.chat(tools=[TOOL], max_tokens=most)
-    text = "Let me." if most > 1 else "Let"
-    assert (told["message"]["content"].rstrip(), told["finish_reason"]) == (text, "length")
-    response = calling.post("/v1/responses", input="a", max_output_tokens=most, tools=[
-        {"type": "function", **FUNCTION}]).json()  # fmt: skip
-    assert response["output"][0]["content"][0]["text"].rstrip() == text
-    assert response["status"] == "incomplete"
-    told = calling.post("/api/chat", **ASKED, stream=False, options={"num_predict": most}).json()
-    assert told["message"]["content"].rstrip() == text and told["done_reason"] == "length"
-    assert with_python(calling, max_tokens=most)[0].rstrip() == text
-
-
-@pytest.mark.parametrize("mark", [["<to", "ol_call>", "\n"], ["</thi", "nk>"]], ids=["call", "end"])
-def test_a_mark_that_is_cut_off_is_no_thought(tmp_path: Path, mark: list[str]) -> None:
-    with serving(tmp_path, ["[go]", "<think>", "plan", " it", *mark, END]) as served:
-        for opened, most in itertools.product(OPENED, range(3, 3 + len(mark))):
-            told = served.chat(**opened, tools=[TOOL], max_tokens=most + (not opened))
-            assert (told["message"]["reasoning_content"], told["finish_reason"]) == (
-                "plan it", "length",
-            )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "prose", [["a ", "<tool_call>", " is how"], ["`", "<tool_call>", '{"name": "g"', "'"]]
 )
@@ -326,21 +240,6 @@ def test_names_of_calls_in_thoughts_are_no_calls(tmp_path: Path, prose: list[str
             told = served.chat(**opened, tools=[TOOL])
             assert told["message"]["reasoning_content"] == "".join(prose)
             assert told["message"]["content"] == "Yes" and told["finish_reason"] == "stop"
-
-
-def test_shapes_hold_what_follows_thoughts(tmp_path: Path) -> None:
-    schema = {"type": "json_schema", "json_schema": {"schema": {"enum": [7]}}}
-    shapes: list[dict[str, Any]] = [
-        {"guided_regex": "[0-9]"}, {"response_format": schema}, {"grammar": 'start: "7"'},
-    ]  # fmt: skip
-    thinks = ["[go]", "<think>", "{'x' <tool_call>", "$", "</think>", "\n\n", "7", "8", END]
-    with serving(tmp_path, thinks, ["[off]", "x"]) as served:
-        for opened, shape in itertools.product(OPENED, shapes):
-            message = served.chat(**opened, **shape)["message"]
-            assert message["reasoning_content"] == "{'x' <tool_call>$"
-            assert message["content"] == "7"
-            at_once = served.chat(**opened, **shape, thinking_token_budget=0)["message"]
-            assert at_once["content"] == "7" and "reasoning_content" not in at_once
 
 
 def test_marks_of_several_tokens_are_seen(tmp_path: Path) -> None:

@@ -16,12 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotcold.actors.driver.grammars import Constraint, Grammars
-from hotcold.actors.driver.thoughts import ThoughtReader, Thoughts
+from hotcold.actors.driver.thoughts import Thoughts, reader_of
+from hotcold.actors.protocol import messages
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, Grammar, TokenEvent
 from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.text.call_syntax import TAGGED
+from hotcold.model.text.calls import SpanKind
 from hotcold.model.text.chat_template import ChatTemplate, Thinking, thinking_of
 from hotcold.model.text.tokenizer import Tokenizer
-from hotcold.model.text.tools import TAGGED
 from hotcold.ui.api.tools.reader import AnswerReader, ReasoningPart, TextPart
 from tests.unit.ollama_routes import HELLO, RESULT, Recording, post, server
 from tests.unit.test_server_limits import Deliver
@@ -73,13 +75,18 @@ ANSWERS: list[tuple[bool, str, str, str, int]] = [
 
 def told(pieces: Sequence[str], opened: Thoughts | None, result: Generation) -> list[TokenEvent]:
     """The events of an answer that comes in these pieces."""
-    reader = ThoughtReader(opened, TAGGED.begin, lambda text: True)
-    found = []
+    reader, found = reader_of(opened, TAGGED, lambda text: True), []
+    kinds = {
+        SpanKind.TEXT: messages.SAID,
+        SpanKind.THOUGHT: messages.THOUGHT,
+        SpanKind.MARK: messages.MARK,
+    }
     for number, piece in enumerate(pieces):
         is_last = number == len(pieces) - 1
-        now = reader.push(piece, is_last)
-        text, end = now.before + now.said, result if is_last else None
-        found.append(TokenEvent(text, end, 1, thought=now.thought, said_at=len(now.before)))
+        spans = reader.push(piece, is_last)
+        parts = tuple((kinds[span.kind], len(span.text)) for span in spans)
+        text = "".join(span.text for span in spans)
+        found.append(TokenEvent(text, result if is_last else None, 1, parts=parts))
     return found
 
 
@@ -146,7 +153,7 @@ def test_a_grammar_begins_after_the_thoughts(grammar: Grammar, way: Thinking) ->
 
 def test_tags_that_are_special_tokens_are_seen() -> None:
     backend = tokenizers.Tokenizer.from_file(str(DEMO_DIRECTORY / "tokenizer.json"))
-    backend.add_special_tokens([*WAY])
+    backend.add_special_tokens([WAY.begin, WAY.end])
     ids = backend.encode("a<think>b</think>c", add_special_tokens=False).ids
     assert backend.decode(ids) == "abc"
     found = Tokenizer(backend, ChatTemplate(TEMPLATE, "a test", {}))

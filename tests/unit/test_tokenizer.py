@@ -244,7 +244,7 @@ def test_where_templates_stand(tmp_path: Path) -> None:
         "{{ strftime_now.__globals__['json'] }}",
         "{% for i in range(1000000000) %}x{% endfor %}",
         "{{ [1] * 10000000000 }}",
-        "{{ messages.append(1) }}",
+        "{{ messages.clear() }}",
         "{{ 1 / 0 }}",
         "{% include '/etc/passwd' %}",
     ],
@@ -396,6 +396,23 @@ def test_variables_reach_the_template(tmp_path: Path) -> None:
     tokenizer = chat(tmp_path, template)
     variables = {"enable_thinking": False, "a": {"b": [1, 2]}, "tools": 1, "messages": 2}
     assert tokenizer.render_chat(MESSAGES, variables=variables) == "False 2 TrueNone"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ 'go<think>\n' }}", "go<think>\n</think>\n\n"),  # DeepSeek-R1, MiniMax M2, Step 3.5
+        ("go{# <think> #}", "go<think>\n\n</think>\n\n"),  # Kimi K2 Thinking, LFM 2.5
+        ("go<think>{% if enable_thinking is false %}</think>{% endif %}", "go<think></think>"),
+        ("{{ 'off' if enable_thinking is false }}go{# <think> #}", "offgo"),  # told in words
+        ("go", "go"),
+    ],
+)
+def test_thoughts_are_left_out(template: str, expected: str, tmp_path: Path) -> None:
+    tokenizer = chat(tmp_path, template)
+    off = {"enable_thinking": False}
+    assert tokenizer.render_chat(MESSAGES, variables=off) == expected
+    assert "</think>" not in tokenizer.render_chat(MESSAGES, variables={"enable_thinking": True})
 
 
 def test_long_conversations_and_refused_messages(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +14,8 @@ from hypothesis import strategies as st
 from hotcold.actors.protocol.messages import TokenEvent
 from hotcold.chats import template_messages
 from hotcold.model.errors import PromptError
+from hotcold.model.text.call_syntax import BARE, TAGGED, CallSyntax
 from hotcold.model.text.chat_template import ChatTemplate
-from hotcold.model.text.tools import BARE, TAGGED, CallSyntax
 from hotcold.ui.api.responses.schemas import ResponsesRequest
 from hotcold.ui.api.schemas import ChatRequest, parse
 from hotcold.ui.api.tools.grammar import calls_grammar
@@ -232,17 +231,3 @@ def test_however_the_answer_comes(answer: Any, cuts: list[int]) -> None:
     places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
     pieces = [text[a:b] for a, b in itertools.pairwise(places)] or [""]
     assert _read(syntax, pieces) == (said, calls)
-
-
-@pytest.mark.parametrize("syntax", [TAGGED, BARE])
-def test_nothing_of_a_call_that_is_cut_off_is_said(syntax: CallSyntax) -> None:
-    """Of any length; what was said before it stays, and so do arguments as far as they go."""
-    before, whole = ("I look.", PARIS) if syntax.begin else ("", BARE_PARIS)
-    for length in range(1, len(whole) + 1):
-        for pieces in ([before + whole[:length]], list(before + whole[:length])):
-            said, calls = _read(syntax, pieces, is_cut=True)
-            assert (said or "") == before
-            arguments = re.match(r'.*?"weather".*?(\{[^}]*\}?)', whole[:length], re.DOTALL)
-            assert calls == ([("weather", arguments[1])] if arguments else [])
-    for said in ("a < b", "a <b", "a <tool_call> b", "{}", "a "):
-        assert _read(syntax, [*said], is_cut=True) == (said, [])

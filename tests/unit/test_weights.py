@@ -197,9 +197,9 @@ def test_mixed_dtypes_follow_the_first_layer(tmp_path: Path) -> None:
     halves = {name: torch.Tensor.half for name in checkpoint.names() if "layers.0" in name}
     edited(path, halves)
     found, checkpoint = loaded(path), Checkpoint(path)
-    assert found.attention.qkv.first.dtype == np.uint16
+    assert found.attention.qkv.arrays[0].dtype == np.uint16
     expected = to_float32(checkpoint.array("layers.2.self_attn.o_proj.weight"))
-    np.testing.assert_allclose(to_float32(found.attention.out[2]), expected, rtol=1e-3)
+    np.testing.assert_allclose(to_float32(found.attention.out.matrix(2)), expected, rtol=1e-3)
     assert found.head.head.dtype == np.int16
 
 
@@ -254,7 +254,7 @@ def test_matrices_are_quantized_row_by_row(
         own, part = names.of_layer(layer), found.ffn.part(layer)
         qkv = to_float32(plain.attention.qkv.matrix(layer))
         require(found.attention.qkv.matrix(layer), qkv)
-        require(found.attention.out[layer], stored(own.out))
+        require(found.attention.out.matrix(layer), stored(own.out))
         require(found.ffn.gate[part], stored(own.gate))
         require(found.ffn.down[part], stored(own.down).T)
         if config.has_gate:
@@ -269,6 +269,11 @@ def test_matrices_are_quantized_row_by_row(
         np.testing.assert_array_equal(one, other)
 
 
+def arrays_of(weights: Any) -> dict[str, np.ndarray]:
+    found = {key: getattr(value, "arrays", [value])[0] for key, value in vars(weights).items()}
+    return {key: value for key, value in found.items() if isinstance(value, np.ndarray)}
+
+
 @pytest.mark.parametrize(("model", "name"), [("llama-gqa", "f16"), ("opt-prenorm", "bf16")])
 def test_matrices_in_16_bits_are_those_of_the_cast_model(
     model: str, name: str, tmp_path: Path
@@ -280,11 +285,11 @@ def test_matrices_in_16_bits_are_those_of_the_cast_model(
     for cast, stored in zip(
         loaded(path, name, every_other)[:3], loaded(rounded, "", every_other)[:3], strict=True
     ):
-        arrays = {key: a for key, a in vars(cast).items() if isinstance(a, np.ndarray)}
+        arrays, others = arrays_of(cast), arrays_of(stored)
         assert np.dtype(dtype) in {array.dtype for array in arrays.values()}
         for key, array in arrays.items():
-            if array.ndim > 1 and array.dtype == dtype:  # vectors are float32 in both
-                np.testing.assert_array_equal(array, getattr(stored, key), err_msg=key)
+            if array.dtype == dtype:  # vectors are float32 in both
+                np.testing.assert_array_equal(array, others[key], err_msg=key)
     assert load_embedding(Checkpoint(path), read_config(path)).tokens.dtype == np.float32
 
 

@@ -139,8 +139,7 @@ def _joined(events: Sequence[TokenEvent]) -> TokenEvent:
         events[-1].result,
         logprobs=tuple(chain.from_iterable(event.logprobs for event in events)),
         prompt_logprobs=tuple(chain.from_iterable(event.prompt_logprobs for event in events)),
-        thought="".join(event.thought for event in events),
-        said_at=sum(event.said_at for event in events),
+        parts=tuple(chain.from_iterable(event.told_parts for event in events)),
     )
 
 
@@ -150,6 +149,7 @@ def reader_of(backend: Backend, asked: ChatRequest | CompletionRequest) -> Answe
         return AnswerReader(None)
     return AnswerReader(
         backend.call_syntax if asked.callable is not None else None,
+        asked.callable.schemas if asked.callable is not None else None,
         [tool.custom.name for tool in asked.tools or () if tool.type == "custom"],
         ContentLogprobs(backend.texts) if asked.logprobs else None,
     )

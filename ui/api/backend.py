@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from hotcold.actors.client import AsyncClient
+from hotcold.actors.client import AsyncClient, Deliver
 from hotcold.actors.driver.prompts import Prompts
 from hotcold.actors.protocol.messages import (
+    DriverLoad,
     GenerateRequest,
     Generation,
     SystemConfig,
@@ -24,7 +25,7 @@ from hotcold.actors.system import System
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import PromptError, ServiceError
 from hotcold.model.sampling import SamplingParams
-from hotcold.model.text.tools import CallSyntax
+from hotcold.model.text.call_syntax import CallSyntax
 from hotcold.ui.api.cached import of_client
 from hotcold.ui.api.errors import LOADING_TOOK, ApiError, timed_out, unavailable
 from hotcold.ui.api.logprobs import TokenTexts
@@ -50,6 +51,22 @@ class ServerSettings:
     max_tokens: int = 1 << 20  # new tokens of one request
     request_timeout_s: float = 600.0
     max_body_bytes: int = 4 << 20
+
+
+class Client(Protocol):
+    """What answers a model's requests: an `AsyncClient` of one system, or who asks several."""
+
+    async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:
+        """As `AsyncClient.submit`. Errors: also ApiError."""
+
+    def cancel(self, request_id: str) -> None:
+        """As `AsyncClient.cancel`."""
+
+    def stop(self, request_id: str) -> None:
+        """As `AsyncClient.stop`."""
+
+    async def load(self, with_experts: bool = False) -> DriverLoad:
+        """As `AsyncClient.load`."""
 
 
 class Backend:
@@ -81,12 +98,15 @@ class Backend:
         self._stays = True  # while idle
         self._loader = loader
         self._system: System | None = None
-        self._client: AsyncClient | None = None
+        self._client: Client | None = None
 
-    def attach(self, system: System, client: AsyncClient | None = None) -> None:
-        """Send requests to this system from now on; `client`: one that exists already."""
+    def attach(self, system: System | None, client: Client | None = None) -> None:
+        """Send requests to this system from now on; `client`: one that exists already.
+
+        A client of several systems has none that could be called.
+        """
         self._system = system
-        self._client = client or AsyncClient(system)
+        self._client = client or (None if system is None else AsyncClient(system))
 
     def detach(self) -> None:
         """Forget the system: the next request loads the model."""
@@ -107,13 +127,13 @@ class Backend:
         return self._system
 
     @property
-    def client(self) -> AsyncClient:
+    def client(self) -> Client:
         """The system's client. Errors: those of `system`."""
         if self._client is None:
             raise ServiceError(f"the model {self.name!r} is {self.state} now; try again later")
         return self._client
 
-    async def ready(self) -> AsyncClient:
+    async def ready(self) -> Client:
         """The system's client, once the model is loaded. Errors: ApiError 503, HotcoldError."""
         if self._client is None and self._loader is not None:
             await self._loader.load(self)
@@ -161,7 +181,7 @@ class Backend:
     @property
     def is_loaded(self) -> bool:
         """Whether a system has the model."""
-        return self._system is not None
+        return self._client is not None
 
     @property
     def is_idle(self) -> bool:
@@ -249,7 +269,7 @@ class Answers:
         self._started = time.monotonic()
         self._last_at = [self._started] * count
         self._request_ids: dict[int, str] = {}
-        self._client: AsyncClient | None = None
+        self._client: Client | None = None
         self._events: asyncio.Queue[tuple[int, TokenEvent | BaseException]] = asyncio.Queue()
         self._unfinished = set(range(count))
         self._unsubmitted = deque(range(count))
@@ -303,7 +323,7 @@ class Answers:
             )
         return timed_out(self._backend.settings.request_timeout_s, why)
 
-    async def _submit_next(self, client: AsyncClient) -> None:
+    async def _submit_next(self, client: Client) -> None:
         """Queue the next request, if there is one. Errors: those of `submit`."""
         if self._unsubmitted:
             index = self._unsubmitted.popleft()
@@ -311,7 +331,7 @@ class Answers:
             self._request_ids[index] = await client.submit(request, partial(self._deliver, index))
             self._backend.metrics.add_prompt(len(request.prompt_ids or ()), request.use_cache)
 
-    async def _submit_later(self, client: AsyncClient) -> None:
+    async def _submit_later(self, client: Client) -> None:
         try:
             await self._submit_next(client)
         except Exception as error:

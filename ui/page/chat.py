@@ -189,6 +189,7 @@ class Chat:
             yield view
             async for view in self._follow(visit.history, visit.asked):
                 yield view
+            yield {self._undo: gr.skip()}  # Gradio shows an event's last view once more at its end
 
         return handle
 
@@ -254,8 +255,6 @@ class Chat:
                 painted = now
                 yield self._view(history)
             await asyncio.sleep(_PAINT_S)
-        if asked is not None:
-            yield self._view(history)
 
     def _begin(
         self, visit: Visit, conversation: Conversation, question: str | None, settings: Any,
@@ -310,10 +309,7 @@ class Chat:
         self._history(request).open.stop()
 
     async def _end(self, saved: Any, request: gr.Request) -> Updates:
-        """What the browser stores, and what is shown.
-
-        An event's last view, which Gradio shows once more at its end, may be older than another's.
-        """
+        """What the browser stores, and what is shown at an event's end."""
         stored, history = await self._save(saved, request), self._history(request)
         view = self._view(history)
         if history.notice:  # which stays to be read

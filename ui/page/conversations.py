@@ -110,7 +110,7 @@ class Conversation:
             if self._is_stopped:
                 self._answers.stop()
             async for _, event in self._answers.events():
-                answer.content += event.text
+                answer.content += event.readable
                 self.result = event.result
         except Exception as error:
             self.problem = as_api_error(error)

@@ -2,12 +2,14 @@
 
 import asyncio
 import gc
+import importlib.util
 import logging
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from contextvars import Context
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,12 +17,28 @@ from starlette.responses import FileResponse, HTMLResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hotcold.model.errors import HotcoldError
+from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.errors import RETRY_AFTER_S, unavailable
+from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.page import ASSETS
 from hotcold.ui.page.routes import require_allowed
 
 _LOGGER = logging.getLogger("hotcold.serve")
 _BUILDING = threading.Lock()  # what Gradio builds a page of is the process's, not the thread's
+
+
+def late_pages(models: ServedModels) -> dict[str, Callable[[], Any]]:
+    """What makes the chat pages, by their paths; nothing where Gradio is not installed."""
+    if importlib.util.find_spec("gradio") is None:
+        return {}
+    paths = models.page_paths
+
+    def build(backend: Backend) -> Any:
+        from hotcold.ui.page.page import build_page
+
+        return build_page(backend, paths)
+
+    return {paths[backend.name]: partial(build, backend) for backend in models.backends}
 
 
 class LatePage:

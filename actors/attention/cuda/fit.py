@@ -36,7 +36,7 @@ def work_bytes(system: SystemConfig, config: ModelConfig, device: Device) -> int
     """Bytes of the workspace; `config` has the formats that matrices are loaded in."""
     layout, kernels = arena_layout(system, config), device.kernels
     tokens = layout.max_tokens
-    width, qkv, neurons = config.hidden_size, config.qkv_rows, config.largest_ffn
+    width, qkv, neurons = config.hidden_size, config.most_inputs, config.largest_ffn
     block = max(max(layer.ffn.block_sizes) for layer in config.layers)
     own = 2 * width * (config.experts is not None)  # tokens of one expert, and its output
     prompt = tokens * max(7 * width + 2 * qkv, 3 * width + 3 * block + own)

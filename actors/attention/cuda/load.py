@@ -20,9 +20,11 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import AttentionWeights
 from hotcold.model.weights.check import weight_shapes
 from hotcold.model.weights.embedding import HeadWeights
+from hotcold.model.weights.latent import no_latent
 from hotcold.model.weights.memory import aligned_empty
+from hotcold.model.weights.recurrent import no_recurrent
+from hotcold.numba_kernels.block_rows import matrices_of
 from hotcold.numba_kernels.layer_record import LayerVectors
-from hotcold.numba_kernels.layer_rows import one_format
 from hotcold.numba_kernels.loops.attention_loop import AttentionArrays
 from hotcold.numba_kernels.router_arrays import RouterArrays, no_routers, stacked_routers
 
@@ -55,7 +57,7 @@ class CudaLoading:
             routers.append(weights.routers)
             if layer < self.spec.system.num_host_layers:
                 arrays.qkv.matrix(layer)[...] = weights.qkv.matrix(0)
-                arrays.out[layer] = weights.out[0]
+                arrays.out.matrix(layer)[:] = weights.out.matrix(0)
 
         head = self._model.fill(on_bytes, keep)
         if arrays is not None:
@@ -89,9 +91,11 @@ class CudaLoading:
         attention, head, _ = weight_shapes(checkpoint, config, none, dtype)
         here = AttentionWeights(
             vectors=LayerVectors(*map(np.empty_like, attention.vectors)),
-            qkv=one_format(_empty_stack(attention.qkv.matrix(0), layers)),
-            out=_empty_stack(attention.out[0], layers),
+            qkv=matrices_of(_empty_stack(attention.qkv.matrix(0), layers)),
+            out=matrices_of(_empty_stack(attention.out.matrix(0), layers)),
             routers=no_routers(layers),
+            latent=no_latent(),
+            recurrent=no_recurrent(),
         )
         return attention_arrays(config, self._cache, here, _no_head(head))
 

@@ -14,7 +14,7 @@ import numpy as np
 from hotcold.actors.attention.arrays import layer_numbers, rope_tables
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.protocol.messages import CacheSpec, ServiceSpec
-from hotcold.actors.setup.gpu_share import NO_EXPERT_PREDICTORS
+from hotcold.actors.setup.gpu_share import only_on_cpu
 from hotcold.cuda_kernels.kernels import Layer
 from hotcold.cuda_kernels.matrix import DeviceMatrix, padded_items
 from hotcold.cuda_kernels.neurons import DeviceNeurons, DeviceRouter
@@ -74,8 +74,8 @@ class CudaModel:
 
         Errors:  DeviceMemoryError, CheckpointError, UsageError
         """
-        if config.experts is not None and config.experts.has_predictors:
-            raise UsageError(f"{NO_EXPERT_PREDICTORS}; give --device cpu")
+        if reason := only_on_cpu(config):
+            raise UsageError(f"{reason}; give --device cpu")
         if spec.cache is None:
             raise ValueError(f"the {spec.name} service has no KV cache")
         self.config, self._spec = config, spec
@@ -91,7 +91,7 @@ class CudaModel:
         self.down_bias = [self._like(ffn.down_bias[0]) for _ in range(config.num_layers)]
         self.head = self._head(head) if not system.head_on_host else None
         self.attention = [
-            self._attention(attention, cache.pages_of(layer.attention.window), layer.ffn.router)
+            self._attention(attention, cache.pages_of(layer.page_group), layer.ffn.router)
             if number >= system.num_host_layers
             else None
             for number, layer in enumerate(config.layers)
@@ -144,7 +144,7 @@ class CudaModel:
             upload(target, stack[0])
         if part is not None:
             upload(part.qkv.content, _bits(weights.qkv.matrix(0)))
-            upload(part.out.content, _bits(weights.out[0]))
+            upload(part.out.content, _bits(weights.out.matrix(0)))
             if part.router is not None:
                 self._fill_router(part.router, weights.routers)
 
@@ -188,7 +188,12 @@ class CudaModel:
         tables = [self._uploaded(table) for table in rope_tables(self.config, cache)]
         tables.append(self._device.empty((0, 2, 0), np.float32))  # of a layer without rope, at -1
         return [
-            Layer.of(numbers, LayerVectors(*map(self._like, like)), tables[numbers.rope])
+            Layer.of(
+                numbers,
+                LayerVectors(*map(self._like, like)),
+                tables[numbers.rope],
+                tables[numbers.query_rope],
+            )
             for numbers, *like in zip(layer_numbers(self.config), *weights.vectors, strict=True)
         ]
 
@@ -205,7 +210,7 @@ class CudaModel:
         kind = np.float32 if self._kv_dtype == "float32" else np.uint16
         return AttentionPart(
             qkv=self._matrix(weights.qkv.matrix(0)),
-            out=self._matrix(weights.out[0]),
+            out=self._matrix(weights.out.matrix(0)),
             keys=self._device.empty(pages, kind),
             values=self._device.empty(pages, kind),
             router=None if router is None else self._router(router),

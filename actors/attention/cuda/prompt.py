@@ -43,7 +43,7 @@ class PromptWork:
     ) -> tuple[Any, Any, Any]:
         """ffn_residual, ffn_input (T, d) of hidden (T, d); with experts what its blocks weigh.
 
-        That is (T, B), else None; tables (2, slots, pages), the others (T,).
+        That is (T, B), else None; tables (groups, slots, pages), the others (T,).
         """
         own, part = self._model.layers[layer], self._model.attention[layer]
         assert part is not None

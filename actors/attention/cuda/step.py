@@ -21,7 +21,7 @@ from hotcold.cuda_kernels.neurons import LayerResidual
 from hotcold.model.config.layer_order import ffn_residual_and_input, layer_input
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
-from hotcold.numba_kernels.loops.mailbox import FULL, WINDOWED, SharedBuffers
+from hotcold.numba_kernels.loops.mailbox import FULL, NUM_GROUPS, WINDOWED, SharedBuffers
 
 _TOKENS = (1, 2, 4, 8, 16, KERNEL_TOKENS)
 
@@ -52,8 +52,8 @@ class StepWork:
 
     For T tokens: hidden (T, d); residual_and_input (2, T * d) with ffn_residual and ffn_input;
     partial (T, d); logits (T, V); num_fired (L, 2) int32. positions and slots (32,) and page_tables
-    (2, slots, pages) int32 are one array, `place`. all_weights (L, T * B) has what each layer's
-    blocks weigh (`block_weights`), which its router writes, or a request brings.
+    (groups, slots, pages) int32 are one array, `place`. all_weights (L, T * B) has what each
+    layer's blocks weigh (`block_weights`), which its router writes, or a request brings.
     """
 
     def __init__(self, device: Device, model: CudaModel, layout: ArenaLayout) -> None:
@@ -68,17 +68,17 @@ class StepWork:
         self.width = width
         self.hidden = floats(tokens, width)
         self._residual, self._normed = floats(tokens, width), floats(tokens, width)
-        self._qkv = floats(tokens, config.qkv_rows)
+        self._qkv = floats(tokens, config.most_inputs)
         is_late = any(layer.adds_late for layer in config.layers)
         self._added = floats(tokens, width if is_late else 0)
-        self._heads = floats(tokens, config.attention_size)
+        self._heads = floats(tokens, config.heads.heads_size)
         self.residual_and_input = floats(2, tokens * width)
         self.input = self.residual_and_input[1]
         self.partial = floats(tokens, width)
         self.num_fired = device.empty((config.num_layers, 2), np.int32)
         self._projected = floats(tokens, config.embed_size)
         self.logits = floats(tokens, config.vocab_size if model.head else 0)
-        tables = 2, layout.num_slots, layout.pages_a_slot
+        tables = NUM_GROUPS, layout.num_slots, layout.pages_a_slot
         self.place = device.empty((2 * tokens + math.prod(tables),), np.int32)
         self._positions = self.place[:tokens]
         self._slots = self.place[tokens : 2 * tokens]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from hotcold.model.config.families.family import MAX_WIDTH, num_layers
-from hotcold.model.config.families.tensor_names import ExpertNames
+from hotcold.model.config.families.tensor_names import GGUF_EXPERTS, ExpertNames
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.layer_spec import RouterSpec
 
@@ -90,29 +90,17 @@ def named_experts(
     )
 
 
+def shared_in(block: str) -> dict[str, Any]:
+    """Return names of the shared expert's tensors in `block`, as of `ExpertNames`."""
+    return {f"shared_{name}": f"{block}.{name}_proj.weight" for name in ("gate", "up", "down")}
+
+
+def layouts_of(named: ExpertNames, block: str = "mlp") -> tuple[ExpertNames, ...]:
+    """Return a family's own layout, that of transformers 5, and those of GGUF files."""
+    names = f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj"
+    return (named, fused(named, *names), *GGUF_EXPERTS)
+
+
 def fused(layout: ExpertNames, gate_up: str, down: str) -> ExpertNames:
     """Return a layout with all experts in two tensors, gate's rows before up's."""
     return replace(layout, gate=gate_up, up=gate_up, down=down)
-
-
-_GGUF = ExpertNames(
-    router="ffn_gate_inp.weight",
-    gate="ffn_gate_exps.weight",
-    up="ffn_up_exps.weight",
-    down="ffn_down_exps.weight",
-    router_bias="ffn_gate_inp.bias",
-    selection_bias="exp_probs_b.bias",
-    gate_bias="ffn_gate_exps.bias",
-    up_bias="ffn_up_exps.bias",
-    down_bias="ffn_down_exps.bias",
-    shared_gate="ffn_gate_shexp.weight",
-    shared_up="ffn_up_shexp.weight",
-    shared_down="ffn_down_shexp.weight",
-    shared_router="ffn_gate_inp_shexp.weight",
-)
-# Of GGUF files: three tensors; gate and up in one; one an expert, as before April 2024.
-GGUF_EXPERTS = (
-    _GGUF,
-    replace(_GGUF, gate="ffn_gate_up_exps.weight", up="ffn_gate_up_exps.weight"),
-    replace(_GGUF, gate="ffn_gate.{}.weight", up="ffn_up.{}.weight", down="ffn_down.{}.weight"),
-)

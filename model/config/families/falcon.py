@@ -8,11 +8,14 @@ from hotcold.model.config.activations import activation_fn
 from hotcold.model.config.families.family import (
     MAX_WIDTH,
     Family,
+    GgufArchitecture,
     grouped_kv_heads,
     head_sizes,
     max_positions,
 )
+from hotcold.model.config.families.llama import POWERINFER_DOWN
 from hotcold.model.config.families.tensor_names import LayerNames, TensorNames
+from hotcold.model.config.gguf_metadata import Metadata
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.rope import read_rope
@@ -37,6 +40,7 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
         "has_gate": False,
         "activation_fn": activation_fn(reader, key, "gelu"),
         "norm_kind": "layernorm",
+        "norm_bias": True,
         "norm_eps": reader.number("layer_norm_epsilon", 1e-5, low=0.0, high=1.0),
         "has_ffn_norm": not parallel or (grouped and num_norms == 2),
         "parallel_ffn": parallel,
@@ -79,6 +83,30 @@ def _tensor_names(config: ModelConfig) -> TensorNames:
     )
 
 
+def _gguf_values(metadata: Metadata) -> dict[str, Any]:
+    """llama.cpp computes gelu in every Falcon, PowerInfer relu."""
+    kv_heads = metadata.integer("attention.head_count_kv", 1)
+    return {
+        "hidden_size": metadata.integer("embedding_length"),
+        "ffn_hidden_size": metadata.integer("feed_forward_length"),
+        "num_attention_heads": metadata.integer("attention.head_count"),
+        "num_kv_heads": kv_heads,
+        "new_decoder_architecture": kv_heads > 1,
+        "num_ln_in_parallel_attn": 1 + metadata.has_tensor("blk.0.attn_norm_2.weight"),
+        "multi_query": kv_heads == 1,
+        "activation": "relu" if metadata.has_tensor(POWERINFER_DOWN) else "gelu",
+        "layer_norm_epsilon": metadata.number("attention.layer_norm_epsilon"),
+    }
+
+
+_GGUF_NAMES = {
+    "ln_attn": "attn_norm_2",
+    "ln_mlp": "attn_norm",
+    "self_attention.query_key_value": "attn_qkv",
+    "mlp.dense_h_to_4h": "ffn_up",
+}
+
+
 FALCON = Family(
     name="falcon",
     architectures=("FalconForCausalLM", "FalconModel"),
@@ -88,4 +116,5 @@ FALCON = Family(
     tied_embeddings=True,
     read_fields=_read_fields,
     tensor_names=_tensor_names,
+    gguf=GgufArchitecture(("falcon",), _gguf_values, _GGUF_NAMES),
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotcold.model.config.families.tensor_names import LLAMA_NAMES, TensorNames
+from hotcold.model.config.gguf_metadata import Metadata, gated_values
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import shown
@@ -16,6 +17,20 @@ MAX_POSITIONS = 1 << 26
 MAX_LAYERS = 4096
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 _MAX_WINDOW = 1 << 26
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """How GGUF files have a family."""
+
+    kinds: tuple[str, ...]  # of general.architecture
+    # config.json's keys beside those that all architectures have; model_type: of another family.
+    values: Callable[[Metadata], dict[str, Any]] = gated_values
+    # By module of a checkpoint, where a role's is not that of `GGUF_NAMES`.
+    names: Mapping[str, str] = field(default_factory=dict)
+    # Rows of q and k that rotate together stand side by side, in a checkpoint half a head apart.
+    pairs_rows: bool = False
+    rope_keys: tuple[str, ...] = ()  # that `values` reads; refused for others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +49,7 @@ class Family:
     reads: tuple[str, ...] = ()  # keys that are refused for families that do not name them
     # Of keys that are required for other families.
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    gguf: GgufArchitecture | None = None
 
 
 def max_positions(reader: ConfigReader) -> int:

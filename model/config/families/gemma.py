@@ -9,6 +9,7 @@ from typing import Any
 
 from hotcold.model.config.families.family import (
     Family,
+    GgufArchitecture,
     max_positions,
     num_layers,
     sliding_layers,
@@ -16,9 +17,10 @@ from hotcold.model.config.families.family import (
 )
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import LLAMA_NAMES
+from hotcold.model.config.gguf_metadata import Metadata, gated_values, head_dim
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import RopeConfig
-from hotcold.model.config.rope import read_rope, read_rope_object
+from hotcold.model.config.rope import read_rope, read_ropes_by_window
 
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0  # Gemma 3's
 _READS = (
@@ -80,29 +82,44 @@ def _gemma3_fields(reader: ConfigReader) -> dict[str, Any]:
     pattern = reader.integer("sliding_window_pattern", 6, high=1 << 20)
     layers = num_layers(reader)
     sliding = sliding_layers(reader, lambda layer: (layer + 1) % pattern != 0, layers)
+    local = reader.number("rope_local_base_freq", _LOCAL_THETA, low=1e-6, high=1e12)
+    ropes = read_ropes_by_window(reader, max_positions(reader), theta=_THETA, local_theta=local)
     return {
-        **_fields(reader, sliding, _gemma3_ropes(reader), (0.0, 0.0)),
+        **_fields(reader, sliding, ropes, (0.0, 0.0)),
         "qk_norm": "head",
         "layer_ropes": tuple(int(is_windowed) for is_windowed in sliding),
     }
 
 
-def _gemma3_ropes(reader: ConfigReader) -> tuple[RopeConfig, RopeConfig]:
-    """Read the ropes of layers without and with a window, in both spellings."""
-    found = reader.values.get("rope_parameters")
-    positions = max_positions(reader)
-    if isinstance(found, dict) and found.keys() & {"full_attention", "sliding_attention"}:
-        inner = ConfigReader(found, f"{reader.source}: rope_parameters")
-        thetas = {"full_attention": _THETA, "sliding_attention": _LOCAL_THETA}
-        full, local = (
-            read_rope_object(inner, kind, positions, theta)
-            if inner.has(kind)
-            else RopeConfig(theta=theta)
-            for kind, theta in thetas.items()
-        )
-        return full, local
-    theta = reader.number("rope_local_base_freq", _LOCAL_THETA, low=1e-6, high=1e12)
-    return read_rope(reader, positions, theta=_THETA), RopeConfig(theta=theta)
+def _gguf_values(metadata: Metadata, blocks_of_27b: int) -> dict[str, Any]:
+    """Gemma 27B scales scores by hidden size / heads, smaller ones by the head's size."""
+    scalar = head_dim(metadata)
+    if metadata.integer("block_count") == blocks_of_27b:
+        heads = metadata.integer("attention.head_count")
+        scalar = metadata.integer("embedding_length") // heads
+    return {
+        **gated_values(metadata),
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": metadata.integer("attention.sliding_window", 4096),
+    }
+
+
+def _gemma2_gguf(metadata: Metadata) -> dict[str, Any]:
+    return {
+        **_gguf_values(metadata, 46),
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3_gguf(metadata: Metadata) -> dict[str, Any]:
+    return {
+        **_gguf_values(metadata, 62),
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10000.0),
+    }
 
 
 _GEMMA2_NAMES = LLAMA_NAMES.with_layer(
@@ -110,6 +127,7 @@ _GEMMA2_NAMES = LLAMA_NAMES.with_layer(
     ffn_norm="pre_feedforward_layernorm",
     ffn_output_norm="post_feedforward_layernorm",
 )
+GEMMA3_NAMES = _GEMMA2_NAMES.with_layer(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 _DEFAULTS = {
     "head_dim": 256,
     "num_attention_heads": 8,
@@ -126,6 +144,7 @@ GEMMA2 = Family(
     tensor_names=_GEMMA2_NAMES,
     reads=_READS,
     defaults=_DEFAULTS,
+    gguf=GgufArchitecture(("gemma2",), _gemma2_gguf),
 )
 GEMMA3 = Family(
     name="gemma3_text",
@@ -135,7 +154,8 @@ GEMMA3 = Family(
     eos_id=1,
     tied_embeddings=True,
     read_fields=_gemma3_fields,
-    tensor_names=_GEMMA2_NAMES.with_layer(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
+    tensor_names=GEMMA3_NAMES,
     reads=_READS,
     defaults={**_DEFAULTS, "max_position_embeddings": 131_072, "vocab_size": 262_208},
+    gguf=GgufArchitecture(("gemma3",), _gemma3_gguf, rope_keys=("freq_base_swa",)),
 )

@@ -6,16 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 from hotcold.model.config.activations import CLAMPED_SLOPE
-from hotcold.model.config.families.experts import COUNT_KEYS, GGUF_EXPERTS, read_router
+from hotcold.model.config.families.experts import COUNT_KEYS, read_router
 from hotcold.model.config.families.family import (
     Family,
+    GgufArchitecture,
     max_positions,
     num_layers,
     sliding_layers,
     windows,
 )
 from hotcold.model.config.families.llama import llama_fields
-from hotcold.model.config.families.tensor_names import LLAMA_NAMES, ExpertNames
+from hotcold.model.config.families.tensor_names import GGUF_EXPERTS, LLAMA_NAMES, ExpertNames
+from hotcold.model.config.gguf_metadata import Metadata, expert_length, gated_values
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import ExpertsConfig
 from hotcold.model.config.rope import read_rope
@@ -70,6 +72,17 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
+def _gguf_values(metadata: Metadata) -> dict[str, Any]:
+    return {
+        **gated_values(metadata),
+        "intermediate_size": expert_length(metadata),
+        "sliding_window": metadata.integer("attention.sliding_window"),
+    }
+
+
+_GGUF_NAMES = {"post_attention_layernorm": "post_attention_norm"}
+
+
 GPT_OSS = Family(
     name="gpt_oss",
     architectures=("GptOssForCausalLM", "GptOssModel"),
@@ -82,4 +95,5 @@ GPT_OSS = Family(
         *("sliding_window", "layer_types"),
     ),
     defaults={"head_dim": 64, "num_key_value_heads": 8},
+    gguf=GgufArchitecture(("gpt-oss",), _gguf_values, _GGUF_NAMES),
 )

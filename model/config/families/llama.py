@@ -9,13 +9,17 @@ from hotcold.model.config.activations import activation
 from hotcold.model.config.families.family import (
     MAX_WIDTH,
     Family,
+    GgufArchitecture,
     grouped_kv_heads,
     head_sizes,
     max_positions,
 )
+from hotcold.model.config.gguf_metadata import Metadata, gated_values, window
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import RopeConfig
 from hotcold.model.config.rope import read_rope
+
+POWERINFER_DOWN = "blk.0.ffn_down_t.weight"
 
 
 def llama_fields(
@@ -47,12 +51,26 @@ def llama_fields(
     }
 
 
+def _gguf_values(metadata: Metadata) -> dict[str, Any]:
+    """Mixtures are Mixtral's, models with windows Mistral's; llama.cpp ignores the windows.
+
+    PowerInfer's files have down transposed, but no activation function: all are ReLU.
+    """
+    values = {**gated_values(metadata), "sliding_window": window(metadata)}
+    if metadata.has_tensor("blk.0.ffn_gate_inp.weight"):
+        return {**values, "model_type": "mixtral"}
+    if metadata.has_tensor(POWERINFER_DOWN):
+        values["hidden_act"] = "relu"
+    return {**values, "model_type": "mistral"} if values["sliding_window"] else values
+
+
 LLAMA = Family(
     name="llama",
     architectures=("LlamaForCausalLM", "LlamaModel"),
     bos_id=1,
     eos_id=2,
     read_fields=llama_fields,
+    gguf=GgufArchitecture(("llama",), _gguf_values, pairs_rows=True),
 )
 # ProSparse-Llama-2: its activation is fatrelu.
 SPARSE_LLAMA = replace(

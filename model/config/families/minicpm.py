@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hotcold.model.config.families.family import MAX_WIDTH, Family, num_layers
+from hotcold.model.config.families.family import MAX_WIDTH, Family, GgufArchitecture, num_layers
 from hotcold.model.config.families.llama import llama_fields
+from hotcold.model.config.gguf_metadata import Metadata, gated_values
 from hotcold.model.config.json_reader import ConfigReader
+from hotcold.model.errors import ConfigError
 
 _LOW, _HIGH = 1e-6, 1e6
 
@@ -24,6 +26,27 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
+def _gguf_values(metadata: Metadata) -> dict[str, Any]:
+    """Older files lack the scales, which are the same for all its models.
+
+    MiniCPM-S computes fatrelu, whose threshold a file lacks: llama.cpp's result is wrong, too.
+    """
+    name = metadata.model.metadata.get("general.name")
+    if isinstance(name, str) and "minicpm-s" in name.lower().replace("_", "-"):
+        raise ConfigError(
+            f"{metadata.model.path}: is MiniCPM-S, whose function of neurons a GGUF file does not "
+            "hold; use its safetensors files"
+        )
+    hidden, layers = metadata.integer("embedding_length"), metadata.integer("block_count")
+    depth = metadata.number("residual_scale", 1.4 / max(1, layers) ** 0.5)
+    return {
+        **gated_values(metadata),
+        "scale_emb": metadata.number("embedding_scale", 12.0),
+        "scale_depth": depth * layers**0.5,
+        "dim_model_base": round(hidden / (metadata.number("logit_scale", hidden / 256) or 1.0)),
+    }
+
+
 MINICPM = Family(
     name="minicpm",
     architectures=("MiniCPMForCausalLM", "MiniCPMModel"),
@@ -32,4 +55,5 @@ MINICPM = Family(
     tied_embeddings=True,
     read_fields=_read_fields,
     reads=("scale_emb", "scale_depth", "dim_model_base"),
+    gguf=GgufArchitecture(("minicpm",), _gguf_values, pairs_rows=True),
 )

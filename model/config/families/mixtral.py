@@ -7,14 +7,13 @@ from typing import Any
 
 from hotcold.model.config.families.experts import (
     COUNT_KEYS,
-    GGUF_EXPERTS,
     fused,
     named_experts,
     read_router,
 )
 from hotcold.model.config.families.family import Family, max_positions, num_layers, windows
 from hotcold.model.config.families.llama import llama_fields
-from hotcold.model.config.families.tensor_names import LLAMA_NAMES
+from hotcold.model.config.families.tensor_names import GGUF_EXPERTS, LLAMA_NAMES
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import ExpertsConfig
 from hotcold.model.config.rope import read_rope

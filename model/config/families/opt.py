@@ -14,6 +14,7 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
     sizes = head_sizes(reader)
     before = reader.boolean("do_layer_norm_before", True)
     bias = reader.boolean("enable_bias", True)
+    affine = reader.boolean("layer_norm_elementwise_affine", True)
     return {
         **sizes,
         "embed_size": reader.integer("word_embed_proj_dim", sizes["hidden_size"], high=MAX_WIDTH),
@@ -23,7 +24,8 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
         "activation_fn": activation_fn(reader, "activation_function", "relu"),
         "norm_kind": "layernorm",
         "norm_eps": 1e-5,
-        "norm_affine": reader.boolean("layer_norm_elementwise_affine", True),
+        "norm_affine": affine,
+        "norm_bias": affine,
         "has_final_norm": before and not reader.boolean("_remove_final_layer_norm", False),
         "post_norm": not before,
         "attention_bias": bias,

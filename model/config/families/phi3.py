@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from hotcold.model.config.families.family import Family, max_positions, num_layers, windows
+from hotcold.model.config.families.family import (
+    Family,
+    GgufArchitecture,
+    max_positions,
+    num_layers,
+    windows,
+)
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import LLAMA_NAMES
+from hotcold.model.config.gguf_metadata import Metadata, gated_values, window
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.rope import read_rope
 
@@ -23,6 +30,13 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
+def _gguf_values(metadata: Metadata) -> dict[str, Any]:
+    return {**gated_values(metadata), "sliding_window": window(metadata)}
+
+
+_GGUF_NAMES = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
+
+
 _NAMES = LLAMA_NAMES.with_layer(
     qkv=("self_attn.qkv_proj",), gate="mlp.gate_up_proj", up="mlp.gate_up_proj"
 )
@@ -34,4 +48,5 @@ PHI3 = Family(
     read_fields=_read_fields,
     tensor_names=_NAMES,
     reads=("sliding_window", "partial_rotary_factor"),
+    gguf=GgufArchitecture(("phi3",), _gguf_values, _GGUF_NAMES),
 )

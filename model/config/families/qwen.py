@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from hotcold.model.config.families.family import Family, num_layers, sliding_layers, windows
+from hotcold.model.config.families.family import (
+    Family,
+    GgufArchitecture,
+    num_layers,
+    sliding_layers,
+    windows,
+)
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import LLAMA_NAMES
+from hotcold.model.config.gguf_metadata import SECTIONS
 from hotcold.model.config.json_reader import ConfigReader
 
 _READS = ("sliding_window", "layer_types")
@@ -36,8 +43,10 @@ def _qwen3_fields(reader: ConfigReader) -> dict[str, Any]:
 QWEN2 = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM", "Qwen2Model"),
+    prefixes=("model.", "model.language_model."),
     read_fields=_qwen2_fields,
     reads=_READS,
+    gguf=GgufArchitecture(("qwen2", "qwen2vl"), rope_keys=SECTIONS),
 )
 QWEN3 = Family(
     name="qwen3",
@@ -46,4 +55,5 @@ QWEN3 = Family(
     tensor_names=LLAMA_NAMES.with_layer(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
     reads=_READS,
     defaults={"head_dim": 128},
+    gguf=GgufArchitecture(("qwen3", "qwen3vl"), rope_keys=SECTIONS),
 )

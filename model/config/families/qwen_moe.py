@@ -1,4 +1,7 @@
-"""Qwen2-MoE (a gated shared expert), Qwen3-MoE, and OLMoE, which is much like them."""
+"""Qwen2-MoE (a gated shared expert), Qwen3-MoE, and OLMoE, which is much like them.
+
+The text model of Qwen3-VL-MoE is Qwen3-MoE with experts in two tensors, mostly transposed.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,24 @@ from typing import Any
 
 from hotcold.model.config.families.experts import (
     COUNT_KEYS,
-    GGUF_EXPERTS,
     expert_size,
     fused,
+    layouts_of,
     named_experts,
     read_router,
+    shared_in,
     stepped_dense_layers,
 )
-from hotcold.model.config.families.family import Family, num_layers, sliding_layers, windows
+from hotcold.model.config.families.family import (
+    Family,
+    GgufArchitecture,
+    num_layers,
+    sliding_layers,
+    windows,
+)
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import LLAMA_NAMES
+from hotcold.model.config.gguf_metadata import SECTIONS, Metadata, expert_length, gated_values
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import ExpertsConfig
 
@@ -24,12 +35,7 @@ _KEYS = (*COUNT_KEYS, "num_experts_per_tok", "norm_topk_prob", "moe_intermediate
 _STEPS = ("decoder_sparse_step", "mlp_only_layers")
 _NAMED = named_experts("mlp")
 _FUSED = fused(_NAMED, "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-_SHARED: dict[str, Any] = {
-    "shared_gate": "mlp.shared_expert.gate_proj.weight",
-    "shared_up": "mlp.shared_expert.up_proj.weight",
-    "shared_down": "mlp.shared_expert.down_proj.weight",
-    "shared_router": "mlp.shared_expert_gate.weight",
-}
+_SHARED = shared_in("mlp.shared_expert") | {"shared_router": "mlp.shared_expert_gate.weight"}
 _QK_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 
@@ -81,27 +87,63 @@ def _olmoe_fields(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
+def _qwen2_gguf(metadata: Metadata) -> dict[str, Any]:
+    shared = metadata.integer("expert_shared_feed_forward_length", 0)
+    return {
+        **gated_values(metadata),
+        "qkv_bias": metadata.has_tensor("blk.0.attn_q.bias"),
+        "moe_intermediate_size": expert_length(metadata),
+        "shared_expert_intermediate_size": shared or metadata.integer("feed_forward_length"),
+    }
+
+
+def _qwen3_gguf(metadata: Metadata) -> dict[str, Any]:
+    """A file does not say whether weights are normed; llama.cpp always does it."""
+    return {
+        **gated_values(metadata),
+        "moe_intermediate_size": expert_length(metadata),
+        "norm_topk_prob": metadata.boolean("expert_weights_norm", True),
+    }
+
+
+def _olmoe_gguf(metadata: Metadata) -> dict[str, Any]:
+    return {
+        **gated_values(metadata),
+        "clip_qkv": metadata.number("attention.clamp_kqv", 0.0) or None,
+        "norm_topk_prob": metadata.boolean("expert_weights_norm", False),
+    }
+
+
 QWEN2_MOE = Family(
     name="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
     read_fields=_qwen2_moe_fields,
-    tensor_names=LLAMA_NAMES.with_layer(
-        experts=(replace(_NAMED, **_SHARED), replace(_FUSED, **_SHARED), *GGUF_EXPERTS)
-    ),
+    tensor_names=LLAMA_NAMES.with_layer(experts=layouts_of(replace(_NAMED, **_SHARED))),
     reads=(*_KEYS, *_STEPS, "shared_expert_intermediate_size", "sliding_window", "layer_types"),
+    gguf=GgufArchitecture(("qwen2moe",), _qwen2_gguf),
 )
 QWEN3_MOE = Family(
     name="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
     read_fields=_qwen3_moe_fields,
-    tensor_names=LLAMA_NAMES.with_layer(experts=(_NAMED, _FUSED, *GGUF_EXPERTS), **_QK_NORMS),
+    tensor_names=LLAMA_NAMES.with_layer(experts=layouts_of(_NAMED), **_QK_NORMS),
     reads=(*_KEYS, *_STEPS, "sliding_window"),
+    gguf=GgufArchitecture(("qwen3moe", "qwen3vlmoe"), _qwen3_gguf, rope_keys=SECTIONS),
+)
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    name="qwen3_vl_moe_text",
+    architectures=("Qwen3VLMoeForConditionalGeneration",),
+    tensor_names=LLAMA_NAMES.with_layer(
+        experts=(replace(_FUSED, is_transposed=True), _FUSED, _NAMED), **_QK_NORMS
+    ),
 )
 OLMOE = Family(
     name="olmoe",
     architectures=("OlmoeForCausalLM", "OlmoeModel"),
     eos_id=50279,
     read_fields=_olmoe_fields,
-    tensor_names=LLAMA_NAMES.with_layer(experts=(_NAMED, _FUSED, *GGUF_EXPERTS), **_QK_NORMS),
+    tensor_names=LLAMA_NAMES.with_layer(experts=layouts_of(_NAMED), **_QK_NORMS),
     reads=(*_KEYS[:-1],),
+    gguf=GgufArchitecture(("olmoe",), _olmoe_gguf),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from hotcold.model.config.families.experts import (
-    GGUF_EXPERTS,
     expert_size,
     named_experts,
     read_router,
@@ -13,12 +12,20 @@ from hotcold.model.config.families.experts import (
 from hotcold.model.config.families.family import (
     MAX_WIDTH,
     Family,
+    GgufArchitecture,
     max_positions,
     num_layers,
     windows,
 )
 from hotcold.model.config.families.llama import llama_fields
-from hotcold.model.config.families.tensor_names import LLAMA_NAMES
+from hotcold.model.config.families.tensor_names import GGUF_EXPERTS, LLAMA_NAMES
+from hotcold.model.config.gguf_metadata import (
+    SOFTMAX,
+    Metadata,
+    expert_length,
+    gated_values,
+    window,
+)
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import ExpertsConfig
 from hotcold.model.config.rope import read_rope
@@ -78,6 +85,27 @@ def _with_window(reader: ConfigReader) -> ConfigReader:
     return ConfigReader({**reader.values, "sliding_window": size}, reader.source)
 
 
+def _gguf_values(metadata: Metadata) -> dict[str, Any]:
+    """With a window all layers but each fourth have it, and only they have rope."""
+    layers, size = range(metadata.integer("block_count")), window(metadata)
+    period = metadata.integer("attention.sliding_window_pattern", 4) or 1
+    layouts = {
+        "sliding_window_layout": [int(layer % period != 0) for layer in layers],
+        "rope_layout": [int(layer % 4 != 0) for layer in layers],
+        "sliding_window_size": size,
+    }
+    scores = metadata.integer("expert_gating_func", SOFTMAX)
+    return {
+        **gated_values(metadata),
+        **(layouts if size else {}),
+        **dict.fromkeys(("hidden_act", "num_local_experts", "num_experts_per_tok")),
+        "moe_num_primary_experts": metadata.integer("expert_count"),
+        "moe_num_active_primary_experts": metadata.integer("expert_used_count"),
+        "moe_ffn_hidden_size": expert_length(metadata),
+        "moe_primary_router_apply_softmax": scores == SOFTMAX,
+    }
+
+
 SMALLTHINKER = Family(
     name="smallthinker",
     architectures=("SmallThinkerForCausalLM", "SmallThinkerModel"),
@@ -102,4 +130,5 @@ SMALLTHINKER = Family(
         *("moe_primary_router_apply_softmax", "sliding_window_layout", "sliding_window_size"),
         *("rope_layout", "moe_layer_layout", *_REFUSED),
     ),
+    gguf=GgufArchitecture(("smallthinker",), _gguf_values),
 )

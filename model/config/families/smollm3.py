@@ -6,6 +6,7 @@ from typing import Any
 
 from hotcold.model.config.families.family import (
     Family,
+    GgufArchitecture,
     max_positions,
     num_layers,
     sliding_layers,
@@ -53,4 +54,5 @@ SMOLLM3 = Family(
     read_fields=_read_fields,
     reads=("sliding_window", "layer_types", "no_rope_layers"),
     defaults={"num_key_value_heads": 4},
+    gguf=GgufArchitecture(("smollm3",), pairs_rows=True),
 )

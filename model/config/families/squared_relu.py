@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hotcold.model.config.families.family import Family, max_positions
+from hotcold.model.config.families.family import Family, GgufArchitecture, max_positions
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import LLAMA_NAMES
+from hotcold.model.config.gguf_metadata import Metadata, gated_values
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.rope import read_rope
 
@@ -24,9 +25,22 @@ def _nemotron_fields(reader: ConfigReader) -> dict[str, Any]:
         **llama_fields(reader, activation_default="relu2", ropes=(rope,)),
         "has_gate": False,
         "norm_kind": "layernorm",
+        "norm_bias": True,
         "norm_eps": reader.number("norm_eps", 1e-5, low=0.0, high=1.0),
         "norm_offset": 1.0,
     }
+
+
+def _arcee_gguf(metadata: Metadata) -> dict[str, Any]:
+    return {**gated_values(metadata), "hidden_act": "relu2"}
+
+
+def _nemotron_gguf(metadata: Metadata) -> dict[str, Any]:
+    epsilon = metadata.number("attention.layer_norm_epsilon")
+    return {**gated_values(metadata, epsilon), "hidden_act": "relu2", "norm_eps": epsilon}
+
+
+_GGUF_NAMES = {"mlp.up_proj": "ffn_up"}
 
 
 ARCEE = Family(
@@ -36,6 +50,7 @@ ARCEE = Family(
     eos_id=128001,
     read_fields=_arcee_fields,
     tensor_names=LLAMA_NAMES.with_layer(gate="mlp.up_proj", up=""),
+    gguf=GgufArchitecture(("arcee",), _arcee_gguf, _GGUF_NAMES, pairs_rows=True),
 )
 NEMOTRON = replace(
     ARCEE,
@@ -45,4 +60,5 @@ NEMOTRON = replace(
     eos_id=3,
     read_fields=_nemotron_fields,
     reads=("partial_rotary_factor",),
+    gguf=GgufArchitecture(("nemotron",), _nemotron_gguf, _GGUF_NAMES),
 )

@@ -9,13 +9,15 @@ from llguidance import LLMatcher
 
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.errors import UsageError
-from hotcold.model.text.tools import CallSyntax
-from hotcold.ui.api.tools.json_schema import WHOLE, Enforced, enforced, problem_with
+from hotcold.model.text.call_syntax import CallSyntax
+from hotcold.model.text.channels import BEFORE_IN_LARK, FINAL_IN_LARK, call_in_lark
+from hotcold.ui.api.tools.argument_grammars import Rules, argument_rules, exactly
+from hotcold.ui.api.tools.json_schema import WHOLE, enforced, problem_with
 
-# Arguments are on one line: small models may write white space for ever.
-_ARGUMENT_BLANKS = " ?"
 _SCHEMA_BLANKS = r"(?: |\n {0,24})"
-_GAP = r"[ \t\r\n]{0,4}"  # within a call
+_GAP = r"([ \t\r\n]{0,4}|\n {4})"  # within a call
+_ANY_GAP = r"[ \t\r\n]*"
+_ANY_TEXT = r"/(.|\n)*/"
 _SURE_CHARS = 1 << 17  # a grammar as long as this is within llguidance's limits
 
 
@@ -33,6 +35,11 @@ class Callable(NamedTuple):
     functions: Sequence[Function]
     is_required: bool  # nothing but calls
     may_be_several: bool
+
+    @property
+    def schemas(self) -> dict[str, Any]:
+        """The schemas of their arguments, by name."""
+        return {function.name: function.parameters for function in self.functions}
 
 
 def schema_grammar(given: Grammar | None, strict: bool | None) -> Grammar | None:
@@ -61,9 +68,9 @@ def calls_grammar(wanted: Callable, syntax: CallSyntax, schema: str | None) -> G
 
     Errors:  UsageError for a strict tool whose schema cannot be enforced
     """
-    schemas = [_of_arguments(function) for function in wanted.functions]
-    text = _of_calls(wanted, syntax, schema, schemas)
-    largest = sorted(range(len(schemas)), key=lambda number: -len(str(schemas[number].schema)))
+    kept = [_of_arguments(function, syntax) for function in wanted.functions]
+    text = _of_calls(wanted, syntax, schema, kept)
+    largest = sorted(range(len(kept)), key=lambda number: -len(kept[number]("0")))
     while len(text) > _SURE_CHARS and problem_with(LLMatcher.grammar_from_lark(text))[0]:
         if not largest:
             break
@@ -71,18 +78,18 @@ def calls_grammar(wanted: Callable, syntax: CallSyntax, schema: str | None) -> G
         for number in largest[:half]:
             if wanted.functions[number].strict:
                 raise _unable(f"the tool {wanted.functions[number].name!a}", WHOLE)
-            schemas[number] = enforced({}, is_object=True)
+            kept[number] = _of_arguments(Function("", {}), syntax)
         del largest[:half]
-        text = _of_calls(wanted, syntax, schema, schemas)
+        text = _of_calls(wanted, syntax, schema, kept)
     return Grammar("calls", text)
 
 
-def _of_arguments(function: Function) -> Enforced:
-    """The schema enforced on arguments. Errors: UsageError for a strict tool's lost parts."""
-    found = enforced(function.parameters, is_object=True)
-    if function.strict and found.lost:
-        raise _unable(f"the tool {function.name!a}", found.lost[0])
-    return found
+def _of_arguments(function: Function, syntax: CallSyntax) -> Rules:
+    """Rules of the arguments. Errors: UsageError for a strict tool's lost parts."""
+    rules, lost = argument_rules(syntax.form, function.parameters)
+    if function.strict and lost:
+        raise _unable(f"the tool {function.name!a}", lost[0])
+    return rules
 
 
 def _unable(whose: str, lost: str) -> UsageError:
@@ -92,42 +99,69 @@ def _unable(whose: str, lost: str) -> UsageError:
 
 
 def _of_calls(
-    wanted: Callable, syntax: CallSyntax, schema: str | None, schemas: Sequence[Enforced]
+    wanted: Callable, syntax: CallSyntax, schema: str | None, kept: Sequence[Rules]
 ) -> str:
-    """The Lark grammar of `calls_grammar`.
+    """The Lark grammar of `calls_grammar`."""
+    rules = [one(str(number)) for number, one in enumerate(kept)]
+    names = [exactly(function.name) for function in wanted.functions]
+    frame = _in_channels if syntax.has_channels else _in_text
+    return "\n".join([*frame(wanted, syntax, schema, names), *rules]) + "\n"
 
-    Text is everything that does not begin a call: `head` is lazy, so it ends as soon as the text
-    that begins a call is there, with its brace.
-    """
-    several = wanted.may_be_several and bool(syntax.end)
-    calls = "call+" if several else "call"
-    begin = _pattern(syntax.begin)
-    rules = [f"call: /{begin}{_GAP if begin else ''}\\{{/ body"]
-    if wanted.is_required:
-        rules.append(f"start: {calls}")
-    elif schema is not None:
-        rules.append(f"start: {calls} | tail")
-    elif syntax.begin:
-        rules.append("start: (head body)* tail" if several else "start: head body | tail")
-        rules.append(f"head[lazy]: /(.|\\n)*{begin}[ \\t\\r\\n]*\\{{/")
-    else:
-        rules.append("start: call | tail")
+
+def _in_channels(
+    wanted: Callable, syntax: CallSyntax, schema: str | None, names: Sequence[str]
+) -> list[str]:
+    """The answer is messages, of which the last is a call or else the answer itself."""
+    last = [f"{call_in_lark(name)} arguments_{at}" for at, name in enumerate(names)]
+    rules = [BEFORE_IN_LARK % "analysis|commentary"]
     if not wanted.is_required:
-        any_text = r"/(.|\n)*/" if syntax.begin else r"/([^{](.|\n)*)?/"
+        last.append(f"{FINAL_IN_LARK} tail")
+        rules.append(f"tail: {_ANY_TEXT if schema is None else f'%json {schema}'}")
+    return [f"start: before* ({' | '.join(last)})", *rules]
+
+
+def _in_text(
+    wanted: Callable, syntax: CallSyntax, schema: str | None, names: Sequence[str]
+) -> list[str]:
+    """Text is everything that does not begin a call.
+
+    `head` is lazy, so it ends as soon as what only calls begin with is there.
+    """
+    several = wanted.may_be_several and bool(syntax.begin)
+    begin = _part(f"{syntax.begin} {syntax.first}".strip())
+    before, after = syntax.parts
+    head, _, tail = before.removeprefix(syntax.first).partition("NAME")
+    head = head if syntax.first else f" {head}"
+    calls = [
+        f"{_lexeme(_part(head) + name + _part(tail))} arguments_{at}"
+        for at, name in enumerate(names)
+    ]
+    rules = [f"one: ({' | '.join(calls)}){_lexeme(_part(after))}"]
+    end = _lexeme(_part(f" {syntax.end}")) if syntax.end else ""
+    if syntax.separator is None or not several:
+        rules.append(f"body: one{end}")
+    else:
+        more = _lexeme(_part(f" {syntax.separator} {syntax.first}"))
+        rules.append(f"body: one ({more} one)*{end}")
+    if wanted.is_required or schema is not None or not syntax.begin:
+        may_repeat = several and syntax.separator is None
+        line = r"(\r?\n)?" if syntax.begin else ""
+        rules.append(f"call: /{line}{begin}/ body")
+        start = "call+" if may_repeat else "call"
+        rules.append(f"start: {start}" + ("" if wanted.is_required else " | tail"))
+    else:
+        rules.append("start: (head body)* tail" if several else "start: head body | tail")
+        rules.append(f"head[lazy]: /(.|\\n)*{begin.replace(_GAP, _ANY_GAP)}/")
+    if not wanted.is_required:
+        any_text = _ANY_TEXT if syntax.begin else r"/([^{](.|\n)*)?/"
         rules.append(f"tail: {any_text if schema is None else f'%json {schema}'}")
-    if several and (wanted.is_required or schema is not None):
-        rules[0] += f" /{_GAP}/"
-    bodies = []
-    for number, (function, arguments) in enumerate(zip(wanted.functions, schemas, strict=True)):
-        words = ('"name"', ":", f'"{function.name}"', ",", f'"{syntax.arguments}"', ":")
-        opening = "".join(f"{_GAP}{_pattern(word)}" for word in words)
-        bodies.append(f"/{opening}{_GAP}/ arguments_{number}")
-        rules.append(f"arguments_{number}: %json {arguments.text(_ARGUMENT_BLANKS)}")
-    end = f"{_GAP}{_pattern(syntax.end)}" if syntax.end else ""
-    rules.append(f"body: ({' | '.join(bodies)}) /{_GAP}\\}}{end}/")
-    return "\n".join(rules) + "\n"
+    return rules
 
 
-def _pattern(text: str) -> str:
-    """A Lark regular expression of exactly this text."""
-    return "".join(c if c.isalnum() or c in "_<> " else f"\\{c}" for c in text)
+def _part(text: str) -> str:
+    """A part of a syntax as a pattern."""
+    return CallSyntax.written(text, exactly, _GAP)
+
+
+def _lexeme(pattern: str) -> str:
+    return f" /{pattern}/" if pattern else ""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hotcold.actors.protocol.messages import TokenEvent
-from hotcold.model.text.calls import CallSplitter, SpanKind
-from hotcold.model.text.tools import CallSyntax
+from hotcold.actors.protocol.messages import MARK, SAID, THOUGHT, TokenEvent
+from hotcold.model.text.call_arguments import ArgumentsReader
+from hotcold.model.text.call_syntax import CallSyntax
+from hotcold.model.text.calls import CallSplitter, Span, SpanKind
 
 if TYPE_CHECKING:
     from hotcold.ui.api.logprobs import ContentLogprobs
 
+_APART = "\n\n"  # between two messages of one answer
 _OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 # Characters and whole escapes of a JSON string; a pair of surrogates is one.
 _WHOLE = re.compile(
@@ -88,16 +90,24 @@ class AnswerReader:
     def __init__(
         self,
         syntax: CallSyntax | None,
+        schemas: Mapping[str, Any] | None = None,
         customs: Collection[str] = (),
         scored: ContentLogprobs | None = None,
     ) -> None:
-        """`syntax` None: no calls. `customs`: custom tools. `scored` None: no logprobs."""
+        """`syntax` None: no calls. `schemas`: of the functions' arguments, by name. `customs`:
+        custom tools. `scored` None: no logprobs.
+        """
+        self._syntax = syntax
         self._splitter = None if syntax is None else CallSplitter(syntax)
+        self._schemas = schemas or {}
+        self._arguments: ArgumentsReader | None = None  # of the call that has begun
+        self._written = ""  # of these, not read yet
         self._customs = customs
         self._input = InputReader()  # of the last call, where that is of a custom tool
         self._scored = scored
         self._num_read = 0  # characters of all text
-        self._at: int | None = None  # of these, in what spans have come; None before the answer
+        self._at = 0  # of these, in what spans have come
+        self._is_apart = False  # what comes next is of another message than what came
         self._blanks = ""  # before that, which a call may follow
         self._is_first = True  # no text was told since the answer or the last call began
         self._texts: list[str] = []
@@ -119,15 +129,41 @@ class AnswerReader:
         """The parts that are certain after this further event."""
         if self._scored is not None:
             self._scored.add(event)
-        if event.thought:
-            self._thoughts.append(event.thought)
-            yield ReasoningPart(event.thought)
-        said, at = event.said, self._num_read + event.said_at
-        self._num_read += len(event.text)
+        for kind, text in event.split():
+            if kind == SAID:
+                yield from self._said(text)
+            else:
+                yield from self._ended()
+                self._is_apart |= kind == MARK
+                if kind == THOUGHT:
+                    yield from self._thought(text)
+            self._num_read += len(text)
+            if kind != SAID:
+                self._at = self._num_read
+        if event.result is not None:
+            yield from self._said("", True, event.result.finish_reason == "length")
+            if not self.calls:
+                yield from self._told(self._blanks, self._at - len(self._blanks))
+
+    def _said(self, text: str, is_last: bool = False, is_cut: bool = False) -> Iterator[Part]:
+        """More of the answer itself."""
         if self._splitter is None:
-            yield from self._told(said, at)
+            yield from self._told(text, self._num_read)
         else:
-            yield from self._split(self._splitter, event, at)
+            yield from self._split(self._splitter.push(text, is_last, is_cut))
+
+    def _thought(self, text: str) -> Iterator[Part]:
+        """More thoughts; those of two messages are apart."""
+        told = f"{_APART}{text}" if self._is_apart and self._thoughts else text
+        self._is_apart = False
+        self._thoughts.append(told)
+        yield ReasoningPart(told)
+
+    def _ended(self) -> Iterator[Part]:
+        """What comes next is no part of the text so far: thoughts, or a mark."""
+        if self._splitter is not None:
+            yield from self._split(self._splitter.end_text())
+        self._blanks = ""
 
     def texts(self, event: TokenEvent) -> tuple[str, str]:
         """As `push`; returns what more is said, and thought."""
@@ -136,17 +172,12 @@ class AnswerReader:
         thought = (part.text for part in parts if isinstance(part, ReasoningPart))
         return "".join(said), "".join(thought)
 
-    def _split(self, splitter: CallSplitter, event: TokenEvent, at: int) -> Iterator[Part]:
-        """The text and the calls of an event whose own text begins `at`."""
-        if self._at is None and event.said:
-            self._at = at
-        now = self._at or 0
-        is_last = event.result is not None
-        is_cut = event.result is not None and event.result.finish_reason == "length"
-        for kind, piece, name in splitter.push(event.said, is_last, is_cut):
-            self._at = now = now + len(piece)
+    def _split(self, spans: Iterable[Span]) -> Iterator[Part]:
+        """The text and the calls in these spans of what is said."""
+        for kind, piece, name in spans:
+            self._at += len(piece)
             if kind is SpanKind.TEXT:
-                yield from self._beside_calls(piece, now)
+                yield from self._beside_calls(piece, self._at)
                 continue
             self._blanks = ""
             if kind is SpanKind.OPENING:
@@ -154,9 +185,8 @@ class AnswerReader:
             elif kind is SpanKind.ARGUMENTS:
                 yield from self._argued(piece)
             elif kind is SpanKind.CLOSING:
-                self._is_first = True
-        if is_last and not self.calls:
-            yield from self._told(self._blanks, now - len(self._blanks))
+                yield from self._argued(piece)
+                self._arguments, self._is_first = None, True
 
     def _beside_calls(self, text: str, end: int) -> Iterator[Part]:
         """Text that ends at `end`, without the white space around calls."""
@@ -170,6 +200,10 @@ class AnswerReader:
 
     def _told(self, text: str, at: int) -> Iterator[Part]:
         if text:
+            if self._is_apart and self._texts:
+                self._texts.append(_APART)
+                yield TextPart(_APART, at)
+            self._is_apart = False
             part = TextPart(text, at)
             if self._scored is not None:
                 part = part._replace(logprobs=self._scored.of(part))
@@ -178,16 +212,22 @@ class AnswerReader:
             yield part
 
     def _begun(self, name: str) -> CallPart:
+        assert self._syntax is not None
         self._input = InputReader()
+        self._arguments, self._written = self._syntax.form.reader(self._schemas.get(name)), ""
         call_id = f"call_{uuid.uuid4().hex[:24]}"
         self.calls.append(CallPart(len(self.calls), call_id, name, name in self._customs))
         return self.calls[-1]
 
     def _argued(self, text: str) -> Iterator[Part]:
-        """More of the last call's arguments."""
-        call = self.calls[-1]
+        """More of the last call's arguments, and what follows them."""
+        if self._arguments is None or self._arguments.has_ended:
+            return
+        call, written = self.calls[-1], self._written + text
+        length, told = self._arguments.push(written)
+        self._written = written[length:]
         if call.is_custom:
-            text = self._input.push(text)
-        if text or not call.is_custom:
-            self.calls[-1] = call._replace(arguments=call.arguments + text)
-            yield ArgumentsPart(call.number, text)
+            told = self._input.push(told)
+        if told:
+            self.calls[-1] = call._replace(arguments=call.arguments + told)
+            yield ArgumentsPart(call.number, told)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from hotcold.model.text.calls import NAME_CHARACTERS
+from hotcold.model.text.call_syntax import NAME_CHARACTERS
 from hotcold.model.text.tools import described
 from hotcold.ui.api.fields import MAX_TOOLS, AnyJson, StrictModel
 from hotcold.ui.api.tools import grammar

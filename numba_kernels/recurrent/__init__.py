@@ -1,0 +1,1 @@
+"""Layers that keep a state of the sequence: gated delta nets, by steps and prompts alike."""

@@ -1,0 +1,112 @@
+"""A layer that drafts proposes what transformers says it should, and changes no answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotcold.actors.driver.draft_policy import FixedPolicy
+from hotcold.actors.driver.driver import Driver
+from hotcold.actors.driver.layer_drafter import LayerDrafter
+from hotcold.actors.protocol.failures import CacheLost
+from hotcold.actors.protocol.messages import GenerateRequest
+from hotcold.model.sampling import SamplingParams
+from tests.actors.test_model_drafts import driven, requests
+from tests.actors.test_speculation import answer, answers, beside, drafting
+from tests.draft_layer_models import DraftedModel
+from tests.tiny_models import VOCAB_SIZE
+from tests.unit.test_mixtures import FILES, write_gguf
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], DraftedModel]:
+    made: dict[str, DraftedModel] = {}
+
+    def make(variant: str) -> DraftedModel:
+        if variant not in made:
+            made[variant] = DraftedModel(variant, tmp_path_factory.mktemp(variant) / "m")
+        return made[variant]
+
+    return make
+
+
+def require_proposals(model: DraftedModel, driver: Driver, most_tokens: int = 12) -> None:
+    """Each draft of a short prompt's answer, and of a long one's, is transformers'."""
+    assert isinstance(driver.drafter, LayerDrafter)
+    drafter: Any = driver.drafter
+    propose = drafter.propose
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def recording(asked: Any, counts: Any) -> Any:
+        found = propose(asked, counts)
+        seen.extend((list(one.tokens), draft) for one, draft in zip(asked, found, strict=True))
+        return found
+
+    drafter.propose = recording
+    ids = np.random.default_rng(6).integers(0, VOCAB_SIZE, 150).tolist()
+    with drafting(driver, drafter, FixedPolicy(3), ngrams=False):
+        for length in (9, 150):
+            sampling = SamplingParams(max_tokens=most_tokens, temperature=0.0, ignore_eos=True)
+            request = GenerateRequest(sampling, prompt_ids=ids[:length], request_id=str(length))
+            answer(driver, request)
+    assert len(seen) > 4
+    for tokens, draft in seen:
+        assert draft == model.draft(tokens, len(draft)), len(tokens)
+
+
+@pytest.mark.parametrize("variant", ["qwen3.5", "qwen3.5-moe", "glm4-moe-groups", "deepseek-v3"])
+def test_what_a_layer_proposes(variant: str, drafted: Callable[[str], DraftedModel]) -> None:
+    model = drafted(variant)
+    with driven(model.path, draft="mtp") as (_, driver):
+        require_proposals(model, driver)
+
+
+@pytest.mark.parametrize("case", ["qwen35moe", "glm4moe", "deepseek2"])
+def test_what_a_layer_of_a_gguf_file_proposes(
+    case: str, drafted: Callable[[str], DraftedModel]
+) -> None:
+    model = drafted(FILES[case][0])
+    write_gguf(model.path, case, changed_keys={"nextn_predict_layers": 1})
+    with driven(model.path / "m.gguf", draft="mtp") as (_, driver):
+        require_proposals(model, driver)
+
+
+def test_a_lost_cache_changes_nothing(drafted: Callable[[str], DraftedModel]) -> None:
+    """It is lost in steps of the layer that drafts; what it had kept is not used again."""
+    path = drafted("glm4-moe-groups").path
+    with driven(path) as (_, driver):
+        wanted = answers(driver, requests())
+    with driven(path, draft="mtp") as (_, driver):
+        assert isinstance(driver.drafter, LayerDrafter)
+        engine = driver.drafter.engine
+        lost: list[bool] = []
+        draft = engine.draft
+
+        def losing(*given: Any) -> np.ndarray:
+            lost.append(len(lost) % 9 == 4)
+            if lost[-1]:
+                raise CacheLost("the gpu service was replaced")
+            return draft(*given)
+
+        patched: Any = engine
+        patched.draft = losing
+        with drafting(driver, driver.drafter, FixedPolicy(3), ngrams=True):
+            assert answers(driver, beside(requests(), "drafted")) == wanted
+        assert sum(lost) > 3
+
+
+@pytest.mark.parametrize("variant", ["qwen3.5", "deepseek-v3"])
+def test_answers_are_those_without(variant: str, drafted: Callable[[str], DraftedModel]) -> None:
+    path = drafted(variant).path
+    with driven(path) as (_, driver):
+        wanted = answers(driver, requests())
+    with driven(path, draft="mtp") as (_, driver):
+        for name, count in (("plain", 0), ("drafted", 4)):
+            with drafting(driver, driver.drafter, FixedPolicy(count), ngrams=count > 0):
+                assert answers(driver, beside(requests(), name)) == wanted
+        assert driver.drafter is not None and driver.drafter.times.num_steps > 0

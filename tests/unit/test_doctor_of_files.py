@@ -1,0 +1,224 @@
+"""What `hotcold doctor MODEL` says of a model's files, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from hotcold.jobs.cli import main
+from hotcold.model.text.tokenizer import Tokenizer
+from tests.chain_model import END, write_chain
+from tests.gguf_files import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT32, Draft, array, small_llama
+from tests.unit.test_tokenizer import byte_level
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}"
+)
+
+
+def doctor(
+    path: Path | str, capsys: pytest.CaptureFixture[str], *options: str
+) -> tuple[int, dict[str, list[tuple[str, str]]]]:
+    """The exit status, and what is said by subjects: levels and texts."""
+    capsys.readouterr()
+    status = main(["doctor", str(path), "--no-measure", "--json", *options])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found: dict[str, list[tuple[str, str]]] = {}
+    for one in report["files"]:
+        found.setdefault(one["subject"], []).append((one["level"], one["text"]))
+    return status, found
+
+
+def said(found: dict[str, list[tuple[str, str]]], subject: str) -> str:
+    return " / ".join(text for _, text in found[subject])
+
+
+def whole(template: str = TEMPLATE, pre: str = "qwen2", **keys: str) -> Draft:
+    """A GGUF file that chats: byte-level, with the tokens of the template."""
+    model = json.loads(byte_level().to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    tokens += ["<|im_start|>", "<|im_end|>"]
+    kinds = [3 if token[:1] == "<" and len(token) > 2 else 1 for token in tokens]
+    made = small_llama(tokens=len(tokens))
+    for name in ("model", "tokens", "token_type", "scores", "bos_token_id", "eos_token_id"):
+        made = made.without_key(f"tokenizer.ggml.{name}")
+    merges = [" ".join(pair) for pair in model["merges"]]
+    made = made.with_key("tokenizer.ggml.model", STRING, "gpt2")
+    made = made.with_key("tokenizer.ggml.pre", STRING, pre)
+    made = made.with_key("tokenizer.ggml.tokens", ARRAY, array(STRING, tokens))
+    made = made.with_key("tokenizer.ggml.token_type", ARRAY, array(INT32, kinds))
+    made = made.with_key("tokenizer.ggml.merges", ARRAY, array(STRING, merges))
+    made = made.with_key("tokenizer.ggml.bos_token_id", UINT32, 0)
+    made = made.with_key("tokenizer.ggml.eos_token_id", UINT32, 1)
+    made = made.with_key("tokenizer.ggml.add_bos_token", BOOL, True)
+    made = made.with_key("tokenizer.chat_template", STRING, template)
+    for name, value in keys.items():
+        made = made.without_key(name).with_key(name, STRING, value)
+    return made
+
+
+def written(made: Draft, folder: Path) -> Path:
+    path = folder / "a.gguf"
+    path.write_bytes(made.content())
+    return path
+
+
+def test_a_file_that_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = whole().with_key("llama.vocab_size", UINT32, 300)
+    made = made.with_key("llama.attention.sinks", FLOAT32, 0.5)
+    made = made.with_key("general.sampling.temp", FLOAT32, 0.6)
+    status, found = doctor(written(made, tmp_path), capsys)
+    assert status == 0
+    assert "llama, which the file calls 'llama': 1 layers of d 32" in said(found, "family")
+    assert said(found, "formats") == "11 tensors of F32"
+    assert "gpt2, cut into words as qwen2" in said(found, "tokenizer")
+    assert "texts begin with <s>" in said(found, "tokenizer")
+    assert said(found, "end tokens") == "</s>, <|im_end|>"
+    assert {"thinking", "tools", "chat template"} <= found.keys()
+    assert all(level == "note" for level, _ in found["left out"])
+    assert "keys that change nothing: llama.vocab_size" in said(found, "left out")
+    assert "not read: llama.attention.sinks (0.5); answers differ" in said(found, "left out")
+    assert said(found, "sampling") == "temperature 0.6"
+    assert "BOS" not in found and "special tokens" not in found
+
+
+def test_it_is_told_in_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(whole(), tmp_path)
+    assert main(["doctor", str(path), "--no-measure"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].strip() == "the model's files"
+    assert any(line.split()[:3] == ["end", "tokens", "ok"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("changed", "subject", "told"),
+    [
+        ({"tokenizer.ggml.pre": "of-next-year"}, "refused", "'of-next-year'.*take the model's own"),
+        ({"general.architecture": "of-next-year"}, "refused", "general.architecture is 'of-next"),
+        ({"general.type": "mmproj"}, "refused", "give the model's own file"),
+        ({"tokenizer.chat_template": "{% if %}"}, "chat template", "bad chat template"),
+    ],
+)
+def test_what_is_refused(
+    changed: dict[str, str],
+    subject: str,
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, found = doctor(written(whole(**changed), tmp_path), capsys)
+    assert status == 1
+    ((level, text),) = found[subject]
+    assert level == "problem" and "\n" not in text
+    assert re.search(told, text), text
+    assert said(found, "formats") == "11 tensors of F32"
+
+
+def test_types_that_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = whole()
+    tensors = list(made.tensors)
+    at = next(i for i, one in enumerate(tensors) if one.name.endswith("ffn_down.weight"))
+    tensors[at] = replace(tensors[at], type=24)  # I8: one byte a weight, where four are
+    status, found = doctor(written(replace(made, tensors=tuple(tensors)), tmp_path), capsys)
+    assert (status, said(found, "formats")) == (1, "10 tensors of F32, 1 tensor of I8")
+    assert "of types that are not read: I8 (1); take" in said(found, "refused")
+
+
+def test_without_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = whole().without_key("tokenizer.chat_template")
+    status, found = doctor(written(made, tmp_path), capsys)
+    assert status == 1 and "trained for conversations" in said(found, "chat template")
+
+
+@pytest.mark.parametrize(
+    ("template", "subject", "told"),
+    [
+        (TEMPLATE.replace("im_start", "turn_start"), "special tokens", r"<|turn_start|> ("),
+        (TEMPLATE.replace("{{ bos_token }}", "<s><s>"), "BOS", "writes <s> twice"),
+        (TEMPLATE.replace("<|im_end|>", "<|im_start|>"), "end tokens", "turn with <|im_start|>"),
+    ],
+)
+def test_what_may_change_an_answer(
+    template: str, subject: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, found = doctor(written(whole(template), tmp_path), capsys)
+    assert status == 0
+    assert told in " ".join(text for level, text in found[subject] if level == "note")
+
+
+def test_an_old_file_without_a_splitting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(whole().without_key("tokenizer.ggml.pre"), tmp_path)
+    status, found = doctor(path, capsys)
+    assert status == 0 and "as GPT-2's; take a newer file" in said(found, "tokenizer")
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\xff\xff\xff\xff" * 9, b"no model at all"])
+def test_a_damaged_file_is_one_line(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.gguf").write_bytes(content)
+    assert main(["doctor", str(tmp_path / "a.gguf"), "--no-measure"]) == 1
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith("hotcold: error: ")
+    assert told.err.count("\n") == 1
+
+
+def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With what a vision tower and the prediction of more tokens leave behind."""
+    path = write_chain(tmp_path, TEMPLATE, ["<|im_start|>", "<|im_end|>", "a"])
+    weights = load_file(path / "model.safetensors")
+    more: dict[str, Any] = {
+        "visual.blocks.0.weight": np.zeros((2, 2), np.float32),
+        "model.layers.2.eh_proj.weight": np.zeros((2, 2), np.float32),
+        "model.layers.0.mystery.weight": np.zeros((2, 2), np.float32),
+    }
+    save_file(weights | more, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config |= {"logits_multiplier": 3.0, "use_cache": True}
+    (path / "config.json").write_text(json.dumps(config))
+    status, found = doctor(path, capsys)
+    assert status == 0
+    left = said(found, "left out")
+    for told in ("the part that sees", "(MTP)", "mystery.weight; answers differ",
+                 "not read: logits_multiplier (3.0)"):  # fmt: skip
+        assert told in left
+    assert "use_cache" not in left
+    assert said(found, "end tokens") == f"{END}, <|im_end|>"
+    assert "from tokenizer.json" in said(found, "tokenizer")
+
+
+def test_a_model_of_the_hub_is_not_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert main(["doctor", "org/repo:Q4_K_M", "--no-measure"]) == 1
+    assert "`hotcold pull org/repo:Q4_K_M` fetches it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("says", "has_bos", "begins"),
+    [(True, True, "<s>"), (True, False, "<s>"), (False, True, "<s>"), (False, False, "")],
+)
+def test_chats_of_gguf_files_begin_with_bos_once(
+    says: bool, has_bos: bool, begins: str, tmp_path: Path
+) -> None:
+    """Some files say that texts begin with it, and leave it out of their template."""
+    template = TEMPLATE if has_bos else TEMPLATE.replace("{{ bos_token }}", "")
+    made = whole(template, "llama-bpe")
+    own = Tokenizer.from_model(
+        written(made if says else made.without_key("tokenizer.ggml.add_bos_token"), tmp_path)
+    )
+    assert own is not None and own.bos == "<s>"
+    assert own.render_chat([{"role": "user", "content": "a"}]) == (
+        f"{begins}<|im_start|>user\na<|im_end|>\n"
+    )

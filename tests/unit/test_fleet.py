@@ -1,0 +1,121 @@
+"""A fleet's turns, and what its command and file may say."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hotcold.model.errors import UsageError
+from hotcold.model.files.locate import DEMO_DIRECTORY
+from tests.e2e.commands import run_main
+
+pytest.importorskip("ray.serve")
+from ray.serve.schema import ServeDeploySchema
+
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.fleet.application import FleetArgs, app
+from hotcold.ui.fleet.models import fleet_models
+from hotcold.ui.fleet.turns import Turns
+
+
+def test_the_client_with_fewest_is_next_and_the_one_with_most_is_refused() -> None:
+    order: list[str] = []
+    running: Counter[str] = Counter()
+    room = 2
+
+    async def ask(turns: Turns, client: str) -> None:
+        async with turns.turn(client):
+            running[client] += 1
+            order.append(client)
+            assert running.total() <= room
+            await asyncio.sleep(0.01)
+            running[client] -= 1
+
+    async def many() -> list[Any]:
+        turns = Turns(lambda: room, 6)
+        asked = [asyncio.create_task(ask(turns, client)) for client in "aaaaaaaaabb"]
+        await asyncio.sleep(0)
+        asked[3].cancel()  # while it waits: its place is another's
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    found = asyncio.run(many())
+    refused = [error for error in found if isinstance(error, ApiError)]
+    assert {(one.status, one.headers["Retry-After"]) for one in refused} == {(429, "1")}
+    assert len(refused) == 3
+    assert found[-2:] == [None, None]  # none of the second client's
+    assert order[:2] == ["a", "a"] and set(order[2:5]) == {"a", "b"}
+
+
+def test_a_file_is_one_of_serves(tmp_path: Path) -> None:
+    """Its arguments are those that were given, and the application is made of them."""
+    path = tmp_path / "fleet.yaml"
+    line = ["fleet", "--replicas", "2", "--max-replicas", "3", "--threads", "1", "--cpu-memory"]
+    assert run_main(*line, "2GiB", "--write", str(path)).status == 0
+    values = yaml.safe_load(path.read_text())
+    (one,) = ServeDeploySchema.model_validate(values).applications
+    args = FleetArgs.model_validate(one.args)
+    assert args.system.num_threads == 1 and args.system.cpu_memory_bytes == 2 << 30
+    assert (args.replicas, args.max_replicas) == (2, 3)
+    assert app(args) is not None
+
+
+def test_a_rayservice_holds_it(tmp_path: Path) -> None:
+    """Its pods have what a replica reserves; it is as KubeRay's schema says, if that is here."""
+    path, models = tmp_path / "fleet.yaml", tmp_path / "models"
+    for name in ("one", "two"):
+        shutil.copytree(DEMO_DIRECTORY, models / name)
+    line = ["fleet", str(models), "--replicas", "0", "--max-replicas", "2", "--threads", "3"]
+    assert run_main(*line, "--write", str(path), "--kuberay").status == 0
+    manifest = yaml.safe_load(path.read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
+    config = yaml.safe_load(manifest["spec"]["serveConfigV2"])
+    (one,) = ServeDeploySchema.model_validate(config).applications
+    args = FleetArgs.model_validate(one.args)
+    assert args.models == [str(models / name) for name in ("one", "two")]
+    cluster = manifest["spec"]["rayClusterConfig"]
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    (group,) = cluster["workerGroupSpecs"]
+    assert (group["minReplicas"], group["maxReplicas"]) == (0, 4)
+    (container,) = group["template"]["spec"]["containers"]
+    limits = container["resources"]["limits"]
+    assert limits["cpu"] == "3"
+    (need,) = {model.bundle["memory"] for model in fleet_models(args.models, args.system)}
+    assert need < int(limits["memory"].removesuffix("Gi")) << 30 < 3 * need
+    if crd := os.environ.get(
+        "HOTCOLD_KUBERAY_CRD"
+    ):  # KubeRay's helm-chart: ray.io_rayservices.yaml
+        version = yaml.safe_load(Path(crd).read_text())["spec"]["versions"][0]
+        _require_schema(manifest, version["schema"]["openAPIV3Schema"])
+
+
+def _require_schema(value: Any, schema: dict[str, Any]) -> None:
+    """Check a value's types, and that an object has all required keys and no others."""
+    if value is None or "x-kubernetes-int-or-string" in schema:
+        return
+    kinds = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
+    assert isinstance(value, kinds[schema["type"]]), (value, schema)
+    assert value in schema.get("enum", [value])
+    if isinstance(value, dict) and "properties" in schema:
+        missing, properties = set(schema.get("required", ())) - value.keys(), schema["properties"]
+        assert not missing and not value.keys() - properties.keys(), (value.keys(), schema)
+        for name, one in value.items():
+            if name != "metadata":  # Kubernetes' own
+                _require_schema(one, properties[name])
+    for one in value if isinstance(value, list) else []:
+        _require_schema(one, schema["items"])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"treads": 2}, "no option of a system"), ({"hosts": ["10.0.0.1"]}, "one node")],
+)
+def test_wrong_options_are_told(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        app(FleetArgs(options=options))

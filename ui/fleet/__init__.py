@@ -1,0 +1,1 @@
+"""Many systems behind one door, on Ray Serve: replicas, routing, streams that outlive theirs."""
