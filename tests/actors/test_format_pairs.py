@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import combinations, pairwise, product
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,7 +31,9 @@ from tests.unit.test_gguf_model import file_of, tiny
 from tests.unit.test_mixtures import write_gguf
 
 IDS = np.random.default_rng(7).integers(0, VOCAB_SIZE, 48)
-FORMATS = [kind.short.upper() for kind in FLOAT_FORMATS.values()]
+
+FLOATS = [kind.short.upper() for kind in FLOAT_FORMATS.values()]
+FORMATS = [*FLOATS]
 # One of all that become the same rows, best one that has as many bits.
 BY_BITS = sorted(BLOCKS, key=lambda block: block.is_as_stored(block.loaded_as))
 FORMATS += {block.loaded_as: block.name for block in BY_BITS}.values()
@@ -76,8 +78,11 @@ Written = Callable[[dict[str, str], Path], None]
 NAMES: dict[Written, tuple[str, ...]] = {dense: ("",), mixture: ("_exps", "_shexp")}
 
 
-def rounding_logits(path: Path, is_of_attention: bool) -> np.ndarray:
-    """`reference_logits`, of vectors as rows of few bits take them: 8 bits, in groups of 32."""
+def rounding_logits(path: Path, of: tuple[ModuleType, ...]) -> np.ndarray:
+    """`reference_logits`, of vectors as rows of few bits take them: 8 bits, in groups of 32.
+
+    `of` are the modules of the reference whose products have such rows.
+    """
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
         if len(weight) > EXPERTS:  # no router
@@ -89,18 +94,18 @@ def rounding_logits(path: Path, is_of_attention: bool) -> np.ndarray:
     with ExitStack() as patched:
         # The FFN's own tensors, not what a row a neuron would make of them.
         patched.enter_context(mock.patch.object(reference, "_load_ffn", lambda *_: None))
-        for module in (reference_experts, reference)[: 1 + is_of_attention]:
+        for module in of:
             patched.enter_context(
                 mock.patch.object(module, "functional", SimpleNamespace(linear=linear))
             )
         return reference.reference_logits(path, IDS)
 
 
-def require_good(path: Path, num_services: int = 2, is_of_attention: bool = False) -> np.ndarray:
+def require_good(path: Path, rounding: tuple[ModuleType, ...], num_services: int = 2) -> np.ndarray:
     """In steps of one and of five tokens, to the bit, and in a prompt of other kernels."""
     options = SystemOptions(context_length=128, num_cpu_actors=num_services, kv_dtype="float32")
     system, config = prepare_system(path, options)
-    wanted = rounding_logits(path, is_of_attention)
+    wanted = rounding_logits(path, rounding)
     with InProcessSystem(path, num_threads=2, specs=service_specs(system, config)) as running:
         one_by_one = running.logits("dense", IDS, (1,))
         assert np.array_equal(one_by_one, running.logits("dense", IDS, (5,)))
@@ -122,7 +127,7 @@ def require_good(path: Path, num_services: int = 2, is_of_attention: bool = Fals
 def test_two_formats(written: Written, pair: tuple[str, str], tmp_path: Path) -> None:
     """A mixture's shared experts have the formats the other way round."""
     written(kinds(pair, NAMES[written]), tmp_path)
-    require_good(tmp_path / "m.gguf")
+    require_good(tmp_path / "m.gguf", () if set(pair) <= {*FLOATS} else (reference_experts,))
 
 
 def test_formats_of_each_matrix(tmp_path: Path) -> None:
@@ -132,7 +137,7 @@ def test_formats_of_each_matrix(tmp_path: Path) -> None:
     names = [f"blk.{layer}.{part}" for part in parts for layer in (0, 1)]
     types = "Q4_K", "Q8_0", "Q6_K", "Q5_K", "Q4_0"  # as many bytes in memory
     dense({name: types[i % len(types)] for i, name in enumerate(names)}, tmp_path)
-    one, two = (require_good(path, count, is_of_attention=True) for count in (1, 2))
+    one, two = (require_good(path, (reference, reference_experts), count) for count in (1, 2))
     assert np.array_equal(one, two)
     _, config = prepare_system(path, SystemOptions(context_length=128))
     stored = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors}
