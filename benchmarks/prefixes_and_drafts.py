@@ -8,6 +8,8 @@ together: 8 prompts at once that have 1,000 tokens in common: seconds to the las
 restart: the first prompt again, in a new system that finds the file of the one before
 drafts: answers of a chat, of code, and of a text to be repeated, with `--speculate` off, `auto` and
     fixed numbers; `--draft q4` and so on choose what drafts
+mtp: the same with drafts by a layer for that, of random weights of Qwen3.5-0.8B's shape, whose
+    drafts are all accepted, and nearly all refused; only where it is asked for
 
 Prefixes are measured with the cache and without (`cache=False`) in one system, drafts in systems of
 their own, one after another in each round. Other tokens end the program. Prompts are text where the
@@ -15,12 +17,13 @@ model has a tokenizer, else drawn ids.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -33,7 +36,7 @@ from hotcold.model.errors import PromptError
 from hotcold.model.files.locate import locate_model
 from hotcold.placement.machine.survey import usable_cores
 
-_PARTS = ("conversation", "tools", "together", "restart", "drafts")
+_PARTS = ("conversation", "tools", "together", "restart", "drafts", "mtp")
 _ANSWER, _QUESTION, _RESULT = 48, 40, 80  # tokens
 _TOGETHER, _OWN = 8, 20
 _TEXT = (
@@ -47,6 +50,14 @@ _ASKED = {
     "code": f"Add the kind rectangle to this function, and show all of it:\n\n{_CODE}",
     "repeat": f"Repeat this text word for word:\n\n{_TEXT}",
 }
+# By temperature: where it is 0, the next token is the id after the last one; else nearly any.
+_DRAWN = {"mtp, wrong": 1.0, "mtp, right": 0.0}
+_MTP_SHAPE = {
+    "vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 3584, "hidden_act": "silu",
+    "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
 _COLUMNS = ("what", "prompt tokens", "cached", "without, s", "with, s", "ratio")
 
 
@@ -138,21 +149,26 @@ def restart(start: Callable[..., LLM], length: int) -> list[Any]:
 
 
 def drafts(
-    start: Callable[..., LLM], ways: Sequence[str], draft: str, tokens: int, rounds: int
-) -> Iterator[list[Any]]:
+    start: Callable[..., LLM], ways: Sequence[str], draft: str, tokens: int, rounds: int,
+    temperatures: Mapping[str, float],
+) -> Iterator[list[Any]]:  # fmt: skip
     """Cells by kind of answer and number of drafted tokens; each round's ratio to `off`."""
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     first: dict[str, tuple[int, ...]] = {}
-    params = SamplingParams(max_tokens=tokens, temperature=0.0, cache=False)
+    all_ids: Json = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1, "cache": False}
+    params = {
+        kind: SamplingParams(max_tokens=tokens, temperature=temperature, **all_ids)
+        for kind, temperature in temperatures.items()
+    }
     for number in range(rounds):
         for way in ("off", *ways):
             with start(speculate=way, **({} if way == "off" else {"draft": draft})) as llm:
-                llm.generate([5, 6, 7], params)
-                for kind, text in _ASKED.items():
+                llm.generate([5, 6, 7], params[next(iter(params))])
+                for kind, drawn in params.items():
                     try:
-                        answer = llm.chat([{"role": "user", "content": text}], params)
-                    except PromptError:  # no chat template
-                        answer = llm.generate(list(islice(text_ids(llm), 99)), params)
+                        answer = llm.chat([{"role": "user", "content": _ASKED[kind]}], drawn)
+                    except (KeyError, PromptError):  # no chat template
+                        answer = llm.generate(list(islice(text_ids(llm), 99)), drawn)
                     if first.setdefault(kind, answer.token_ids) != answer.token_ids:
                         raise click.ClickException(f"{kind}, {way}: other tokens than without")
                     counts = answer.work.drafts
@@ -166,9 +182,32 @@ def drafts(
         yield [kind, way, f"{rate:.2f}", spread(ratios), f"{right:.1%}"]
 
 
+def write_mtp_model(folder: Path) -> None:
+    """A model whose tokens are followed by the next id, and whose layer that drafts knows that.
+
+    Its layers are computed as any, and add nothing: what they end in is zero.
+    """
+    from safetensors.numpy import load_file, save_file
+
+    from tests.draft_layer_models import DraftedModel  # transformers takes seconds
+
+    DraftedModel("qwen3.5", folder, **_MTP_SHAPE)
+    tensors = load_file(folder / "model.safetensors")
+    ends = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+    tensors |= {name: np.zeros_like(one) for name, one in tensors.items() if name.endswith(ends)}
+    embedding = tensors["model.embed_tokens.weight"]
+    width = embedding.shape[1]
+    tensors["lm_head.weight"] = np.roll(embedding, 1, axis=0) / embedding.std()
+    tensors["mtp.fc.weight"] = np.eye(width, 2 * width, dtype=np.float32)
+    tensors["mtp.pre_fc_norm_embedding.weight"] = np.zeros(width, np.float32)
+    for name in ("model.norm.weight", "mtp.norm.weight"):  # a logit of 4 at the next id
+        tensors[name] = np.full(width, 4 / width - 1, np.float32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 @program
 @click.argument("model", required=False)
-@click.option("--part", "parts", type=click.Choice(_PARTS), multiple=True, default=_PARTS)
+@click.option("--part", "parts", type=click.Choice(_PARTS), multiple=True, default=_PARTS[:-1])
 @click.option("--turns", default=20, help="Of the agent's conversation.")
 @click.option("--prompt-tokens", "length", default=2000, help="Of the first prompt.")
 @click.option("--context", default=4096, help="Of the system; a smaller model's is its own.")
@@ -189,13 +228,19 @@ def main(
     room = max(2 * context, _TOGETHER * (length + _OWN))
     options: Json = {"dtype": dtype, "context_length": context, "kv_tokens": room, "own": True}
     start, rows, drafted = partial(LLM, model, **options), list[list[Any]](), list[list[Any]]()
-    if {*parts} - {"restart", "drafts"}:
+    if {*parts} - {"restart", "drafts", "mtp"}:
         with start() as llm:
             rows += prefixes(llm, parts, turns, length)
     if "restart" in parts:
         rows.append(restart(start, length))
     if "drafts" in parts:
-        drafted += drafts(start, ways, draft, tokens, rounds)
+        drafted += drafts(start, ways, draft, tokens, rounds, dict.fromkeys(_ASKED, 0.0))
+    if "mtp" in parts:
+        with TemporaryDirectory() as folder:
+            write_mtp_model(Path(folder, "model"))
+            start = partial(LLM, Path(folder, "model"), **options | {"dtype": dtype or "q8"})
+            for one in _DRAWN:  # each in systems of its own, which have learned nothing else
+                drafted += drafts(start, ways, "mtp", tokens, rounds, {one: _DRAWN[one]})
     report: Json = head(path, len(usable_cores())) | {"prefixes": rows, "drafts": drafted}
     cells = [[*row[:3], *(f"{value:.3f}" for value in row[3:])] for row in rows]
     text = heading(report) + (table(_COLUMNS, cells) + "\n" if cells else "")

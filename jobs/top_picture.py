@@ -144,12 +144,11 @@ def _step(found: dict[str, Any]) -> Text:
     if not shares["layers"]:  # else nobody knows how many went together
         num_exchanges = 2 * len(found["map"]["last"]["computed"]) + 1
         each = f": {num_exchanges} a step, {1e3 * exchange * total / num_exchanges:.0f} µs each"
-    drafted = found["num_drafted"]
-    given = f" and gives {found['tokens_per_step']:.1f} tokens" if drafted else ""
-    taken = (
-        f", {found['num_accepted'] / drafted:.0%} of drafts ({found['draft']}) taken"
-        if drafted
-        else ""
+    drafts = found["drafts"]
+    given = f" and gives {found['tokens_per_step']:.1f} tokens" if drafts else ""
+    taken = "".join(
+        f", {num_accepted / num_drafted:.0%} of drafts by {source} taken"
+        for source, (num_drafted, num_accepted) in drafts.items()
     )
     return Text(
         f"a step takes {total:.2f} ms{given}{taken}: {parts}\n"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,10 +89,10 @@ class DraftedModel:
         weight = torch.from_numpy(self.own[name]) + self._offset
         return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + epsilon) * weight
 
-    def draft(self, ids: Sequence[int], count: int) -> list[int]:
+    def draft(self, ids: Sequence[int], count: int, left_out: Collection[int] = ()) -> list[int]:
         """The tokens that the layer guesses after `ids`: all of its rows computed anew each time.
 
-        Row p is of the normed hidden state at p, and of token p + 1.
+        Row p is of the normed hidden state at p, and of token p + 1; without those `left_out`.
         """
         trunk, alone = self._models
         ids = list(ids)
@@ -107,7 +107,8 @@ class DraftedModel:
                 embedded = tables[0][torch.tensor(ids[1:])]
                 parts = self._normed("enorm", embedded), self._normed("hnorm", hidden)
                 inputs = torch.cat(parts, dim=1) @ projection.T
-                found = alone.model(inputs_embeds=inputs[None]).last_hidden_state[0]
+                rows = inputs[[at for at in range(len(inputs)) if at not in left_out]]
+                found = alone.model(inputs_embeds=rows[None]).last_hidden_state[0]
                 ids.append(int((tables[1] @ found[-1]).argmax()))
                 hidden = torch.cat([hidden, found[-1:]])
         return ids[len(ids) - count :]

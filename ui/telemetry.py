@@ -9,7 +9,7 @@ from hotcold.actors.telemetry.snapshot import NeuronMap, Telemetry
 
 _SPEED = (
     "tokens_per_s", "neurons_computed", "gates_computed", "per_step_ms", "tokens_per_step",
-    "num_drafted", "num_accepted", "reads",
+    "drafts", "reads",
 )  # fmt: skip
 _ACTOR = ("name", "state", "pid", "memory_bytes", "device")
 
@@ -53,6 +53,8 @@ def telemetry_json(telemetry: Telemetry) -> dict[str, Any]:
         "kv_pages_used": telemetry.kv_pages_used,
         "kv_pages": telemetry.kv_pages,
         **{name: getattr(telemetry.speed, name) for name in _SPEED},
+        "num_drafted": sum(counts[0] for counts in telemetry.speed.drafts.values()),
+        "num_accepted": sum(counts[1] for counts in telemetry.speed.drafts.values()),
         "map": map_json(telemetry.neurons),
         "host_memory_bytes": telemetry.host_memory_bytes,
         "host_memory_used_bytes": telemetry.host_memory_used_bytes,

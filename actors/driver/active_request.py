@@ -131,6 +131,7 @@ class ActiveRequest:
         self.stream = stream
         self.times = StepTimes()  # of the steps that followed the prompt
         self.drafts = DraftCounts()
+        self.draft_source = ""  # of the next draft: "ngram", or `Drafter.source`
         self._generator = generator
         self._sampling = request.sampling
         self._num_prompt_tokens = len(self.tokens)
@@ -320,7 +321,7 @@ class ActiveRequest:
         Shapes:  rows, len(draft) + 1 of them: logits (V,); without any the request embeds
         Errors:  those of `accept`
         """
-        self.drafts.add(len(draft))
+        self.drafts.add(len(draft), self.draft_source)
         for place, logits in enumerate(rows or [_NO_LOGITS]):
             if self.accept(logits, draft, place):
                 return True
@@ -343,7 +344,7 @@ class ActiveRequest:
             self._moments.append(time.monotonic())
         self.tokens.append(token_id)
         if place < len(draft) and token_id == draft[place]:
-            self.drafts.accept(place)
+            self.drafts.accept(place, self.draft_source)
             self.num_done += 1
         self._logprobs.add(logits, token_id, self._decoder)
         text, is_last = self._take(token_id)
@@ -547,10 +548,9 @@ class ActiveRequest:
         submitted, admitted, first_token = (*self._moments, now, now)[:3]
         total = config.num_neurons * max(self.times.num_steps, 1)
         num_later = max(self._num_new - 1, 1)  # tokens that the steps of `times` gave
-        drafted = self.drafts.num_drafted, self.drafts.num_accepted
         if self._num_new > 1:
             self._generator.last_answer = StepRecord(
-                now, num_later, self.times, *drafted, took_s=now - first_token
+                now, num_later, self.times, self.drafts.by_source, took_s=now - first_token
             )
         return Generation(
             text=self._stop.text if self._readable is None else self._readable_text,

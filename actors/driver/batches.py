@@ -104,9 +104,8 @@ class Batch:
         rows: dict[ActiveRequest, list[int]] = {request: [] for request in self.requests}
         for row, (request, *_) in enumerate(tokens):
             rows[request].append(row)  # places ascend
-        states = hidden[: len(tokens)].copy()
         for request, own in rows.items():
-            keep(request, tokens[own[0]][1], states[own])
+            keep(request, tokens[own[0]][1], hidden[own])
 
 
 class PromptChunk:

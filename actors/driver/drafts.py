@@ -37,6 +37,8 @@ _log = logging.getLogger(__name__)
 class Drafter(Protocol):
     """Proposes tokens, in the engine's thread, between two steps."""
 
+    source: str = "model"  # as drafts are counted by it
+
     def propose(self, requests: Sequence[ActiveRequest], counts: Sequence[int]) -> list[list[int]]:
         """At most counts[i] ids (>= 1) that may follow `requests[i].tokens`; [] for no draft.
 
@@ -175,6 +177,9 @@ class Speculation:
             choice._replace(size=reserve(request, choice.size)) if choice.size else choice
             for request, choice in zip(requests, choices, strict=True)
         ]
+        by_model = "" if self._drafter is None else self._drafter.source
+        for request, choice in zip(requests, self._choices, strict=True):
+            request.draft_source = by_model if choice.source == MODEL else "ngram"
         self._drafts = self._proposed(requests, self._choices, matches)
         self._draft_ns = time.monotonic_ns() - started
         return batch.with_drafts(self._drafts)

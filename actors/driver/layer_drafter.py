@@ -2,8 +2,11 @@
 
 It has keys and values of its own, in the same pages: row p is of the hidden state at p and of the
 token at p + 1. So a row can be computed once that token is chosen; until then the hidden state is
-kept. Rows that are missing or another text's, as where a page was shared at its end, only make
-drafts worse.
+kept. Rows of long prompts are computed with these. Of other tokens, nothing is computed before a
+draft is asked for, and the last hidden states alone are kept until then. Rows that were left out so
+have no place: those after them follow the ones before, as in StreamingLLM (Xiao et al., arXiv
+2309.17453), whose positions are those in the cache, too. Rows that are missing or another text's,
+as where a page was shared at its end, only make drafts worse.
 """
 
 from __future__ import annotations
@@ -32,10 +35,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Kept:
-    """Hidden states whose rows are still to be computed, of positions from `first` on."""
+    """Hidden states (d,) whose rows are still to be computed, of positions from `first` on.
+
+    place: of the first one's row in the cache; before `first` where rows were left out
+    """
 
     first: int = 0
-    rows: list[np.ndarray] = field(default_factory=list)
+    place: int = 0
+    states: list[np.ndarray] = field(default_factory=list)
+
+    def leave_out(self, count: int) -> None:
+        """Drop the first so many: they have no rows."""
+        del self.states[:count]
+        self.first += count
+
+    def go_on(self, count: int) -> None:
+        """Drop the first so many, whose rows were computed."""
+        self.leave_out(count)
+        self.place += count
 
 
 class DraftEngine(Engine):
@@ -76,6 +93,8 @@ class DraftEngine(Engine):
 class LayerDrafter(Drafter):
     """A `Drafter`: the likeliest token by the layer, and again of its output and that token."""
 
+    source = "mtp"
+
     def __init__(self, engine: DraftEngine, weights: DraftInputs) -> None:
         self.engine, self._weights = engine, weights
         self._kept: MutableMapping[ActiveRequest, _Kept] = WeakKeyDictionary()
@@ -97,20 +116,22 @@ class LayerDrafter(Drafter):
         return self._keep
 
     def _keep(self, request: ActiveRequest, first: int, hidden: np.ndarray) -> None:
-        """Keep hidden states; compute rows whose tokens are known, once they are more than few."""
-        kept, rows = self._kept.setdefault(request, _Kept()), self._weights.final(hidden)
+        """Keep hidden states, as many as kernels take; of a prompt's chunk compute the rows."""
+        kept, most = self._kept.setdefault(request, _Kept()), self.engine.kernel_tokens
         before = first - kept.first
-        if 0 <= before <= len(kept.rows):
-            del kept.rows[before:]
+        if 0 <= before <= len(kept.states):
+            del kept.states[before:]
         else:
-            kept.first, kept.rows = first, []
-        kept.rows += list(rows)
-        if len(kept.rows) > self.engine.kernel_tokens:
-            try:
-                num_known = len(request.tokens) - 1 - kept.first
-                self._compute(request, kept, min(len(kept.rows), num_known))
-            except RequestError:
-                kept.rows.clear()
+            kept.first, kept.place, kept.states = first, first, []
+        kept.states += [state.copy() for state in hidden]
+        if len(hidden) <= most:
+            kept.leave_out(max(0, len(kept.states) - most))
+            return
+        try:
+            num_known = len(request.tokens) - 1 - kept.first
+            self._compute(request, kept, min(len(kept.states), num_known))
+        except RequestError:
+            kept.states.clear()
 
     def propose(self, requests: Sequence[ActiveRequest], counts: Sequence[int]) -> list[list[int]]:
         """As `Drafter.propose`, by as many steps as the most of the counts.
@@ -120,31 +141,33 @@ class LayerDrafter(Drafter):
         """
         drafts: list[list[int]] = [[] for _ in requests]
         found = {i: self._known(request) for i, request in enumerate(requests)}
-        asked = {i: kept for i, kept in found.items() if kept is not None}
-        if sum(len(kept.rows) for kept in asked.values()) > self.engine.kernel_tokens:
-            for i, kept in asked.items():
-                self._compute(requests[i], kept, len(kept.rows) - 1)
+        known = {i: kept for i, kept in found.items() if kept is not None}
+        if sum(len(kept.states) for kept in known.values()) > self.engine.kernel_tokens:
+            for i, kept in known.items():
+                self._compute(requests[i], kept, len(kept.states) - 1)
+        asked: dict[int, _Kept] = {}  # normed, and then guessed
+        for i, kept in known.items():
+            asked[i] = replace(kept, states=list(self._weights.final(np.stack(kept.states))))
+            kept.go_on(len(kept.states))
         for place in range(max(counts, default=0)):
             left = {i: kept for i, kept in asked.items() if place < counts[i]}
             ids = {i: [*requests[i].tokens, *drafts[i]] for i in left}
             # Tokens with logits stand last.
-            tokens = [(i, at) for i, kept in left.items() for at in range(len(kept.rows) - 1)]
-            tokens += [(i, len(kept.rows) - 1) for i, kept in left.items()]
+            tokens = [(i, at) for i, kept in left.items() for at in range(len(kept.states) - 1)]
+            tokens += [(i, len(kept.states) - 1) for i, kept in left.items()]
             if not tokens:
                 break
-            rows = np.stack([left[i].rows[at] for i, at in tokens])
-            places = [left[i].first + at for i, at in tokens]
-            next_ids = [ids[i][at + 1] for (i, _), at in zip(tokens, places, strict=True)]
-            inputs = self._weights.inputs(rows, np.array(next_ids, np.int64))
+            states = np.stack([left[i].states[at] for i, at in tokens])
+            next_ids = [ids[i][left[i].first + at + 1] for i, at in tokens]
+            inputs = self._weights.inputs(states, np.array(next_ids, np.int64))
+            places = [left[i].place + at for i, at in tokens]
             slots = [requests[i].slot for i, _ in tokens]
             logits = self.engine.draft(inputs, places, slots, len(left))
             hidden = self.engine.exchange.buffers.hidden[len(tokens) - len(left) : len(tokens)]
             for i, scores, output in zip(left, logits, self._weights.output(hidden), strict=True):
                 drafts[i].append(int(scores.argmax()))
-                left[i].first += len(left[i].rows)
-                left[i].rows[:] = [output]
-        for kept in asked.values():
-            kept.rows.clear()  # guessed
+                left[i].go_on(len(left[i].states))
+                left[i].states.append(output)
         return drafts
 
     def _known(self, request: ActiveRequest) -> _Kept | None:
@@ -156,19 +179,18 @@ class LayerDrafter(Drafter):
         if kept is None:
             return None
         num_known = max(0, len(request.tokens) - 1 - kept.first)
-        del kept.rows[num_known:]
-        return kept if 0 < num_known == len(kept.rows) else None
+        del kept.states[num_known:]
+        return kept if 0 < num_known == len(kept.states) else None
 
     def _compute(self, request: ActiveRequest, kept: _Kept, num_rows: int) -> None:
-        """Compute the first rows, whose tokens are known, and drop them."""
+        """Compute the first rows, whose tokens are known, and drop their hidden states."""
         engine = self.engine
         size = engine.kernel_tokens if num_rows <= 2 * engine.kernel_tokens else engine.max_tokens
         for begin in range(0, num_rows, size):
-            rows = kept.rows[begin : min(begin + size, num_rows)]
-            places = range(kept.first + begin, kept.first + begin + len(rows))
-            next_ids = [request.tokens[place + 1] for place in places]
-            inputs = self._weights.inputs(np.stack(rows), np.array(next_ids, np.int64))
-            engine.draft(inputs, places, [request.slot] * len(rows), 0)
-        if num_rows > 0:
-            del kept.rows[:num_rows]
-            kept.first += num_rows
+            states = self._weights.final(np.stack(kept.states[begin : min(begin + size, num_rows)]))
+            first, place = kept.first + begin, kept.place + begin
+            next_ids = request.tokens[first + 1 : first + 1 + len(states)]
+            inputs = self._weights.inputs(states, np.array(next_ids, np.int64))
+            places = range(place, place + len(states))
+            engine.draft(inputs, places, [request.slot] * len(states), 0)
+        kept.go_on(max(0, num_rows))

@@ -38,7 +38,7 @@ from hotcold.actors.protocol.failures import (
     SystemLost,
     first_line,
 )
-from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
+from hotcold.actors.telemetry.step_times import StepRecord, StepTimes, sum_drafts
 from hotcold.model.errors import HotcoldError, ServiceError
 
 _Result = TypeVar("_Result")
@@ -158,11 +158,12 @@ class Scheduler:
             if self.speculation is not None:
                 self.speculation.learn(ended - began, time.monotonic_ns() - ended)
             if is_answer:
-                num_new, num_accepted = (sum(count[i] for count in counts) for i in (0, 1))
-                num_drafted = sum(len(end.draft) for end in ends)
-                self.recent.append(
-                    StepRecord(time.monotonic(), num_new, engine.times, num_drafted, num_accepted)
+                drafts = sum_drafts(
+                    {end.request.draft_source: (len(end.draft), num_accepted)}
+                    for end, (_, num_accepted) in zip(ends, counts, strict=True)
                 )
+                num_new = sum(count for count, _ in counts)
+                self.recent.append(StepRecord(time.monotonic(), num_new, engine.times, drafts))
             engine.times = StepTimes()  # layers of prompts may follow
 
     def start(self) -> None:

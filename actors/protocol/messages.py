@@ -361,26 +361,31 @@ class DraftCounts:
     """What became of drafts: tokens proposed before the model chose them.
 
     accepted_at: for each position of a draft, how often its token was the one that was chosen
+    by_source: tokens of drafts of each source, and how many of them were chosen
     """
 
     num_drafts: int = 0
     num_drafted: int = 0  # tokens
     accepted_at: list[int] = field(default_factory=list)
+    by_source: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def num_accepted(self) -> int:
         """Tokens of drafts that were chosen."""
         return sum(self.accepted_at)
 
-    def add(self, num_drafted: int) -> None:
+    def add(self, num_drafted: int, source: str) -> None:
         """Count a draft of so many tokens; 0: there was none."""
         self.num_drafts += num_drafted > 0
         self.num_drafted += num_drafted
+        if num_drafted:
+            self.by_source.setdefault(source, [0, 0])[0] += num_drafted
 
-    def accept(self, place: int) -> None:
-        """Count the draft's token at `place` as chosen."""
+    def accept(self, place: int, source: str) -> None:
+        """Count the token at `place` of the draft that was added last as chosen."""
         self.accepted_at += [0] * (place + 1 - len(self.accepted_at))
         self.accepted_at[place] += 1
+        self.by_source[source][1] += 1
 
     def as_json(self) -> dict[str, Any]:
         """Keys of the command-line contract."""

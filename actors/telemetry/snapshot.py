@@ -12,7 +12,7 @@ import numpy as np
 
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.telemetry.experts import ExpertCounts
-from hotcold.actors.telemetry.step_times import StepRecord, StepTimes
+from hotcold.actors.telemetry.step_times import StepRecord, StepTimes, sum_drafts
 from hotcold.model.config import neurons
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.numba_kernels.loops.mailbox import (
@@ -65,8 +65,7 @@ class Speed:
     neurons_computed: float
     gates_computed: float
     tokens_per_step: float = 0.0
-    num_drafted: int = 0  # tokens of drafts
-    num_accepted: int = 0
+    drafts: dict[str, list[int]] = field(default_factory=dict)  # as of `StepRecord`
     reads: dict[str, float] = field(default_factory=dict)  # as `StepTimes.per_step_reads`
 
 
@@ -276,7 +275,6 @@ def speed_of(
         neurons_computed=times.num_neurons / total,
         gates_computed=times.num_gates / total,
         tokens_per_step=num_tokens / max(times.num_steps, 1),
-        num_drafted=sum(record.num_drafted for record in steps),
-        num_accepted=sum(record.num_accepted for record in steps),
+        drafts=sum_drafts(record.drafts for record in steps),
         reads=times.per_step_reads(),
     )

@@ -1,7 +1,7 @@
 """Where the time of a step goes."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -148,14 +148,13 @@ class StepRecord:
 
     ended_s: monotonic seconds
     num_new_tokens: those after an answer's first, which is its prompt's
-    num_drafted, num_accepted: tokens of drafts that it verified, and those that were chosen
+    drafts: of each source the tokens of drafts that it verified, and how many were chosen
     """
 
     ended_s: float
     num_new_tokens: int
     times: StepTimes
-    num_drafted: int = 0
-    num_accepted: int = 0
+    drafts: dict[str, list[int]] = field(default_factory=dict)
     took_s: float | None = None  # from the first new token on, of an answer
 
     @property
@@ -163,3 +162,14 @@ class StepRecord:
         """When it began, in monotonic seconds."""
         took_s = self.times.total * 1e-9 if self.took_s is None else self.took_s
         return self.ended_s - took_s
+
+
+def sum_drafts(found: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+    """Sums of each source's numbers, tokens and those that were chosen; sources with tokens."""
+    sums: dict[str, list[int]] = {}
+    for drafts in found:
+        for source, (num_drafted, num_accepted) in drafts.items():
+            if num_drafted:
+                before = sums.get(source, (0, 0))
+                sums[source] = [before[0] + num_drafted, before[1] + num_accepted]
+    return sums

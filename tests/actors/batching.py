@@ -62,6 +62,7 @@ def batching(
             prefix_cache_bytes=None if shares else 0,
             max_batch=system.num_slots,
             prefill_chunk=system.max_tokens,
+            draft=system.draft,
         )
         driver = Driver(config, system.exchange, system.topology, page_store=store)
         driver.engine.mode = mode_of(system, mode)

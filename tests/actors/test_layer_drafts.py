@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.driver.draft_policy import FixedPolicy
+from hotcold.actors.driver.draft_policy import AutoPolicy, FixedPolicy
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.layer_drafter import LayerDrafter
 from hotcold.actors.protocol.failures import CacheLost
@@ -35,8 +35,21 @@ def drafted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Drafted
     return make
 
 
+class Resting(FixedPolicy):
+    """Drafts of three tokens, for six steps after each 45 without any."""
+
+    num_steps = 0
+
+    def looks(self, num: int, most: int, has_model: bool) -> bool:
+        self.num_steps += 1
+        return self.num_steps % 51 < 7 and super().looks(num, most, has_model)
+
+
 def require_proposals(model: DraftedModel, driver: Driver, most_tokens: int = 12) -> None:
-    """Each draft of a short prompt's answer, and of a long one's, is transformers'."""
+    """Each draft of a short prompt's answer, and of a long one's, is transformers'.
+
+    Rows are left out where more than 32 tokens came since the last draft: the first of these.
+    """
     assert isinstance(driver.drafter, LayerDrafter)
     drafter: Any = driver.drafter
     propose = drafter.propose
@@ -49,21 +62,25 @@ def require_proposals(model: DraftedModel, driver: Driver, most_tokens: int = 12
 
     drafter.propose = recording
     ids = np.random.default_rng(6).integers(0, VOCAB_SIZE, 150).tolist()
-    with drafting(driver, drafter, FixedPolicy(3), ngrams=False):
-        for length in (9, 150):
+    for length in (9, 150):
+        seen.clear()
+        with drafting(driver, drafter, Resting(3), ngrams=False):
             sampling = SamplingParams(max_tokens=most_tokens, temperature=0.0, ignore_eos=True)
             request = GenerateRequest(sampling, prompt_ids=ids[:length], request_id=str(length))
             answer(driver, request)
-    assert len(seen) > 4
-    for tokens, draft in seen:
-        assert draft == model.draft(tokens, len(draft)), len(tokens)
+        left_out, end = set[int](), length
+        for tokens, draft in seen:
+            left_out.update(range(end, len(tokens) - 33))
+            end = len(tokens) - 1
+            assert draft == model.draft(tokens, len(draft), left_out), len(tokens)
+        assert len(seen) > 2 and (left_out or most_tokens < 60)
 
 
 @pytest.mark.parametrize("variant", ["qwen3.5", "qwen3.5-moe", "glm4-moe-groups", "deepseek-v3"])
 def test_what_a_layer_proposes(variant: str, drafted: Callable[[str], DraftedModel]) -> None:
     model = drafted(variant)
     with driven(model.path, draft="mtp") as (_, driver):
-        require_proposals(model, driver)
+        require_proposals(model, driver, most_tokens=75)
 
 
 @pytest.mark.parametrize("case", ["qwen35moe", "glm4moe", "deepseek2"])
@@ -106,7 +123,18 @@ def test_answers_are_those_without(variant: str, drafted: Callable[[str], Drafte
     with driven(path) as (_, driver):
         wanted = answers(driver, requests())
     with driven(path, draft="mtp") as (_, driver):
-        for name, count in (("plain", 0), ("drafted", 4)):
-            with drafting(driver, driver.drafter, FixedPolicy(count), ngrams=count > 0):
+        assert driver.drafter is not None
+        for name, policy in (
+            ("4", FixedPolicy(4)),
+            ("resting", Resting(3)),
+            ("auto", AutoPolicy()),
+        ):
+            with drafting(driver, driver.drafter, policy, ngrams=name == "4"):
                 assert answers(driver, beside(requests(), name)) == wanted
-        assert driver.drafter is not None and driver.drafter.times.num_steps > 0
+        num_steps = driver.drafter.times.num_steps
+        assert num_steps > 0
+        short = [at for at, one in enumerate(requests()) if len(one.prompt_ids or ()) <= 32]
+        with drafting(driver, driver.drafter, FixedPolicy(0), ngrams=False):
+            found = answers(driver, beside([requests()[at] for at in short], "plain"))
+        assert found == [wanted[at] for at in short]
+        assert driver.drafter.times.num_steps == num_steps  # nothing was computed in vain

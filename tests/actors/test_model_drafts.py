@@ -101,3 +101,4 @@ def test_all_of_a_greedy_draft_of_equal_weights_is_accepted(path: Path) -> None:
     assert result.drafts.num_drafts == 8
     assert result.drafts.accepted_at == [8, 8, 8]
     assert result.drafts.num_drafted == 24
+    assert result.drafts.by_source == {"model": [24, 24]}

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hotcold.actors.driver.draft_policy import FixedPolicy
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.kv_cache.page_store import PageStore
 from hotcold.actors.kv_cache.prefix_file import FOLDER
@@ -30,7 +32,9 @@ from tests.actors.batching import CONTEXT, Background, batching
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.actors.kept_system import wait_until
+from tests.actors.test_speculation import drafting
 from tests.conftest import TinyCheckpoint
+from tests.draft_layer_models import DraftedModel
 from tests.tiny_models import VOCAB_SIZE
 
 Tiny = Callable[..., TinyCheckpoint]
@@ -350,12 +354,21 @@ def files(folder: Path) -> list[Path]:
     return sorted((folder / "hotcold" / FOLDER).glob("*"))
 
 
-def test_a_later_start_computes_only_what_is_new(tiny: Tiny, tmp_path: Path) -> None:
-    checkpoint, prompt = tiny("llama-gqa", "bfloat16"), _IDS[:200]
+@pytest.mark.parametrize("has_mtp", [False, True])
+def test_a_later_start_computes_only_what_is_new(tiny: Tiny, tmp_path: Path, has_mtp: bool) -> None:
+    """With the rows of a layer that drafts, too, whose drafts change nothing."""
+    prompt, options = _IDS[:200], dict[str, Any]()
+    checkpoint: Any = tiny("llama-gqa", "bfloat16")
+    if has_mtp:
+        checkpoint = DraftedModel("glm4-moe-groups", tmp_path / "m")
+        options = {"draft": "mtp"}
     requests = [request_of(prompt), request_of([*prompt[:100], *prompt[50:]])]
-    expected = cold(checkpoint, requests)
+    expected = cold(checkpoint, requests, **options)
     for said, cached in (("0 pages", [0, 64, 192]), ("5 pages", [192, 192, 192])):
-        with batching(checkpoint, shares=True, folder=tmp_path) as (_, driver):
+        made = batching(checkpoint, shares=True, folder=tmp_path, **options)
+        with made as (_, driver), ExitStack() as stack:
+            if has_mtp:
+                stack.enter_context(drafting(driver, driver.drafter, FixedPolicy(3), ngrams=False))
             assert note(driver).startswith(f"prefix cache: {said}")
             found = [answer(driver, one) for one in (*requests, requests[0])]
             assert len(pages_on_file(driver)) == 5

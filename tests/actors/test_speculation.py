@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.actors.batching import CONTEXT, Background, batching, random_request,
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_batching import all_pages_are_free, spoil
 from tests.conftest import TinyCheckpoint
+from tests.draft_layer_models import DraftedModel
 from tests.tiny_models import VOCAB_SIZE
 
 Tiny = Callable[..., TinyCheckpoint]
@@ -174,6 +176,9 @@ def test_answers_do_not_depend_on_drafts(
                 found, result = answer(driver, beside(requests, f"{name} alone")[4])
                 assert found == alone[4]
                 num_accepted += result.drafts.num_accepted
+                counts = [*result.drafts.by_source.values(), [0, 0]]
+                sums = [result.drafts.num_drafted, result.drafts.num_accepted]
+                assert np.sum(counts, axis=0).tolist() == sums
             assert drafter.num_calls
         assert num_accepted
         assert all_pages_are_free(driver)
@@ -216,9 +221,9 @@ def test_stop_strings_and_grammars_do_not_depend_on_drafts() -> None:
                 assert answers(driver, beside(requests, f"{ngrams}")) == alone
 
 
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("drafts", ["none", "any", "mtp"])
 def test_preempted_requests_have_the_same_tokens(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, drafts: bool
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: str
 ) -> None:
     """Answers to the end of the context lack pages; one of them is cancelled meanwhile.
 
@@ -230,7 +235,12 @@ def test_preempted_requests_have_the_same_tokens(
         replace(one, sampling=replace(one.sampling, max_tokens=None, ignore_eos=True))
         for one in requests
     ]
-    with batching(tiny("llama-gqa"), kv_positions=2 * CONTEXT) as (_, driver), ExitStack() as stack:
+    model: Any = tiny("llama-gqa")
+    options: dict[str, Any] = {}
+    if drafts == "mtp":
+        model, options = DraftedModel("qwen3.5", tmp_path / "m"), {"draft": "mtp"}
+    made = batching(model, kv_positions=2 * CONTEXT, **options)
+    with made as (_, driver), ExitStack() as stack:
         alone = [answer(driver, request)[0] for request in endless]
         preempted: list[ActiveRequest] = []
         preempt = driver._scheduler._preempt
@@ -240,11 +250,13 @@ def test_preempted_requests_have_the_same_tokens(
             preempt(request)
 
         monkeypatch.setattr(driver._scheduler, "_preempt", recorded)
-        if drafts:
+        drafter: Any = driver.drafter
+        if drafts == "any":
             drafter = NastyDrafter(4, VOCAB_SIZE)
             drafter.answers = {
                 one.request_id: found[0] for one, found in zip(endless, alone, strict=True)
             }
+        if drafts != "none":
             stack.enter_context(drafting(driver, drafter, FixedPolicy(7), ngrams=True))
         running = [start(driver, request) for request in beside(endless, "beside")]
         while not preempted:
@@ -254,6 +266,7 @@ def test_preempted_requests_have_the_same_tokens(
         assert results[:6] == [ids for ids, *_ in alone[:6]]
         assert results[6] == alone[6][0][: len(results[6])]
         assert all_pages_are_free(driver)
+        assert drafts != "mtp" or drafter.times.num_steps > 100
 
 
 def attention_arrays_of(system: InProcessSystem) -> Any:

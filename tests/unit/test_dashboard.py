@@ -28,7 +28,7 @@ def given() -> dict[str, set[str]]:
     metrics.add_prompt(3)
     metrics.add_first(0.1, 1)
     metrics.add_tokens(0.1, 2)
-    drafts = DraftCounts(2, 5, [2, 1])
+    drafts = DraftCounts(2, 5, [2, 1], {"mtp": [5, 3]})
     metrics.add_result(Generation("a", [1], "stop", 3, 0.1, 0.1, reads=reads, drafts=drafts), 0.5)
     metrics.add_refusal(400)
     metrics.add_start()

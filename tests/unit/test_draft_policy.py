@@ -35,12 +35,17 @@ class Simulation:
         round_ns: float = 0.0,
         noise: float = 0.1,
         slow_share: float = 0.02,
+        catch_up_ns: float = 0.0,
     ) -> None:
-        """step_ns: of a step's tokens; round_ns: a model's draft of one token; 0: no model."""
+        """step_ns: of a step's tokens; round_ns: a model's draft of one token; 0: no model.
+
+        catch_up_ns: before such a draft, where there was none for 17 steps
+        """
         self.policy, self.step_ns, self.round_ns = policy, step_ns, round_ns
         self.requests = [Request() for _ in range(num_requests)]
         self.random = np.random.default_rng(0)
         self.noise, self.slow_share = noise, slow_share
+        self.catch_up_ns, self.num_behind = catch_up_ns, 0
         self.took_ns, self.num_new, self.num_drafted, self.num_looks = 0.0, 0, 0, 0
 
     def run(
@@ -54,6 +59,7 @@ class Simulation:
 
     def _step(self, chance: float, ngram_chance: float, ngram_length: int) -> None:
         num, has_model = len(self.requests), self.round_ns > 0
+        self.num_behind += 1
         if not self.policy.looks(num, 31, has_model):
             took, accept = round(self.step_ns(num) * self._noise()), ACCEPT_NS * num
             self.policy.learn_plain(num, took, accept)
@@ -72,9 +78,11 @@ class Simulation:
             fates.append((accepted + 1, accepted))
         drafted = [choice.size for choice in choices]
         rounds = max((one.size for one in choices if one.source == MODEL), default=0)
+        catch_up_ns = self.catch_up_ns * (rounds > 0 and self.num_behind > 17)
+        self.num_behind = 0 if rounds else self.num_behind
         num_new = sum(got for got, _ in fates)
         cost = StepCost(
-            round(rounds * self.round_ns + LOOK_NS),
+            round(rounds * self.round_ns + catch_up_ns + LOOK_NS),
             round(self.step_ns(num + sum(drafted)) * self._noise()),
             ACCEPT_NS * num_new,
             drafted,
@@ -124,12 +132,13 @@ def test_it_is_nearly_as_fast_as_the_best_number(num: int) -> None:
 
 @pytest.mark.parametrize("num", [1, 5])
 @pytest.mark.parametrize(
-    ("step_ns", "round_ns", "chance", "ngram_chance"),
+    ("step_ns", "round_ns", "chance", "ngram_chance", "catch_up_ns"),
     [
-        (by_arithmetic, 0.0, 0.0, 0.9),
-        (by_memory, 45e6, 0.8, 0.0),
-        (short, 0.0, 0.0, 0.1),
-        (short, 0.4e6, 0.3, 0.1),
+        (by_arithmetic, 0.0, 0.0, 0.9, 0.0),
+        (by_memory, 45e6, 0.8, 0.0, 0.0),
+        (by_memory, 9e6, 0.1, 0.0, 30e6),
+        (short, 0.0, 0.0, 0.1, 0.0),
+        (short, 0.4e6, 0.3, 0.1, 0.0),
     ],
 )
 def test_it_loses_less_than_a_percent_where_nothing_pays(
@@ -137,10 +146,11 @@ def test_it_loses_less_than_a_percent_where_nothing_pays(
     round_ns: float,
     chance: float,
     ngram_chance: float,
+    catch_up_ns: float,
     num: int,
 ) -> None:
     """And at first what one draft took at most."""
-    simulation = Simulation(AutoPolicy(), step_ns, num, round_ns, noise=0.02, slow_share=0.0)
+    simulation = Simulation(AutoPolicy(), step_ns, num, round_ns, 0.02, 0.0, catch_up_ns)
     steps = 2500
     rate = simulation.run(steps, chance, ngram_chance, ngram_length=3)
     plain = 1e6 * num / (step_ns(num) + num * ACCEPT_NS)
@@ -148,15 +158,23 @@ def test_it_loses_less_than_a_percent_where_nothing_pays(
     assert simulation.num_drafted > 0  # it was tried
 
 
-def test_it_comes_back() -> None:
-    """Drafts that begin to be right are noticed, and those that begin to be wrong."""
-    simulation = Simulation(AutoPolicy(), by_memory, noise=0.02, slow_share=0.0)
-    simulation.run(2000, 0.0, ngram_chance=0.02, ngram_length=4)
+@pytest.mark.parametrize("round_ns", [0.0, 6e6])
+def test_it_comes_back(round_ns: float) -> None:
+    """Drafts that begin to be right are noticed, and those that begin to be wrong.
+
+    Those of n-grams, and of a model that has much to catch up with.
+    """
+    simulation = Simulation(AutoPolicy(), by_memory, 1, round_ns, 0.02, 0.0, 30e6)
+
+    def run(steps: int, chance: float) -> float:
+        return simulation.run(steps, chance) if round_ns else simulation.run(steps, 0.0, chance, 4)
+
+    run(2000, 0.02)
     off = 1e6 / (by_memory(1) + ACCEPT_NS)
-    simulation.run(1500, 0.0, ngram_chance=0.95, ngram_length=4)
-    assert simulation.run(500, 0.0, ngram_chance=0.95, ngram_length=4) > 2 * off
-    simulation.run(60, 0.0, ngram_chance=0.02, ngram_length=4)
-    assert simulation.run(2000, 0.0, ngram_chance=0.02, ngram_length=4) > 0.985 * off
+    run(1500, 0.95)
+    assert run(500, 0.95) > 2 * off
+    run(60, 0.02)
+    assert run(2000, 0.02) > 0.985 * off
 
 
 @pytest.mark.parametrize("has_model", [False, True])

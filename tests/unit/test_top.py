@@ -84,6 +84,12 @@ def test_the_picture() -> None:
     assert "\x1b[" in coloured
 
 
+def test_drafts_by_source() -> None:
+    found = told() | {"drafts": {"ngram": [8, 2], "mtp": [10, 9]}, "tokens_per_step": 2.1}
+    text = drawn(picture("words", found, 200), 200, False)
+    assert "gives 2.1 tokens, 25% of drafts by ngram taken, 90% of drafts by mtp taken: " in text
+
+
 def test_a_system_that_does_nothing() -> None:
     text = drawn(picture("words", told(num_steps=0, num_running=0), 80), 80, False)
     assert "idle" in text and "no neuron has been counted yet" in text and "no step" in text

@@ -85,12 +85,14 @@ class Metrics:
         )
         self._starts = self._counter("hotcold:model_loads", "How often the model has loaded.")
         self._drafts = self._counter("vllm:spec_decode_num_drafts", "Drafts that were verified.")
-        self._draft_tokens = self._counter(
-            "vllm:spec_decode_num_draft_tokens", "Tokens of drafts that were verified."
-        )
-        self._accepted = self._counter(
-            "vllm:spec_decode_num_accepted_tokens", "Tokens of drafts that were chosen."
-        )
+        self._draft_tokens = Counter(
+            "vllm:spec_decode_num_draft_tokens", "Tokens of drafts that were verified, by source.",
+            ["model_name", "source"], registry=self._registry,
+        )  # fmt: skip
+        self._accepted = Counter(
+            "vllm:spec_decode_num_accepted_tokens", "Tokens of drafts that were chosen, by source.",
+            ["model_name", "source"], registry=self._registry,
+        )  # fmt: skip
         self._accepted_at = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "The same, by place in the draft.",
             ["model_name", "position"], registry=self._registry,
@@ -142,8 +144,9 @@ class Metrics:
             gauge.set(result.reads[name])
         drafts = result.drafts
         self._drafts.inc(drafts.num_drafts)
-        self._draft_tokens.inc(drafts.num_drafted)
-        self._accepted.inc(drafts.num_accepted)
+        for source, (num_drafted, num_accepted) in drafts.by_source.items():
+            self._draft_tokens.labels(self.model_name, source).inc(num_drafted)
+            self._accepted.labels(self.model_name, source).inc(num_accepted)
         for place, count in enumerate(drafts.accepted_at):
             self._accepted_at.labels(self.model_name, str(place)).inc(count)
 
