@@ -51,7 +51,12 @@ NOT_QUICK = [
 ]
 # Files whose tests share what takes long to start: one process runs them, in this order.
 TOGETHER = [
-    ["e2e/test_fleet.py", "e2e/test_fleet_models.py"],
+    [
+        "e2e/test_fleet.py",
+        "e2e/test_fleet_door.py",
+        "e2e/test_fleet_models.py",
+        "e2e/test_ray_serve_llm.py",
+    ],
     ["actors/test_ray_system.py", "actors/test_scale.py", "actors/test_faults.py"],
     ["cluster/test_job.py", "cluster/test_two_hosts.py"],
     ["e2e/test_serve.py", "e2e/test_serve_lifetime.py", "e2e/test_agents.py", "e2e/test_ollama.py"],

@@ -13,6 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hotcold.ui.api.errors import unavailable
 from hotcold.ui.fair_share import first_to_leave
+from hotcold.ui.gate import BODY_S
 from hotcold.ui.keys import network_of
 
 # Set in `state` of a page's request for events, which may last as long as the page is open.
@@ -26,7 +27,7 @@ class ConnectionLimits:
 
     most: int = 512
     head_s: float = 30.0  # from the start or the last answer to a request's head
-    body_s: float = 60.0  # from the head to the whole request
+    body_s: float = 1.25 * BODY_S  # from the head to the whole request, where nobody reads that
     send_s: float = 30.0  # in which the client reads nothing of an answer
 
 

@@ -1,5 +1,6 @@
 """Filters every request first, by Host, Origin, key and size; adds security headers to answers."""
 
+import asyncio
 import base64
 import binascii
 import ipaddress
@@ -17,6 +18,7 @@ from hotcold.ui.api.cached import client
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.keys import Keys, client_of
 
+BODY_S = 60.0  # from a request's head to the end of its body
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _OPEN_PATHS = ("/health", "/v1/health")
 _ASKED_METHOD = "access-control-request-method"
@@ -185,7 +187,7 @@ class Gate:
 
 
 class _BodyLimit:
-    """Counts the bytes of a request's body, whatever its headers say."""
+    """Counts the bytes and the seconds of a request's body, whatever its headers say."""
 
     def __init__(
         self, receive: Receive, send: Send, most_bytes: int, headers: dict[bytes, bytes]
@@ -197,9 +199,16 @@ class _BodyLimit:
         self._send = send
         self._most_bytes = most_bytes
         self._num_bytes = 0
+        self._deadline: float | None = asyncio.get_running_loop().time() + BODY_S
 
     async def receive(self) -> Message:
-        message = await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise too_slow() from None
+        if not message.get("more_body"):  # all that is left to come is that the client leaves
+            self._deadline = None
         self._num_bytes += len(message.get("body") or b"")
         if message["type"] == "http.request" and self._num_bytes > self._most_bytes:
             raise too_large(self._most_bytes)
@@ -228,6 +237,14 @@ def _origin_form(scope: Scope) -> Scope:
 def too_large(most_bytes: int) -> ApiError:
     """413: larger than the server reads."""
     return ApiError(413, f"the request is larger than {most_bytes} bytes; send less")
+
+
+def too_slow() -> ApiError:
+    """408: its body did not come."""
+    return ApiError(
+        408, f"the request did not come whole within {BODY_S:g} s; send it again", "timeout",
+        headers={"connection": "close"},
+    )  # fmt: skip
 
 
 def too_many_failures(wait_s: float) -> ApiError:

@@ -163,7 +163,7 @@ def _ask(url: str, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         return answer.status, answer.read()
 
 
-def _generation(url: str) -> str:
+def generation(url: str) -> str:
     """A greedy one, or the status of what is no answer."""
     body = {"prompt": "Return the", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     status, answer = _ask(url, "POST", "/v1/completions", json.dumps(body).encode())
@@ -188,12 +188,12 @@ def fuzz(url: str, num_requests: int) -> tuple[Counter[int], int]:
     Errors:  AssertionError for an answer that is not OpenAI's or Ollama's error, or for a
              generation that is not what it was when the server was alone
     """
-    statuses, expected = Counter[int](), _generation(url)
+    statuses, expected = Counter[int](), generation(url)
     generations, is_over = list[str](), threading.Event()
 
     def generate() -> None:
         while not is_over.is_set():
-            generations.append(_generation(url))
+            generations.append(generation(url))
 
     @settings(
         max_examples=num_requests, database=None, deadline=None,
@@ -212,5 +212,5 @@ def fuzz(url: str, num_requests: int) -> tuple[Counter[int], int]:
     finally:
         is_over.set()
         beside.join(300)
-    assert {*generations} == {expected}
+    assert {*generations} == {expected}, {*generations}
     return statuses, len(generations)

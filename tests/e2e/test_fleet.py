@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -49,24 +49,29 @@ ASKED: dict[str, dict[str, Any]] = {
 ALONE: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.2, "seed": 3}]
 
 
-@pytest.fixture(scope="module")
-def door() -> Iterator[httpx.Client]:
-    """A client of the fleet's door."""
+@contextmanager
+def served(make: Callable[[], serve.Application]) -> Iterator[str]:
+    """The address of an application that is made in a Ray of this process."""
     start_local_ray(2, 200 << 20)
     try:
-        with httpx.Client(headers=of(KEYS[0]), timeout=120) as client:
-            port = free_port()
-            serve.start(http_options={"host": "127.0.0.1", "port": port})
-            deploy()
-            client.base_url = httpx.URL(f"http://127.0.0.1:{port}")
-            yield client
+        port = free_port()
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(make(), name=NAME)
+        yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()
         ray.shutdown()
 
 
-def deploy() -> None:
-    serve.run(application(ARGS, KEYS), name=NAME)
+@pytest.fixture(scope="module")
+def door() -> Iterator[httpx.Client]:
+    """A client of the fleet's door."""
+    with served(made) as url, httpx.Client(base_url=url, headers=of(KEYS[0]), timeout=120) as found:
+        yield found
+
+
+def made() -> serve.Application:
+    return application(ARGS, KEYS)
 
 
 def free_port() -> int:
@@ -188,15 +193,6 @@ def test_a_full_fleet_says_when_to_come_back(door: httpx.Client) -> None:
         assert one.json()["error"]["code"] == "queue_full"
 
 
-def test_who_leaves_takes_no_place(door: httpx.Client) -> None:
-    until(lambda: len(replicas()) == 2)
-    for _ in range(8):
-        with door.stream("POST", "/v1/completions", json=asked("a", stream=True)) as answer:
-            next(answer.iter_lines())
-    until(lambda: not any(load.num_running + load.num_waiting for load, _ in replicas()))
-    assert door.post("/v1/completions", json=asked("a", max_tokens=2)).status_code == 200
-
-
 def test_the_doors_are_the_servers(door: httpx.Client) -> None:
     """All of its routes, its keys and its health."""
     config = SystemConfig(str(DEMO_DIRECTORY), context_length=512)
@@ -226,6 +222,6 @@ def test_an_upgrade_ends_no_stream(door: httpx.Client) -> None:
     before = {processes["driver"] for _, processes in replicas()}
     streams = [Stream(door, body) for body in bodies]
     assert all(one.has_begun.wait(60) for one in streams)
-    deploy()
+    serve.run(made(), name=NAME)
     assert [one.end() for one in streams] == alone
     until(lambda: len(replicas()) == 2 and not before & {at["driver"] for _, at in replicas()})

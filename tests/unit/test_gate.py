@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hotcold.model.errors import UsageError
+from hotcold.ui import gate as gates
 from hotcold.ui.api import sse
 from hotcold.ui.gate import Gate, origin_of
 
@@ -155,6 +156,25 @@ def test_bodies_are_limited_with_and_without_a_length() -> None:
     refused = ask(gate(), "POST", content=pieces(11))
     assert refused.status_code == 413 and refused.json()["error"]["type"]
     assert ask(gate(), "POST", headers={"Content-Length": "-1"}).status_code == 413
+
+
+def test_a_body_that_does_not_come_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is there is read however late; an answer may take as long as it takes."""
+    monkeypatch.setattr(gates, "BODY_S", 0.02)
+
+    async def drip() -> AsyncGenerator[bytes, None]:
+        while True:
+            yield b"x"
+            await asyncio.sleep(0.001)
+
+    async def late(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.05)
+        await _length(scope, receive, send)
+        assert (await receive())["type"] == "http.disconnect"
+
+    answer = ask(Gate(_length, keys=[], local=True, max_body_bytes=1 << 20), content=drip())
+    assert answer.status_code == 408 and answer.headers["connection"] == "close"
+    assert ask(Gate(late, keys=[], local=True, max_body_bytes=100), content=b"abc").text == "3"
 
 
 def test_an_event_is_one_line_whatever_it_holds() -> None:
