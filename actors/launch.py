@@ -26,6 +26,7 @@ from hotcold.actors.processes.cluster import (
     NAMESPACE,
     OwnFolders,
     as_this_program,
+    bundle_nodes,
     home_node,
     keep_stdout_clean,
     look_for_own_modules,
@@ -227,14 +228,25 @@ def spawn_service(spec: ServiceSpec, node_id: str | None) -> Any:
     # If it reserved no GPU, Ray would hide all GPUs from the process.
     options["num_gpus"] = int(spec.on_gpu)
     options["max_restarts"] = -1  # the driver decides when to give up
-    group = ray.util.get_current_placement_group()
-    if group is not None and group.bundle_count == 1:  # with the driver, on its node
-        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
+    if (bundle := _bundle_on(node_id)) is not None:
+        options["scheduling_strategy"] = bundle
     elif node_id is not None:
         options["resources"] = numa_slots(spec.share, node_id)
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
     # Ray keeps only small arguments for restarts; `load` gets the rest.
     return _remote_service().options(**options).remote(replace(spec, neuron_ids=None))
+
+
+def _bundle_on(node_id: str | None) -> PlacementGroupSchedulingStrategy | None:
+    """The one bundle of the current placement group on that node, or on any; else None."""
+    group = ray.util.get_current_placement_group()
+    nodes = [] if group is None else bundle_nodes(group)
+    found = [index for index, node in enumerate(nodes) if node_id in (None, node)]
+    if len(found) != 1:
+        return None
+    return PlacementGroupSchedulingStrategy(
+        group, found[0], placement_group_capture_child_tasks=True
+    )
 
 
 def spawn_relay(names: list[str], handles: list[Any], node_id: str) -> Any:
@@ -253,7 +265,8 @@ def spawn_driver(system: SystemConfig, name: str | None, detached: bool) -> Any:
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _CONCURRENT_STREAMS}
     home = node_ids(system.hosts)[0] if system.hosts else system.home
     if home is not None:
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(home, soft=False)
+        there = NodeAffinitySchedulingStrategy(home, soft=False)
+        options["scheduling_strategy"] = _bundle_on(home) or there
     if name:
         options |= {"name": name, "namespace": NAMESPACE}
     if detached:

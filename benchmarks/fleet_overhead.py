@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 from typing import Any
 
 import click
@@ -51,18 +51,27 @@ class Client:
         self._number += 1
         return f"{self._number} names are in the list. The first"
 
-    def together(self, count: int, num_tokens: int) -> float:
-        """Tokens a second of streams at once."""
+    def together(self, count: int, num_tokens: int) -> tuple[float, float]:
+        """Tokens a second of streams at once, and seconds to their first tokens, the mean."""
         began_s = time.monotonic()
         with ThreadPoolExecutor(count) as pool:
-            list(pool.map(lambda _: self.answer(self.new_prompt(), num_tokens), range(count)))
-        return count * num_tokens / (time.monotonic() - began_s)
+            prompts = [self.new_prompt() for _ in range(count)]
+            found = list(pool.map(lambda prompt: self.answer(prompt, num_tokens), prompts))
+        return count * num_tokens / (time.monotonic() - began_s), mean(one for one, *_ in found)
+
+    def reading(self) -> tuple[float, int]:
+        """Seconds for a token of a long prompt more than a short one takes; its tokens."""
+        short_s = median(self.answer(self.new_prompt(), 2)[0] for _ in range(_FIRSTS))
+        chance = random.Random(self._number)
+        found = [self.answer(beginning(chance) + _QUESTION, 2) for _ in range(_FIRSTS)]
+        num_tokens = round(mean(answer.counts[0] for _, _, answer in found if answer.counts))
+        return (median(one for one, *_ in found) - short_s) / num_tokens, num_tokens
 
     def round(self, count: int, num_tokens: int) -> tuple[float, float, float]:
         """Milliseconds to a first token; tokens a second of one stream, and of several."""
         firsts = [self.answer(self.new_prompt(), 2)[0] for _ in range(_FIRSTS)]
         one = self.answer(self.new_prompt(), num_tokens)[1]
-        return 1000 * median(firsts), one, self.together(count, num_tokens)
+        return 1000 * median(firsts), one, self.together(count, num_tokens)[0]
 
 
 @contextmanager
@@ -89,15 +98,17 @@ def deployed(
     serve.delete(file.NAME)
 
 
+def beginning(chance: random.Random) -> str:
+    """A long text."""
+    return " ".join(chance.choices(["alpha", "beta", "list", "of", "names"], k=190))
+
+
 def conversations(
     client: Client, count: int, seed: int, num_clients: int
 ) -> tuple[float, float, float]:
     """Milliseconds to the first token: median and 95th percentile; the share of tokens cached."""
     chance = random.Random(seed)
-    starts = [
-        " ".join(chance.choices(["alpha", "beta", "list", "of", "names"], k=190))
-        for _ in range(_BEGINNINGS)
-    ]
+    starts = [beginning(chance) for _ in range(_BEGINNINGS)]
     asked = [chance.choice(starts) + _QUESTION.format(n) for n in range(count)]
     with ThreadPoolExecutor(num_clients) as pool:
         found = list(pool.map(lambda prompt: client.answer(prompt, 16), asked))
@@ -132,26 +143,28 @@ def main(
                 parallel,
                 tokens,
             )
+            report["token_s"], report["prompt_tokens"] = door.reading()
         several = {}
         for replicas in (1, 2):
             with deployed(cluster, model, replicas, parallel) as door:
                 door.together(2 * parallel, 8)
                 several[replicas] = [door.together(2 * parallel, tokens) for _ in range(rounds)]
-                progress(f"{replicas} replicas: {spread(several[replicas])} tokens/s")
+                progress(f"{replicas} replicas: {several[replicas]}")
         routed = {}
         for name, router in ROUTERS.items():
             with deployed(cluster, model, 2, parallel, router, **_PAGES) as door:
                 conversations(door, _BEGINNINGS * 4, 0, 2 * parallel)
                 routed[name] = conversations(door, num_asked, 1, 2 * parallel)
                 progress(f"{name}: {routed[name]}")
+    report |= {"parallel": parallel, "tokens": tokens, "beginnings": _BEGINNINGS}
     report |= {"in turn": rows, "replicas": several, "routers": routed}
     text = heading(report, f"{rounds} rounds in turn, {tokens} tokens a stream") + table(
         ("", "first token, ms", "one stream, tokens/s", f"{parallel} streams, tokens/s"),
         [[name, *map(spread, zip(*of, strict=True))] for name, of in rows.items()],
     )
     text += "\n" + table(
-        ("replicas", f"{2 * parallel} streams, tokens/s"),
-        [[replicas, spread(of)] for replicas, of in several.items()],
+        ("replicas", f"{2 * parallel} streams, tokens/s", "first token, mean s"),
+        [[replicas, *map(spread, zip(*of, strict=True))] for replicas, of in several.items()],
     )
     asked = f"{num_asked} requests of {_BEGINNINGS} beginnings, {2 * parallel} at once"
     text += f"\n{asked}, to 2 replicas:\n\n"

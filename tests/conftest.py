@@ -68,6 +68,7 @@ FIRST = [
     *TOGETHER[1],
     "e2e/test_profile_command.py",
     *TOGETHER[2],
+    "cluster/test_fleet_nodes.py",
     "actors/test_precompile.py",
     "kernels/test_other_cpus.py",
     "actors/test_stored_neurons.py",

@@ -3,9 +3,11 @@
 import hashlib
 import importlib.metadata
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from numba.core.registry import cpu_target
 
@@ -29,7 +31,6 @@ _OPTIONS = (
     "down_transposed",
     "expert_pieces",
     "has_down_norms",
-    "hosts",
 )
 _ROOT = Path(__file__).resolve().parents[2]
 _SOURCES = ("actors", "cuda_kernels", "model", "numba_kernels")
@@ -42,19 +43,22 @@ def arithmetic_identity(
     topology: Topology,
     share_tokens: int,
     model: str = "",
+    machines: Mapping[str, Any] | None = None,
 ) -> bytes:
     """32 bytes that are equal only where the same tokens give the same KV cache, to the last bit.
 
     They tell apart: the model's files, formats of weights and of the KV cache, the mode, services
     with attention and their hot neurons, the CPU, sources, libraries, cuts of prompts
     (`share_tokens`), and which frequencies ropes have for the context. `model`: a digest of the
-    model in place of its files' state. Not CPU services and threads, which change no bit; no GPU: a
-    store is refused beside one.
+    model in place of its files' state. Not CPU services and threads, which change no bit, unless
+    they are on one of `machines`, other hosts with their `machine_arithmetic`, that is not like
+    this one; no GPU: a store is refused beside one.
     Errors:  ConfigError, CheckpointError
     """
     digest = hashlib.blake2b(digest_size=32)
-    options = asdict(system)
+    options, own = asdict(system), machine_arithmetic(system.numa_root)
     facts = {
+        **own,
         "model": model or _model(system, topology),
         "config": repr(config),
         "options": [options[name] for name in _OPTIONS],
@@ -63,16 +67,23 @@ def arithmetic_identity(
         "has_draft_layer": system.draft == LAYER_DRAFT,
         "ropes": _ropes(config, system.context_length),
         "share_tokens": share_tokens,
-        "cpu": [_compiled_for(), asdict(read_cpu(Path(system.numa_root)))],
+    }
+    digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
+    for part in topology.parts:
+        machine = (machines or {}).get(part.host, own)
+        if not part.is_cpu_service or machine != own:
+            _add_service(digest, part, machine)
+    return digest.digest()
+
+
+def machine_arithmetic(numa_root: str) -> dict[str, Any]:
+    """What the bits of this host's services depend on: its CPU, the build, libraries."""
+    return {
+        "cpu": [_compiled_for(), asdict(read_cpu(Path(numa_root)))],
         "instructions": sorted(matmul_features()),
         "sources": [_version("hotcold"), _sources()],
         "libraries": [_version(name) for name in _LIBRARIES],
     }
-    digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
-    for part in topology.parts:
-        if not part.is_cpu_service:
-            _add_service(digest, part)
-    return digest.digest()
 
 
 def _compiled_for() -> list[str]:
@@ -88,9 +99,9 @@ def _model(system: SystemConfig, topology: Topology) -> str:
     return "".join(sorted(digests)) or ModelIdentity.of(system.model_path).state
 
 
-def _add_service(digest: hashlib.blake2b, part: ServicePart) -> None:
-    facts = [part.name, list(part.attention), part.has_head, part.has_down_bias, part.host]
-    digest.update(json.dumps(facts).encode())
+def _add_service(digest: hashlib.blake2b, part: ServicePart, machine: dict[str, Any]) -> None:
+    facts = [part.name, list(part.attention), part.has_head, part.has_down_bias, machine]
+    digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
     for ids in part.neuron_ids or ():
         digest.update(ids.size.to_bytes(8, "little"))
         digest.update(ids.tobytes())

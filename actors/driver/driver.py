@@ -5,11 +5,11 @@ A single thread runs the engine (`actors.driver.scheduler`), so a slow reader ne
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -465,17 +465,17 @@ class Driver:
             identity = arithmetic_identity(system, config, topology, share)
         self._prefixes.use(identity, share)
 
-    def identity(self) -> tuple[str, int, int]:
+    def identity(self, machines: Mapping[str, Any]) -> tuple[str, int, int]:
         """What is equal in systems that choose the same tokens, whatever copy of a model they have.
 
         Also what beginnings of prompts that it shares are multiples of (0: it shares none), and the
-        pages of its KV cache.
+        pages of its KV cache. `machines`: as `SystemServices.machines`.
         """
         system, engine = self._system, self.engine
         cut = share_tokens(engine.cut_tokens)
         content = ModelIdentity.of(system.model_path).content
         found = arithmetic_identity(
-            system, self.generator.config, engine.topology, cut, model=content
+            system, self.generator.config, engine.topology, cut, content, machines
         )
         shared = 0 if system.prefix_cache_bytes == 0 else cut
         return found.hex(), shared, num_kv_pages(system)

@@ -27,7 +27,7 @@ class Relay:
     is_drivers = False
 
     def __init__(self, host: str, handle: Any, services: Sequence[int]) -> None:
-        """`host` is an address, `handle` a `RelayActor` that reaches `services`."""
+        """`host` is of --hosts, `handle` a `RelayActor` that reaches `services`."""
         self.services = tuple(services)
         self.arena_refs: Sequence[Any] = ()
         self._name = f"relay on {host}"

@@ -116,6 +116,12 @@ def home_node(options: SystemOptions, say: Callable[[str], object]) -> str | Non
     return node
 
 
+def bundle_nodes(group: Any) -> tuple[str, ...]:
+    """The Ray node of each bundle of a placement group; "" while it has none."""
+    nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    return tuple(nodes[index] for index in sorted(nodes))
+
+
 def _require_token(address: str) -> None:
     """Fail where a head wants another token than this process has: Ray would try for 20 seconds."""
     if _has_tls():

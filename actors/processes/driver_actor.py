@@ -146,7 +146,7 @@ class DriverActor:
 
     def identity(self) -> tuple[str, int, int]:
         """What systems of the same tokens have in common; see `Driver.identity`."""
-        return self.services.driver.identity()
+        return self.services.driver.identity(self.services.machines())
 
     def neuron_owners(self) -> tuple[list[str], np.ndarray]:
         """Which service holds each neuron; see `actors.setup.assignment`."""

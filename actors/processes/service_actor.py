@@ -208,6 +208,12 @@ class ServiceActor:
         """Ray node and process id."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
+    def machine(self) -> dict[str, Any]:
+        """What the bits of its results depend on; see `machine_arithmetic`."""
+        from hotcold.actors.driver.arithmetic import machine_arithmetic
+
+        return machine_arithmetic(self.spec.system.numa_root)
+
     def explain_failure(self) -> str:
         """Why the last request failed, in one line."""
         return self._require_service().explain(self.spec.index)

@@ -118,6 +118,12 @@ class SystemServices:
         pids = self.connection.replacer.process_ids()
         return dict(zip(self.connection.names, pids, strict=True))
 
+    def machines(self) -> dict[str, Any]:
+        """The `machine_arithmetic` of each host but the driver's. Errors: HotcoldError."""
+        topology, hosts = self.connection.topology, self.system.hosts[1:]
+        firsts = [topology.on_host(host)[0] for host in hosts]
+        return dict(zip(hosts, self.connection.call_each("machine", services=firsts), strict=True))
+
     def load(self) -> None:
         """Load and connect the services; concurrent callers all wait. Errors: HotcoldError."""
         with self.changing:

@@ -71,7 +71,7 @@ class SystemConfig:
     neuron_upload_tokens: int = 0  # prompts this long have cold neurons uploaded; 0: none
     weight_dtype: str = ""  # of --dtype: matrices are converted while they load; "": as stored
     pin: str = "auto"  # of PIN_CHOICES: whether services stay on their NUMA nodes' cores
-    hosts: tuple[str, ...] = ()  # addresses of Ray nodes for the CPU services; (): the driver's
+    hosts: tuple[str, ...] = ()  # addresses or ids of CPU services' Ray nodes; (): the driver's
     home: str | None = None  # the Ray node where driver and services run; None: any, or of `hosts`
     numa_root: str = "/"  # has proc and sys of the NUMA nodes; tests have others
     storage: NeuronStorage | None = None  # of a model larger than memory; None: all is in memory
@@ -162,7 +162,7 @@ class ServicePart:
     neuron_ids: its neurons in loading order, an int32 array a layer; None: it holds none. With
     `SystemConfig.down_transposed` of each block a run for each stripe
     has_down_bias: whether its partial output includes the biases of down projections
-    host: the address of its Ray node; "": the driver's
+    host: the address or id of its Ray node; "": the driver's
     stripes: that its neurons are in, by which they are ordered; None: it has no neurons for the CPU
     drafts: its part of the layer that drafts, if the system has that
     """

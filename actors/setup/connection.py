@@ -162,15 +162,20 @@ class Connection:
 
 
 def node_ids(hosts: Sequence[str]) -> list[str]:
-    """Ids of the Ray nodes at these addresses. Errors: UsageError where there is no node."""
-    found = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    """Ids of the Ray nodes at these addresses, or of these ids.
+
+    Errors:  UsageError where there is no node
+    """
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    found = {node["NodeManagerAddress"]: node["NodeID"] for node in alive}
+    ids = {node["NodeID"]: node["NodeID"] for node in alive}
     for host in hosts:
-        if host not in found:
+        if host not in found | ids:
             raise UsageError(
                 f"--hosts: no Ray node is at {host}, there are {', '.join(sorted(found))}; run "
                 "`ray start --address=HEAD:6379` there"
             )
-    return [found[host] for host in hosts]
+    return [(found | ids)[host] for host in hosts]
 
 
 def service_nodes(

@@ -37,6 +37,10 @@ _USABLE = 0.95  # of its memory, before Ray's monitor ends processes
     "is short, that of the least recently used model is unloaded.",
 )  # fmt: skip
 @click.option(
+    "--nnodes", type=click.IntRange(1), default=1,
+    help="Nodes of each system, which share its CPU services; attention is on the first.",
+)  # fmt: skip
+@click.option(
     "--max-replicas",
     type=click.IntRange(1),
     help="As many where requests wait; --replicas without it.",
@@ -73,6 +77,7 @@ _USABLE = 0.95  # of its memory, before Ray's monitor ends processes
 def fleet(
     model: tuple[str, ...],
     replicas: int,
+    nnodes: int,
     max_replicas: int | None,
     stay_s: float,
     host: str,
@@ -99,6 +104,7 @@ def fleet(
     args = FleetArgs(
         models=list(models_in(model)),
         replicas=replicas,
+        nnodes=nnodes,
         max_replicas=max_replicas,
         stay=stay_s,
         options=flags_of(split_system_options(values)),
@@ -119,7 +125,7 @@ def fleet(
 
 
 def _ray_service(args: FleetArgs) -> str:
-    """A manifest for KubeRay: a pod for each system, of the memory of the largest.
+    """A manifest for KubeRay: a pod for each node of a system, of the memory of the largest.
 
     Errors:  HotcoldError
     """
@@ -138,14 +144,15 @@ def _ray_service(args: FleetArgs) -> str:
     if "GPU" in bundles[0]:
         resources += ', nvidia.com/gpu: "1"'
     folders = [one.parent for one in map(Path, args.models) if one.is_absolute()]
+    num_nodes = args.nnodes * len(models)
     template = (files("hotcold.ui.fleet") / "ray_service.yaml").read_text()
     return string.Template(template).substitute(
         config=_config_file(args, "0.0.0.0", 8000).replace("\n", "\n    ").rstrip(),
         version=__version__,
         folder=folders[0] if folders else "/models",
         store=_STORE_BYTES,
-        least=args.replicas * len(models),
-        most=max(args.replicas, args.max_replicas or 1) * len(models),
+        least=args.replicas * num_nodes,
+        most=max(args.replicas, args.max_replicas or 1) * num_nodes,
         resources=resources,
     )
 

@@ -13,7 +13,7 @@ from hotcold.actors.protocol.messages import MODES
 from hotcold.jobs.profile.files import require_plot, require_writable
 from hotcold.jobs.support.console import json_option, status_line
 from hotcold.jobs.support.extras import require_extra
-from hotcold.jobs.support.options import split_system_options, system_option
+from hotcold.jobs.support.options import given_option, split_system_options, system_option
 from hotcold.jobs.support.settings import GroupedCommand
 from hotcold.model.errors import ArtifactError, MemoryBudgetError, UsageError
 from hotcold.model.files.artifact_places import ARTIFACTS, place_to_write
@@ -32,6 +32,11 @@ _NOT_STORED = (
     "--plot draws what neurons on storage cost, and all of this model fits; give less --cpu-memory"
 )
 _LOADS_BY_IT = f"systems of these options load by it; another place: --out or {ARTIFACTS}"
+
+
+def _of_fleet(flag: str, about: str, **how: Any) -> Any:
+    how = {"type": click.FloatRange(0, min_open=True), "help": f"With --fleet: {about}.", **how}
+    return click.option(flag, **how)
 
 
 @click.command(cls=GroupedCommand)
@@ -60,6 +65,22 @@ _LOADS_BY_IT = f"systems of these options load by it; another place: --out or {A
     default=10.0,
     help="Seconds that the solver may take.",
 )
+@click.option("--fleet", "is_fleet", is_flag=True, help="Say how many such nodes a load needs.")
+@_of_fleet("--requests-per-second", "the load", default=1.0)
+@_of_fleet("--prompt-tokens", "their mean", default=512.0)
+@_of_fleet("--answer-tokens", "their mean", default=128.0)
+@_of_fleet(
+    "--shared-prefix", "the share of prompts' tokens with which an earlier one began",
+    type=click.FloatRange(0, 0.9), default=0.0,
+)  # fmt: skip
+@_of_fleet("--ttft", "seconds to the first token for 99 of 100 requests", default=20.0)
+@_of_fleet("--tpot", "seconds between tokens, an answer's mean, for 99 of 100", default=0.25)
+@_of_fleet(
+    "--measured", "what `bench prefill` and `bench decode` print with --json on a node, "
+    "instead of the plan's speed; a file for each kind of node", multiple=True,
+    type=_FILE,
+)  # fmt: skip
+@_of_fleet("--node-cost", "of an hour, for each kind of node", multiple=True)
 @json_option
 def plan(
     model: str | None,
@@ -71,6 +92,7 @@ def plan(
     out: Path | None,
     plot: Path | None,
     time_limit_s: float,
+    is_fleet: bool,
     **values: Any,
 ) -> dict[str, Any]:
     """Decide where each neuron, attention layer and cache, and the head, of MODEL goes.
@@ -78,17 +100,20 @@ def plan(
     Frequent neurons go to the GPU as far as bytes allow, rare ones to the CPU in equal work. The
     plan is written beside the model, where systems of these options find it; one for another
     machine (--machine) only with --out. --shape and --config say what a model that is not here
-    would need, and how fast it would be.
+    would need, and how fast it would be. Of what was --measured only the --fleet is planned.
     """
-    from hotcold.jobs.support.plan_tables import plan_json, print_plan
     from hotcold.jobs.support.planning import Planning, planned_model, planned_profile
     from hotcold.placement.machine.description import read_machine
 
     require_extra("plan", "plan")
+    if is_fleet:
+        require_extra("fleet", "--fleet")
     if plot is not None:
         require_plot(plot)
         require_writable("--plot", plot)
     options = split_system_options(values)
+    if not is_fleet and (option := given_option(*values)):
+        raise UsageError(f"{option} is of --fleet; give that, too")
     found = planned_model(model, shape, config_source, options.weight_dtype)
     if out is not None:
         if found.path is None:
@@ -99,6 +124,20 @@ def plan(
     profile = planned_profile(found, profile_file, density)
     described = None if machine_file is None else read_machine(machine_file)
     planning = Planning(found, options, described, profile, out is not None)
+    report = {} if values["measured"] else _plan_system(planning, out, plot, time_limit_s)
+    if is_fleet:
+        from hotcold.jobs.support.fleet_plan import plan_fleet
+
+        report["fleet"] = plan_fleet(planning.system, report, **values)
+    return report
+
+
+def _plan_system(
+    planning: Planning, out: Path | None, plot: Path | None, time_limit_s: float
+) -> dict[str, Any]:
+    """Print the plan, and write it where systems look for it. Errors: HotcoldError."""
+    from hotcold.jobs.support.plan_tables import plan_json, print_plan
+
     with status_line("looking at this machine") as tell:
         try:
             planning.require_room()
@@ -109,14 +148,12 @@ def plan(
             made = planning.plan(machine, time_limit_s)
         except MemoryBudgetError as problem:
             return _plan_storage(planning, problem, tell, plot)
-    out, about = _written(planning, made, out, machine_file is not None)
+    out, about = _written(planning, made, out)
     print_plan(made, out, about)
     return plan_json(made, out)
 
 
-def _written(
-    planning: Planning, made: PlacementPlan, out: Path | None, is_described: bool
-) -> tuple[Path | None, str]:
+def _written(planning: Planning, made: PlacementPlan, out: Path | None) -> tuple[Path | None, str]:
     """Where the plan was written, if it was, and what to know of that. Errors: ArtifactError."""
     from hotcold.placement.plan import plan_path, write_plan
 
@@ -128,7 +165,7 @@ def _written(
         return out, "to load by it give --plan"
     if planning.system.down_transposed:
         return None, _LOADS_WITHOUT
-    if is_described:
+    if planning.described is not None:
         return None, "it is for the machine of --machine; --out FILE writes it"
     own = place_to_write(path, plan_path(path, made.request))
     try:

@@ -37,7 +37,7 @@ def plot_profile(
     `layers`: the counts of each layer's neurons
     Errors:  UsageError where the file cannot be written
     """
-    figure, axes = _figure(4.6)
+    figure, axes = new_figure(4.6)
     _draw_layers(figure, axes, layers)
     counts = np.concatenate(layers)
     if counts.any():
@@ -51,7 +51,7 @@ def plot_profile(
     axes.xaxis.set_major_formatter("{x:.0%}")
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.set_title(f"{model_name}: activations over {profile.num_tokens:,} tokens", loc="left")
-    _save(path, figure)
+    save_figure(path, figure)
 
 
 def plot_offload(path: Path, plans: list[OffloadPlan], model_name: str) -> None:
@@ -59,7 +59,7 @@ def plot_offload(path: Path, plans: list[OffloadPlan], model_name: str) -> None:
 
     Errors:  UsageError where the file cannot be written
     """
-    figure, axes = _figure(4.0)
+    figure, axes = new_figure(4.0)
     sizes = [plan.cpu_memory_bytes / (1 << 30) for plan in plans]
     allowed = [plan.most_tokens_per_s for plan in plans]
     axes.plot(sizes, [plan.tokens_per_s for plan in plans], "o-", color="black", label="expected")
@@ -67,10 +67,10 @@ def plot_offload(path: Path, plans: list[OffloadPlan], model_name: str) -> None:
     axes.set(xlabel="--cpu-memory, GiB", ylabel="tokens/s", yscale="log")
     axes.legend(frameon=False)
     axes.set_title(f"{model_name}: neurons on storage", loc="left")
-    _save(path, figure)
+    save_figure(path, figure)
 
 
-def _figure(height: float) -> tuple[Any, Any]:
+def new_figure(height: float) -> tuple[Any, Any]:
     """An empty figure, and its axes with a grid."""
     import matplotlib
 
@@ -84,7 +84,7 @@ def _figure(height: float) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _save(path: Path, figure: Any) -> None:
+def save_figure(path: Path, figure: Any) -> None:
     """Write the figure, whole or not at all, in the format that its name ends in."""
     from matplotlib import pyplot
 

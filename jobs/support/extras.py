@@ -13,7 +13,7 @@ from hotcold.model.errors import UsageError
 
 EXTRAS = {
     "ui": ("fastapi", "uvicorn", "prometheus_client"),
-    "fleet": ("watchfiles",),
+    "fleet": ("watchfiles", "simpy"),
     "plan": ("scipy",),
     "plot": ("matplotlib",),
 }

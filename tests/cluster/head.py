@@ -80,13 +80,15 @@ class Head:
             process.communicate()
 
     @contextlib.contextmanager
-    def joined(self, num_cpus: int) -> Iterator[None]:
-        """Another node, on this host too."""
+    def joined(self, num_cpus: int) -> Iterator[psutil.Process]:
+        """Another node, on this host too, once it runs; its first process."""
+        log = self.folder / f"node{secrets.token_hex(4)}.log"
         command = [*_RAY, "start", f"--address={self.address}", "--block", f"--num-cpus={num_cpus}"]
         command += [f"--object-store-memory={100 << 20}"]
-        started = _start(command, self.environment, self.folder / "node.log")
+        started = _start(command, self.environment, log)
         try:
-            yield
+            _is_up(started, log)
+            yield psutil.Process(started.pid)
         finally:
             _stop(started)
 

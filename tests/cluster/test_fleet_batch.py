@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,11 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def door(head: Head) -> Iterator[httpx.Client]:
+@contextmanager
+def fleet_of(head: Head, *flags: str) -> Iterator[httpx.Client]:
     """A client of a fleet of two replicas of the demo model."""
     port = free_port()
-    with head.beside("hotcold", "fleet", *FLEET, "--port", str(port)) as fleet:
+    with head.beside("hotcold", "fleet", *FLEET, *flags, "--port", str(port)) as fleet:
         assert fleet.stdout is not None
         for line in fleet.stdout:
             if "serves at" in line:
@@ -54,6 +54,12 @@ def door(head: Head) -> Iterator[httpx.Client]:
             yield client
         fleet.send_signal(signal.SIGINT)
         fleet.wait(120)
+
+
+@pytest.fixture(scope="module")
+def door(head: Head) -> Iterator[httpx.Client]:
+    with fleet_of(head) as client:
+        yield client
 
 
 def texts_alone() -> list[str]:

@@ -60,6 +60,26 @@ def test_what_changes_it_and_what_does_not(
     assert len(set(found)) == len(found) == 10
 
 
+def test_machines_change_it_where_they_are_not_alike(tiny: Callable[..., TinyCheckpoint]) -> None:
+    """Not hosts' names and number; on an unlike one, which neurons are there."""
+    path = tiny("llama-gqa", "float32").path
+    here = arithmetic.machine_arithmetic("/")
+    old = here | {"instructions": []}
+
+    def identity(num_actors: int, **machines: Any) -> bytes:
+        hosts = ("a", *machines) if machines else ()
+        system = SystemConfig(str(path), num_cpu_actors=num_actors, hosts=hosts)
+        config = read_config(path)
+        topology = Topology(tuple(service_specs(system, config)))
+        return arithmetic_identity(system, config, topology, 64, "model", machines)
+
+    alike = identity(1), identity(2, b=here), identity(2, c=here), identity(3, b=here, c=here)
+    assert len(set(alike)) == 1
+    unlike = identity(2, b=old), identity(4, b=old), identity(3, b=here, c=old)
+    assert len({alike[0], *unlike}) == 4
+    assert identity(2, c=old) == unlike[0]
+
+
 @pytest.mark.parametrize(
     "file",
     [

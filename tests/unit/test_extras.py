@@ -33,7 +33,7 @@ def test_the_test_extra_has_all_others_that_commands_use() -> None:
     ("line", "told"),
     [
         (["serve"], "serve needs fastapi, uvicorn, prometheus_client, which are"),
-        (["fleet"], "fleet needs watchfiles, which is"),
+        (["fleet"], "fleet needs watchfiles, simpy, which are"),
         (["plan"], "plan needs scipy, which is"),
         (["profile", "--plot", "a.png"], "--plot needs matplotlib, which is"),
     ],

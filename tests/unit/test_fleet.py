@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.fleet.application import FleetArgs, app
-from hotcold.ui.fleet.models import fleet_models
+from hotcold.ui.fleet.models import _places, fleet_models
 from hotcold.ui.fleet.turns import Turns
 
 
@@ -57,13 +58,38 @@ def test_a_file_is_one_of_serves(tmp_path: Path) -> None:
     """Its arguments are those that were given, and the application is made of them."""
     path = tmp_path / "fleet.yaml"
     line = ["fleet", "--replicas", "2", "--max-replicas", "3", "--threads", "1", "--cpu-memory"]
-    assert run_main(*line, "2GiB", "--write", str(path)).status == 0
+    line += ["2GiB", "--nnodes", "2"]
+    assert run_main(*line, "--write", str(path)).status == 0
     values = yaml.safe_load(path.read_text())
     (one,) = ServeDeploySchema.model_validate(values).applications
     args = FleetArgs.model_validate(one.args)
     assert args.system.num_threads == 1 and args.system.cpu_memory_bytes == 2 << 30
-    assert (args.replicas, args.max_replicas) == (2, 3)
+    assert (args.replicas, args.max_replicas, args.nnodes) == (2, 3, 2)
     assert app(args) is not None
+
+
+def test_a_system_on_two_nodes_reserves_a_share_of_each() -> None:
+    """Less than on one; a GPU on the first alone."""
+    alone, shared = (FleetArgs(nnodes=count, options={"threads": 2}) for count in (1, 2))
+    (one,), (two,) = (fleet_models([], args.system) for args in (alone, shared))
+    first, second = two.bundles
+    assert first == second and first["CPU"] == 2
+    assert first["memory"] < one.bundles[0]["memory"]
+    first, second = replace(two, bundle={**first, "GPU": 1.0}).bundles
+    assert first == {**second, "GPU": 1.0}
+
+
+def test_there_is_a_node_for_each_bundle() -> None:
+    """As many systems as have room, and no two bundles of one on the same node."""
+    (model,) = fleet_models([], FleetArgs(nnodes=2, options={"threads": 1}).system)
+    nodes = [{"CPU": 2.0, "memory": 1e12} for _ in range(3)]
+    for _ in range(3):
+        places = _places(model.bundles, nodes)
+        assert len({id(node) for node in places}) == 2
+        for node in places:
+            node["CPU"] -= 1
+            node["memory"] -= model.bundle["memory"]
+    assert _places(model.bundles, nodes) == []
 
 
 def test_a_rayservice_holds_it(tmp_path: Path) -> None:
@@ -72,6 +98,7 @@ def test_a_rayservice_holds_it(tmp_path: Path) -> None:
     for name in ("one", "two"):
         shutil.copytree(DEMO_DIRECTORY, models / name)
     line = ["fleet", str(models), "--replicas", "0", "--max-replicas", "2", "--threads", "3"]
+    line += ["--nnodes", "2"]
     assert run_main(*line, "--write", str(path), "--kuberay").status == 0
     manifest = yaml.safe_load(path.read_text())
     assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
@@ -82,7 +109,7 @@ def test_a_rayservice_holds_it(tmp_path: Path) -> None:
     cluster = manifest["spec"]["rayClusterConfig"]
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     (group,) = cluster["workerGroupSpecs"]
-    assert (group["minReplicas"], group["maxReplicas"]) == (0, 4)
+    assert (group["minReplicas"], group["maxReplicas"]) == (0, 8)
     (container,) = group["template"]["spec"]["containers"]
     limits = container["resources"]["limits"]
     assert limits["cpu"] == "3"
@@ -114,7 +141,7 @@ def _require_schema(value: Any, schema: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("options", "told"),
-    [({"treads": 2}, "no option of a system"), ({"hosts": ["10.0.0.1"]}, "one node")],
+    [({"treads": 2}, "no option of a system"), ({"hosts": ["10.0.0.1"]}, "give --nnodes")],
 )
 def test_wrong_options_are_told(options: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):

@@ -22,12 +22,12 @@ from hotcold.placement.machine.survey import usable_cores
 from hotcold.ui.fleet.door import Door, DoorSettings
 from hotcold.ui.fleet.models import FleetModel, fleet_models, require_nodes
 from hotcold.ui.fleet.on_demand import OnDemand
+from hotcold.ui.fleet.policy import AHEAD
 from hotcold.ui.fleet.replica import Replica
 from hotcold.ui.fleet.router import PrefixRouter
 
 IMPORT_PATH = "hotcold.ui.fleet.application:app"
 NAME = "hotcold"
-_AHEAD = 1  # request that waits at each replica, so that none is idle between two
 _MOST_AT_DOOR = 10_000
 _HEALTH_S, _SPEEDS_S = 5.0, 2.0  # between two questions to a replica
 _COUNT_S = 1.0  # between two counts of a model's requests, where it may leave
@@ -42,6 +42,7 @@ class FleetArgs(BaseModel):
 
     models: list[str] = Field(default_factory=list)  # without any the embedded demo model
     replicas: int = Field(default=1, ge=0)  # of each model; 0: one is loaded when it is asked for
+    nnodes: int = Field(default=1, ge=1)  # of each system, among which its CPU services are shared
     stay: float = Field(default=-1.0, ge=-1)  # seconds without a request; -1: as there is room
     max_replicas: int | None = Field(default=None, ge=1)  # more than `replicas`: by what waits
     options: dict[str, Any] = Field(default_factory=dict)  # of systems: flags without dashes
@@ -71,13 +72,15 @@ class FleetArgs(BaseModel):
                 f"{shown(min(unknown))} is no option of a system; there are {', '.join(by_flag)}"
             )
         if "hosts" in self.options:
-            raise UsageError("a system of a fleet is on one node; leave out --hosts")
+            raise UsageError("a fleet finds the nodes of its systems; give --nnodes, not --hosts")
         given = {keyword: self.options.get(name) for name, keyword in by_flag.items()}
         if given["threads"] is None:
             num_systems = max(1, self.replicas * len(self.models))
             given["threads"] = max(1, len(usable_cores()) // num_systems)
         if given["device"] is None:
             given["device"] = "cpu"  # a replica takes a GPU only where it is told to
+        if self.nnodes > 1:  # each replica knows its own
+            given["hosts"] = [f"node {number}" for number in range(self.nnodes)]
         return SystemOptions.of_keywords(**given)
 
 
@@ -128,7 +131,7 @@ def application(args: FleetArgs, keys: Sequence[str] = ()) -> serve.Application:
 
 
 def _deployment(args: FleetArgs, options: SystemOptions, model: FleetModel) -> serve.Application:
-    """The replicas of one model: each reserves its CPUs, its memory, and a GPU, on one node."""
+    """The replicas of one model: each reserves CPUs and memory of its nodes, and a GPU of one."""
     num_parallel = model.system.max_batch
     most = max(args.max_replicas or 1, args.replicas)
     count: dict[str, Any] = {"num_replicas": args.replicas}
@@ -144,10 +147,10 @@ def _deployment(args: FleetArgs, options: SystemOptions, model: FleetModel) -> s
     deployment = serve.deployment(
         Replica,
         name=model.deployment,
-        max_ongoing_requests=num_parallel + _AHEAD,
+        max_ongoing_requests=num_parallel + AHEAD,
         ray_actor_options={"num_cpus": 0},
-        placement_group_bundles=[model.bundle],
-        placement_group_strategy="STRICT_PACK",
+        placement_group_bundles=model.bundles,
+        placement_group_strategy="STRICT_PACK" if args.nnodes == 1 else "STRICT_SPREAD",
         graceful_shutdown_timeout_s=args.drain,
         health_check_period_s=_HEALTH_S,
         request_router_config=RequestRouterConfig(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -27,7 +28,7 @@ from hotcold.placement.machine.survey import usable_cores
 class FleetModel:
     """One model: as its user names it, its name in requests, and its system by this machine.
 
-    bundle: what a replica reserves of its node: CPU, memory in bytes, GPU
+    bundle: what a replica reserves of each of its nodes: CPU, memory in bytes, of the first a GPU
     """
 
     text: str | None
@@ -39,6 +40,12 @@ class FleetModel:
     def deployment(self) -> str:
         """The name of its deployment in Serve."""
         return re.sub(r"[^\w.-]+", "-", self.name)
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """What a replica reserves of each node."""
+        others = {name: amount for name, amount in self.bundle.items() if name != "GPU"}
+        return [self.bundle] + [others] * (self.system.num_hosts - 1)
 
 
 def models_in(named: Sequence[str]) -> Iterator[str]:
@@ -93,24 +100,27 @@ def require_nodes(
     """Check that the cluster's nodes have room for `replicas` of all models; 0: for one alone.
 
     Where an autoscaler may bring nodes, `say` is told what is waited for.
-    Errors:  MemoryBudgetError, with what would fit
+    Errors:  MemoryBudgetError, with what would fit; UsageError where there are too few nodes
     """
     left = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for model in sorted(models, key=lambda one: -one.bundle["memory"]):
         for number in range(max(1, replicas)):
-            having = (
-                node for node in left
-                if all(node.get(name, 0) >= amount for name, amount in model.bundle.items())
-            )  # fmt: skip
-            if (node := next(having, None)) is not None:
-                taken = model.bundle if replicas else {}
-                node |= {name: node[name] - amount for name, amount in taken.items()}
+            if nodes := _places(model.bundles, left):
+                for node, taken in zip(nodes, model.bundles, strict=True):
+                    node |= {name: node[name] - taken[name] for name in taken if replicas}
                 continue
-            wanted = f"a node with {_told(model.bundle)} for {model.name}"
+            count = len(model.bundles)
+            which = "a node" if count == 1 else f"{count} nodes, each"
+            wanted = f"{which} with {_told(model.bundle)} for {model.name}"
             if can_grow():
                 say(f"waiting for {wanted}, which the cluster's autoscaler is asked for")
                 return
-            most = max(left, key=lambda node: (node.get("memory", 0), node.get("CPU", 0)))
+            if len(left) < count:
+                raise UsageError(
+                    f"--nnodes is {count}, and the nodes of this Ray cluster are {len(left)}; give "
+                    "the address of a larger one in RAY_ADDRESS, or less --nnodes"
+                )
+            most = sorted(left, key=_room)[-count]
             smaller = quantized_needs(locate_model(model.text), options)
             what = what_fits(int(most.get("memory", 0)), smaller)
             if number or model is not models[0]:
@@ -118,6 +128,24 @@ def require_nodes(
             raise MemoryBudgetError(
                 f"there is no room on {wanted}: at most {_told(most)} are left; use {what}"
             )
+
+
+def _places(bundles: Sequence[dict[str, float]], nodes: Sequence[Any]) -> list[Any]:
+    """A node for each bundle, the emptiest that has room, as Ray chooses; [] where one has none."""
+    left, found = sorted(nodes, key=_room), []
+    for bundle in bundles:
+        able = [
+            at for at, node in enumerate(left)
+            if all(node.get(name, 0) >= amount for name, amount in bundle.items())
+        ]  # fmt: skip
+        if not able:
+            return []
+        found.append(left.pop(able[-1]))
+    return found
+
+
+def _room(node: dict[str, float]) -> tuple[float, float]:
+    return node.get("memory", 0), node.get("CPU", 0)
 
 
 def _told(resources: dict[str, float]) -> str:

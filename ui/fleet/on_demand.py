@@ -12,6 +12,8 @@ from typing import Any
 import ray
 from ray.serve.config import AutoscalingContext
 
+from hotcold.ui.fleet.policy import wanted_replicas
+
 _LOOK_S = 1.0  # between two looks for who waits for room; who waited at both has none
 _LEFT_S = 5.0  # until what a model held is free
 
@@ -39,8 +41,8 @@ class OnDemand:
         if num_asked:
             self._used_at = now
             _idle.pop(name, None)
-            wanted = num_asked / context.config.get_target_ongoing_requests()
-            return max(wanted, context.target_num_replicas), {}
+            each = context.config.get_target_ongoing_requests()
+            return wanted_replicas(num_asked, each, context.target_num_replicas), {}
         if not context.current_num_replicas:  # who asked for it has gone
             return 0, {}
         _idle[name] = self._used_at, now

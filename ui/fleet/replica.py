@@ -6,28 +6,36 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
+
+import ray
 
 from hotcold.actors.client import AsyncClient
 from hotcold.actors.launch import prepare_in_cluster
-from hotcold.actors.processes.cluster import look_for_own_modules
+from hotcold.actors.processes.cluster import bundle_nodes, look_for_own_modules
 from hotcold.actors.protocol.messages import DriverLoad, Generation, TokenEvent
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.system import System
 from hotcold.model.errors import HotcoldError, ServiceError
 from hotcold.model.files.locate import locate_model
 from hotcold.ui.fleet.order import Facts, Identity, Order, Speeds
-
-_NEWEST = 0.2  # the weight of the last answer among those measured
-_LEAST_TOKENS = 32  # of a prompt, for its time to be that of its tokens
+from hotcold.ui.fleet.policy import measure
 
 
 class Replica:
     """Answers orders by its system, and ends where that has ended: Serve starts another one."""
 
     def __init__(self, model: str | None, options: SystemOptions) -> None:
-        """Load `model` on this node. Errors: HotcoldError."""
+        """Load `model` on this node and, with any `hosts`, on the placement group's others.
+
+        Errors:  HotcoldError
+        """
         look_for_own_modules()
+        self._group = ray.util.get_current_placement_group()
+        if options.hosts:
+            options = replace(options, hosts=bundle_nodes(self._group))
+        self._hosts = options.hosts
         self._system = System.start(prepare_in_cluster(locate_model(model), options, print))
         self._client = AsyncClient(self._system)
         identity, share_tokens, num_pages = self._system.call("identity")
@@ -70,12 +78,7 @@ class Replica:
             self._is_cold = False
             return
         num_read = result.num_prompt_tokens - result.num_cached_tokens
-        measured = {"answer_s": result.prefill_s + result.decode_s}
-        if num_read >= _LEAST_TOKENS:
-            measured["token_s"] = result.prefill_s / num_read
-        for name, seconds in measured.items():
-            before = self._speeds[name] or seconds  # type: ignore[literal-required]
-            self._speeds[name] = before + _NEWEST * (seconds - before)  # type: ignore[literal-required]
+        measure(self._speeds, num_read, result.prefill_s, result.decode_s)
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the driver by name. Errors: HotcoldError."""
@@ -87,10 +90,13 @@ class Replica:
         return await self._client.load(with_experts), {"replica": os.getpid(), **processes}
 
     async def check_health(self) -> None:
-        """End this process where the system has ended: who waits for it goes elsewhere at once."""
+        """End this process where the system or a node of it has ended: who waits goes elsewhere."""
         try:
             await self._client.load()
         except ServiceError:
+            os._exit(1)
+        # Ray makes a lost node's bundle anew elsewhere.
+        if self._hosts and await asyncio.to_thread(bundle_nodes, self._group) != self._hosts:
             os._exit(1)
 
     def record_replica_metadata(self) -> Facts:

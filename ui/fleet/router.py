@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Container, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.ui.fleet import turns
-from hotcold.ui.fleet.order import Facts, Order, Speeds
+from hotcold.ui.fleet.order import Order, Speeds
+from hotcold.ui.fleet.policy import HeldPages, ReplicaColumns, cached_tokens, ranked
 
-# Until they are measured: of a small model.
-_TOKEN_S, _ANSWER_S = 0.001, 1.0
+_NOT_MEASURED = Speeds(token_s=0.0, answer_s=0.0)
 
 
 class PrefixRouter(RequestRouter):
     """Counts the time until a replica would begin to answer.
 
     That is the wait for a free place there, and the time to read what of the prompt its KV cache
-    does not hold. What it holds follows from what was sent there: pages that are used least leave.
+    does not hold. What it holds follows from what was sent there.
     """
 
     def initialize_state(self, **_: Any) -> None:
         """Serve calls it once."""
-        self._pages: dict[ReplicaID, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
+        self._held: HeldPages[ReplicaID, bytes] = HeldPages()
         self._running: dict[ReplicaID, set[str]] = defaultdict(set)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -35,9 +35,9 @@ class PrefixRouter(RequestRouter):
         name = self._deployment_id.name
         turns.places[name] = sum(one.max_ongoing_requests for one in replicas)
         turns.at_once[name] = sum(one.replica_metadata["num_parallel"] for one in replicas)
-        for held in (self._pages, self._running):
-            for replica_id in held.keys() - self.curr_replicas.keys():
-                del held[replica_id]
+        for replica_id in self._running.keys() - self.curr_replicas.keys():
+            del self._running[replica_id]
+            self._held.forget(replica_id)
 
     async def choose_replicas(
         self,
@@ -53,26 +53,27 @@ class PrefixRouter(RequestRouter):
             one for one in candidate_replicas
             if order.identity in ("", one.replica_metadata["identity"])
         ]  # fmt: skip
-        usual = _usual(able)
-        return [[one] for one in sorted(able, key=lambda one: self._begins(one, order, usual))]
+        held = self._held.beginnings(order.keys)
+        num_prompt = len(order.request.prompt_ids or ())
+        num_tokens = [
+            num_prompt
+            - cached_tokens(held.get(one.replica_id, 0), one.replica_metadata["share_tokens"])
+            for one in able
+        ]
+        return [[able[at]] for at in ranked(self._columns(able), np.array(num_tokens))]
 
-    def _begins(
-        self, replica: RunningReplica, order: Order, usual: Speeds
-    ) -> tuple[float, int, int]:
-        """When it would begin, in seconds from now; then how many requests and pages it has.
-
-        `usual`: the speeds of a replica that has measured none
-        """
-        facts: Facts = replica.replica_metadata
-        speeds: Speeds = replica.routing_stats or usual
-        counted = self.replica_queue_len_cache.get(replica.replica_id) or 0  # other doors' too
-        count = max(counted, len(self._running[replica.replica_id]))
-        num_before = max(0, count + 1 - facts["num_parallel"])
-        wait_s = num_before * (speeds["answer_s"] or usual["answer_s"]) / facts["num_parallel"]
-        pages = self._pages[replica.replica_id]
-        num_cached = _num_cached(order, pages, facts["share_tokens"])
-        num_tokens = len(order.request.prompt_ids or ()) - num_cached
-        return wait_s + num_tokens * (speeds["token_s"] or usual["token_s"]), count, len(pages)
+    def _columns(self, replicas: Sequence[RunningReplica]) -> ReplicaColumns:
+        ids = [one.replica_id for one in replicas]
+        counted = [self.replica_queue_len_cache.get(one) or 0 for one in ids]  # other doors' too
+        own = [len(self._running[one]) for one in ids]
+        speeds: list[Speeds] = [one.routing_stats or _NOT_MEASURED for one in replicas]
+        return ReplicaColumns(
+            num_parallel=np.array([one.replica_metadata["num_parallel"] for one in replicas]),
+            count=np.array(list(map(max, counted, own))),
+            num_pages=np.array(list(map(self._held.count, ids))),
+            token_s=np.array([one["token_s"] for one in speeds]),
+            answer_s=np.array([one["answer_s"] for one in speeds]),
+        )
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
@@ -82,37 +83,14 @@ class PrefixRouter(RequestRouter):
         if replica is None or order is None:
             return
         self._running[replica_id].add(pending_request.metadata.internal_request_id)
-        pages = self._pages[replica_id]
-        for key in order.keys:
-            pages[key] = None
-            pages.move_to_end(key)
-        while len(pages) > replica.replica_metadata["num_pages"]:
-            pages.popitem(last=False)
+        self._held.add(replica_id, order.keys, replica.replica_metadata["num_pages"])
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Note that a replica has answered, or has not."""
         self._running[replica_id].discard(internal_request_id)
 
 
-def _usual(replicas: Sequence[RunningReplica]) -> Speeds:
-    """The mean of what replicas have measured: one without figures is as fast as the others."""
-    told = [one.routing_stats for one in replicas if one.routing_stats]
-    token_s = [one["token_s"] for one in told if one["token_s"]]
-    answer_s = [one["answer_s"] for one in told if one["answer_s"]]
-    return Speeds(
-        token_s=sum(token_s) / len(token_s) if token_s else _TOKEN_S,
-        answer_s=sum(answer_s) / len(answer_s) if answer_s else _ANSWER_S,
-    )
-
-
 def _order(pending: PendingRequest | None) -> Order | None:
     """The order of a call of `Replica.answer`; None for other calls."""
     given = pending.args[:1] if pending is not None else []
     return given[0] if given and isinstance(given[0], Order) else None
-
-
-def _num_cached(order: Order, pages: Container[bytes], share_tokens: int) -> int:
-    """Tokens of an order's prompt that are in these pages, as far as prompts share them."""
-    new = (at for at, key in enumerate(order.keys) if key not in pages)
-    num_tokens = next(new, len(order.keys)) * PAGE_POSITIONS
-    return num_tokens - num_tokens % share_tokens if share_tokens else 0
