@@ -24,7 +24,7 @@ _CHANGING = {
 _ELSEWHERE = {
     "/v1/messages": "Anthropic's API is not served here; use /v1/chat/completions",
     "/v1/messages/count_tokens": "Anthropic's API is not served here; use /tokenize",
-    "/v1/batches": "files of requests are answered by jobs: docs/running.md; by a fleet: docs/fleet.md",
+    "/v1/batches": "files of requests are answered by jobs: docs/running.md, docs/fleet.md",
     "/v1/responses/compact": "no conversation is made shorter here; have the model sum it up",
     "/v1/responses/{response_id}/input_items": "send what you need of them along",
     "/v1/conversations": "no conversations are kept here; /v1/responses has previous_response_id",
