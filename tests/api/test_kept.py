@@ -88,6 +88,5 @@ def test_examples(name: str, places: dict[str, str], llm: LLM) -> None:
 
 
 def test_each_example_is_run() -> None:
-    others = {"ray_serve_llm.py"}  # by tests/e2e/test_ray_serve_llm.py
     names = {path.name for path in Path(CHECKOUT, "examples").glob("*.py")}
-    assert names == EXAMPLES.keys() | others
+    assert names == EXAMPLES.keys() | {"ray_serve_llm.py"}  # by tests/e2e/test_ray_serve_llm.py
