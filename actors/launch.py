@@ -242,11 +242,7 @@ def _bundle_on(node_id: str | None) -> PlacementGroupSchedulingStrategy | None:
     group = ray.util.get_current_placement_group()
     nodes = [] if group is None else bundle_nodes(group)
     found = [index for index, node in enumerate(nodes) if node_id in (None, node)]
-    if len(found) != 1:
-        return None
-    return PlacementGroupSchedulingStrategy(
-        group, found[0], placement_group_capture_child_tasks=True
-    )
+    return PlacementGroupSchedulingStrategy(group, found[0], True) if len(found) == 1 else None
 
 
 def spawn_relay(names: list[str], handles: list[Any], node_id: str) -> Any:

@@ -116,10 +116,7 @@ def require_nodes(
                 say(f"waiting for {wanted}, which the cluster's autoscaler is asked for")
                 return
             if len(left) < count:
-                raise UsageError(
-                    f"--nnodes is {count}, and the nodes of this Ray cluster are {len(left)}; give "
-                    "the address of a larger one in RAY_ADDRESS, or less --nnodes"
-                )
+                raise UsageError(f"the Ray cluster has {len(left)} nodes; give less --nnodes")
             most = sorted(left, key=_room)[-count]
             smaller = quantized_needs(locate_model(model.text), options)
             what = what_fits(int(most.get("memory", 0)), smaller)

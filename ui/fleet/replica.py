@@ -27,10 +27,7 @@ class Replica:
     """Answers orders by its system, and ends where that has ended: Serve starts another one."""
 
     def __init__(self, model: str | None, options: SystemOptions) -> None:
-        """Load `model` on this node and, with any `hosts`, on the placement group's others.
-
-        Errors:  HotcoldError
-        """
+        """Load `model`, with any `hosts` on the placement group's nodes. Errors: HotcoldError."""
         look_for_own_modules()
         self._group = ray.util.get_current_placement_group()
         if options.hosts:
