@@ -163,8 +163,9 @@ class Connection:
 
 def node_ids(hosts: Sequence[str]) -> list[str]:
     """Ids of the Ray nodes at these addresses, or of these ids. Errors: UsageError for no node."""
-    found = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    ids = {node: node for node in found.values()}
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    found = {node["NodeManagerAddress"]: node["NodeID"] for node in alive}
+    ids = {node["NodeID"]: node["NodeID"] for node in alive}
     for host in hosts:
         if host not in found | ids:
             raise UsageError(

@@ -220,6 +220,8 @@ def test_services_are_assigned_to_hosts(
         with pytest.raises(UsageError, match=f"no Ray node is at {address}, there are") as caught:
             node_ids(["10.0.0.3", address])
         assert "\n" not in str(caught.value)
+    found.append({"NodeManagerAddress": "10.0.0.3", "NodeID": "beside", "Alive": True})
+    assert node_ids(["id3", "beside"]) == ["id3", "beside"]
 
 
 def test_the_copy_of_the_model_is_checked(
