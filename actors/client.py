@@ -69,10 +69,13 @@ class AsyncClient:
         return name
 
     def cancel(self, request_id: str) -> None:
-        """End a request within a token, if it has not ended; nothing more of it is delivered."""
-        if self._readers.pop(request_id, None) is not None:
-            with suppress(HotcoldError, ray.exceptions.RayError):
-                self._system.cancel(request_id)
+        """End a request within a token, if it has not ended; nothing more of it is delivered.
+
+        Its last event is taken all the same, or the driver would wait for that to be read.
+        """
+        if request_id in self._readers:
+            self._readers[request_id] = lambda event: None
+            self.stop(request_id)
 
     def stop(self, request_id: str) -> None:
         """End a request within a token; its result is delivered, and says that it was cancelled."""
@@ -84,7 +87,8 @@ class AsyncClient:
         """End a request whose submitter was cancelled, once it is queued or refused."""
         if not submitted.cancelled() and submitted.exception() is None:
             self.cancel(request_id)
-        self._readers.pop(request_id, None)
+        else:
+            self._readers.pop(request_id, None)
 
     async def load(self, with_experts: bool = False) -> DriverLoad:
         """What the driver is busy with, as `Driver.load`. Errors: ServiceError."""

@@ -204,6 +204,24 @@ def test_a_driver_that_stalls_and_recovers_runs_nothing_that_nobody_reads(
     asyncio.run(asyncio.wait_for(run(), 150))
 
 
+def test_a_request_that_was_cancelled_leaves_nothing_to_be_read(driver: Driver) -> None:
+    """The next one may come minutes later."""
+
+    async def run() -> None:
+        client = AsyncClient(Stallable(driver))  # type: ignore[arg-type]
+        await client.submit(request_of(20_000, "left"), lambda event: client.cancel("left"))
+        while client._taking is None or not client._taking.done():
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(await_idle, driver)
+        for _ in range(TIMEOUT_POLLS):
+            driver.readers.poll()
+        events: asyncio.Queue[Any] = asyncio.Queue()
+        await client.submit(request_of(1), events.put_nowait)
+        assert (await events.get()).result.ids
+
+    asyncio.run(asyncio.wait_for(run(), 150))
+
+
 CALL = ContextVar("CALL", default="")  # within which something is asked, as Ray knows it
 
 
