@@ -43,19 +43,33 @@ class Broken(Exception):
 
 @dataclass
 class Fleet:
-    """Ray nodes of which the first, the head, has no CPUs; at `url` their proxies listen."""
+    """Ray nodes of which the first, the head, has no CPUs; at `url` their proxies listen.
+
+    apart: whether each node's processes have `num_cpus` cores that no other node's have
+    """
 
     cluster: Any
     url: str
     num_cpus: int
     port: int
+    apart: bool = False
 
     def add_node(self) -> None:
         """Start one more."""
-        self.cluster.add_node(
+        number = len(self.cluster.worker_nodes)
+        node = self.cluster.add_node(
             num_cpus=self.num_cpus,
             object_store_memory=_STORE_BYTES,
         )
+        if self.apart:
+            cores = sorted(os.sched_getaffinity(0))[number * self.num_cpus :][: self.num_cpus]
+            os.sched_setaffinity(node.all_processes["raylet"][0].process.pid, cores)  # and children
+
+    def free(self, title: str) -> None:
+        """Let processes of actors whose titles begin so have all cores."""
+        for process in self.processes(title):
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, os.sched_getaffinity(0))
 
     def nodes(self) -> list[Any]:
         """All but the head."""
@@ -83,7 +97,7 @@ def processes_of(node: Any) -> list[psutil.Process]:
 
 
 @contextmanager
-def fleet(num_nodes: int, num_cpus: int = 1) -> Iterator[Fleet]:
+def fleet(num_nodes: int, num_cpus: int = 1, apart: bool = False) -> Iterator[Fleet]:
     """A Ray cluster of this program's own with Ray Serve, closed to others; nothing is deployed."""
     folder = Path(tempfile.mkdtemp(prefix="hc", dir="/tmp"))  # short: it holds unix sockets
     token = folder / "token"
@@ -121,7 +135,7 @@ def fleet(num_nodes: int, num_cpus: int = 1) -> Iterator[Fleet]:
         )  # fmt: skip
         keep_stdout_clean()
         port = free_port()
-        found = Fleet(cluster, f"http://127.0.0.1:{port}", num_cpus, port)
+        found = Fleet(cluster, f"http://127.0.0.1:{port}", num_cpus, port, apart)
         for _ in range(num_nodes):
             found.add_node()
         serve.start(http_options={"host": "127.0.0.1", "port": port})

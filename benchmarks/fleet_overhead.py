@@ -79,9 +79,8 @@ def deployed(
     cluster: Fleet,
     model: str | None,
     replicas: int,
-    parallel: int,
     router: Any = None,
-    **given: Any,
+    **options: Any,
 ) -> Iterator[Client]:
     """A client of a fleet."""
     from ray import serve
@@ -90,10 +89,11 @@ def deployed(
 
     args = file.FleetArgs(
         models=[model] if model else [], replicas=replicas, log="none", queue=1000, drain=1.0,
-        options={**SYSTEM, "parallel": parallel, **given},
+        options={**SYSTEM, **options},
     )  # fmt: skip
     with replaced(file, "PrefixRouter", router or file.PrefixRouter):
         serve.run(file.application(args), name=file.NAME)
+    cluster.free(f"ServeReplica:{file.NAME}:door")
     yield Client(cluster.url)
     serve.delete(file.NAME)
 
@@ -124,18 +124,22 @@ def conversations(
 @click.option("--tokens", default=300, help="Of a stream.")
 @click.option("--parallel", default=4, help="Streams at once that a system takes.")
 @click.option("--conversations", "num_asked", default=200, help="Requests to each router.")
+@click.option("--dtype", default="auto", help="Of the systems.")
+@click.option("--apart", is_flag=True, help="Each replica has a core of its own.")
 def main(
-    model: str | None, rounds: int, tokens: int, parallel: int, num_asked: int
-) -> tuple[Json, str]:
+    model: str | None, rounds: int, tokens: int, parallel: int, num_asked: int, dtype: str,
+    apart: bool,
+) -> tuple[Json, str]:  # fmt: skip
     """Measure what a fleet adds to one system of MODEL, the embedded one without it."""
     from benchmarks.fleet_routers import ROUTERS
 
     report: Json = head(locate_model(model), int(SYSTEM["threads"])) | {"rows": []}
     named = [model] if model else []
-    with fleet(2, int(SYSTEM["threads"])) as cluster:
+    options: Json = {"parallel": parallel, "dtype": dtype}
+    with fleet(2, int(SYSTEM["threads"]), apart) as cluster:
         with (
-            one_system(*named, parallel=parallel) as url,
-            deployed(cluster, model, 1, parallel) as door,
+            one_system(*named, **options) as url,
+            deployed(cluster, model, 1, **options) as door,
         ):
             rows = in_turn(
                 {"one system's server": Client(url), "a fleet's door": door},
@@ -146,13 +150,13 @@ def main(
             report["token_s"], report["prompt_tokens"] = door.reading()
         several = {}
         for replicas in (1, 2):
-            with deployed(cluster, model, replicas, parallel) as door:
+            with deployed(cluster, model, replicas, **options) as door:
                 door.together(2 * parallel, 8)
                 several[replicas] = [door.together(2 * parallel, tokens) for _ in range(rounds)]
                 progress(f"{replicas} replicas: {several[replicas]}")
         routed = {}
-        for name, router in ROUTERS.items():
-            with deployed(cluster, model, 2, parallel, router, **_PAGES) as door:
+        for name, router in ROUTERS.items() if num_asked else ():
+            with deployed(cluster, model, 2, router, **options, **_PAGES) as door:
                 conversations(door, _BEGINNINGS * 4, 0, 2 * parallel)
                 routed[name] = conversations(door, num_asked, 1, 2 * parallel)
                 progress(f"{name}: {routed[name]}")

@@ -135,20 +135,23 @@ def compared(measured: Json) -> list[list[str]]:
     """Rows of what was measured, what is simulated by one replica's speeds, and the ratio."""
     parallel, tokens, prompt = (measured[name] for name in ("parallel", "tokens", "prompt_tokens"))
     rounds = measured["in turn"]["a fleet's door"]
-    door_ms, one, several = map(float, np.median(rounds, axis=0))
-    service = Service(measured["token_s"], {1: one, parallel: several}, parallel, _PAGES)
+    first_ms, one, several = map(float, np.median(rounds, axis=0))
+    written_s = parallel * (tokens / several - first_ms / 1000)  # streams at once, but for prompts
+    rates = {1: one, parallel: parallel * tokens / written_s}
+    service = Service(measured["token_s"], rates, parallel, _PAGES)
+    short = round(first_ms / 1000 / service.token_s)  # tokens: each prompt takes as long at least
     rows = []
     for replicas, found in measured["replicas"].items():
-        streams = [Request(0.0, 1, tokens, []) for _ in range(2 * parallel)]
+        streams = [Request(0.0, short, tokens, []) for _ in range(2 * parallel)]
         Fleet(service, int(replicas)).run(streams)
-        firsts = [stream.first_s + door_ms / 1000 for stream in streams]
+        firsts = [stream.first_s for stream in streams]
         simulated = 2 * parallel * tokens / max(stream.ended_s for stream in streams)
         was = [float(value) for value in np.median(found, axis=0)]
         rows.append((f"replicas: {replicas}, tokens/s", was[0], simulated))
         rows.append((f"replicas: {replicas}, first token, mean s", was[1], float(np.mean(firsts))))
-    for (name, was), kind in zip(measured["routers"].items(), _ROUTERS.values(), strict=True):
-        asked = conversations(kind(service, 2), 2 * parallel, prompt, measured["beginnings"])
-        ms = [1000 * (one.first_s - one.asked_s) + door_ms for one in asked]
+    for (name, was), kind in zip(measured["routers"].items(), _ROUTERS.values(), strict=False):
+        asked = conversations(kind(service, 2), 2 * parallel, prompt, short, measured["beginnings"])
+        ms = [1000 * (one.first_s - one.asked_s) for one in asked]
         cached = sum(one.num_cached for one in asked) / (len(asked) * prompt)
         simulated_ones = p(np.array(ms), 50), p(np.array(ms), 95), cached
         for what, *both in zip(("p50 ms", "p95 ms", "cached"), was, simulated_ones, strict=True):
@@ -156,7 +159,9 @@ def compared(measured: Json) -> list[list[str]]:
     return [[name, f"{was:.3g}", f"{now:.3g}", f"{now / was:.2f}"] for name, was, now in rows]
 
 
-def conversations(fleet: Fleet, clients: int, prompt: int, beginnings: int) -> list[Request]:
+def conversations(
+    fleet: Fleet, clients: int, prompt: int, short: int, beginnings: int
+) -> list[Request]:
     """What as many clients asked, each its next request once the last one is answered."""
     asked: list[Request] = []
     num_pages = prompt // PAGE_POSITIONS
@@ -164,7 +169,9 @@ def conversations(fleet: Fleet, clients: int, prompt: int, beginnings: int) -> l
     def client() -> Events:
         for _ in range(400 // clients):
             first = fleet.chance.randrange(beginnings) * num_pages
-            request = Request(fleet.env.now, prompt, 16, list(range(first, first + num_pages)))
+            request = Request(
+                fleet.env.now, prompt + short, 16, list(range(first, first + num_pages))
+            )
             asked.append(request)
             yield fleet.env.process(fleet.ask(request))
 

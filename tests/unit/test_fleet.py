@@ -5,24 +5,37 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import uuid
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
+from hotcold.model.sampling import SamplingParams
 from tests.e2e.commands import run_main
 
 pytest.importorskip("ray.serve")
+from ray.serve._private.common import (
+    DeploymentHandleSource,
+    DeploymentID,
+    ReplicaID,
+    RequestMetadata,
+)
+from ray.serve.request_router import PendingRequest
 from ray.serve.schema import ServeDeploySchema
 
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.fleet.application import FleetArgs, app
 from hotcold.ui.fleet.models import _places, fleet_models
+from hotcold.ui.fleet.order import Order
+from hotcold.ui.fleet.router import PrefixRouter
 from hotcold.ui.fleet.turns import Turns
 
 
@@ -52,6 +65,40 @@ def test_the_client_with_fewest_is_next_and_the_one_with_most_is_refused() -> No
     assert len(refused) == 3
     assert found[-2:] == [None, None]  # none of the second client's
     assert order[:2] == ["a", "a"] and set(order[2:5]) == {"a", "b"}
+
+
+def test_requests_that_come_together_are_shared_out() -> None:
+    """Each is chosen for before a replica has taken the one before it."""
+    facts = {"num_parallel": 4, "identity": "", "share_tokens": 0, "num_pages": 9}
+    replicas: list[Any] = [
+        SimpleNamespace(
+            replica_id=ReplicaID(name, DeploymentID("model")),
+            replica_metadata=facts,
+            routing_stats=None,
+        )
+        for name in "ab"
+    ]
+
+    async def first_choices(count: int, asked: list[Any]) -> Counter[ReplicaID]:
+        order = Order(GenerateRequest(SamplingParams(), prompt_ids=[1, 2]), "", [])
+        for _ in range(count):
+            asked.append(PendingRequest([order], {}, RequestMetadata("", uuid.uuid4().hex)))
+        ranks = [await router.choose_replicas(replicas, one) for one in asked]
+        return Counter(rank[0][0].replica_id for rank in ranks)
+
+    async def run() -> None:
+        asked: list[Any] = []
+        assert sorted((await first_choices(8, asked)).values()) == [4, 4]
+        assert sorted((await first_choices(0, asked)).values()) == [4, 4]  # once more each
+        router._replicas = {one.replica_id: one for one in replicas}
+        for request in asked[:4]:
+            router.on_request_routed(request, replicas[0].replica_id, None)
+        asked.clear()  # the others are cancelled
+        assert await first_choices(4, asked) == {replicas[1].replica_id: 4}
+
+    router = PrefixRouter(DeploymentID("model"), DeploymentHandleSource.REPLICA)
+    router.initialize_state()
+    asyncio.run(run())
 
 
 def test_a_file_is_one_of_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -27,6 +28,8 @@ class PrefixRouter(RequestRouter):
         """Serve calls it once."""
         self._held: HeldPages[ReplicaID, bytes] = HeldPages()
         self._running: dict[ReplicaID, set[str]] = defaultdict(set)
+        # Requests that no replica has taken yet, by what holds them until then.
+        self._chosen: WeakKeyDictionary[Any, ReplicaID] = WeakKeyDictionary()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve calls it with those that run."""
@@ -60,12 +63,17 @@ class PrefixRouter(RequestRouter):
             - cached_tokens(held.get(one.replica_id, 0), one.replica_metadata["share_tokens"])
             for one in able
         ]
-        return [[able[at]] for at in ranked(self._columns(able), np.array(num_tokens))]
+        self._chosen.pop(pending_request.future, None)
+        ranks = [able[at] for at in ranked(self._columns(able), np.array(num_tokens))]
+        if ranks:  # so that the next request, which may come at once, does not see it free
+            self._chosen[pending_request.future] = ranks[0].replica_id
+        return [[one] for one in ranks]
 
     def _columns(self, replicas: Sequence[RunningReplica]) -> ReplicaColumns:
         ids = [one.replica_id for one in replicas]
+        chosen = Counter(self._chosen.values())
         counted = [self.replica_queue_len_cache.get(one) or 0 for one in ids]  # other doors' too
-        own = [len(self._running[one]) for one in ids]
+        own = [len(self._running[one]) + chosen[one] for one in ids]
         speeds: list[Speeds] = [one.routing_stats or _NOT_MEASURED for one in replicas]
         return ReplicaColumns(
             num_parallel=np.array([one.replica_metadata["num_parallel"] for one in replicas]),
@@ -79,6 +87,7 @@ class PrefixRouter(RequestRouter):
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         """Note what a replica reads."""
+        self._chosen.pop(pending_request.future, None)
         order, replica = _order(pending_request), self.curr_replicas.get(replica_id)
         if replica is None or order is None:
             return
