@@ -124,10 +124,10 @@ def conversations(
 @click.option("--tokens", default=300, help="Of a stream.")
 @click.option("--parallel", default=4, help="Streams at once that a system takes.")
 @click.option("--conversations", "num_asked", default=200, help="Requests to each router.")
-@click.option("--dtype", default="auto", help="Of the systems.")
+@click.option("--dtype", help="Of the systems.")
 @click.option("--apart", is_flag=True, help="Each replica has a core of its own.")
 def main(
-    model: str | None, rounds: int, tokens: int, parallel: int, num_asked: int, dtype: str,
+    model: str | None, rounds: int, tokens: int, parallel: int, num_asked: int, dtype: str | None,
     apart: bool,
 ) -> tuple[Json, str]:  # fmt: skip
     """Measure what a fleet adds to one system of MODEL, the embedded one without it."""
@@ -135,7 +135,7 @@ def main(
 
     report: Json = head(locate_model(model), int(SYSTEM["threads"])) | {"rows": []}
     named = [model] if model else []
-    options: Json = {"parallel": parallel, "dtype": dtype}
+    options: Json = {"parallel": parallel} | ({"dtype": dtype} if dtype else {})
     with fleet(2, int(SYSTEM["threads"]), apart) as cluster:
         with (
             one_system(*named, **options) as url,

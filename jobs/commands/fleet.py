@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hotcold.ui.fleet.application import FleetArgs
 
 _STORE_BYTES = 200_000_000  # of a pod's object store
+_GROUPS = "    workerGroupSpecs:\n"
 _USABLE = 0.95  # of its memory, before Ray's monitor ends processes
 
 
@@ -141,19 +142,29 @@ def _ray_service(args: FleetArgs) -> str:
     bundles = [model.bundle for model in models]
     num_bytes = (max(one["memory"] for one in bundles) + _STORE_BYTES) / _USABLE
     resources = f'cpu: "{bundles[0]["CPU"]:.0f}", memory: {math.ceil(num_bytes / (1 << 30))}Gi'
-    if "GPU" in bundles[0]:
-        resources += ', nvidia.com/gpu: "1"'
     folders = [one.parent for one in map(Path, args.models) if one.is_absolute()]
-    num_nodes = args.nnodes * len(models)
-    template = (files("hotcold.ui.fleet") / "ray_service.yaml").read_text()
-    return string.Template(template).substitute(
-        config=_config_file(args, "0.0.0.0", 8000).replace("\n", "\n    ").rstrip(),
-        version=__version__,
-        folder=folders[0] if folders else "/models",
-        store=_STORE_BYTES,
-        least=args.replicas * num_nodes,
-        most=max(args.replicas, args.max_replicas or 1) * num_nodes,
-        resources=resources,
+    num_gpus = int("GPU" in bundles[0])  # of a system: on its first node
+    groups = {
+        "gpu": (num_gpus, resources + ', nvidia.com/gpu: "1"'),
+        "cpu": (args.nnodes - num_gpus, resources),
+    }
+    head, pods = (files("hotcold.ui.fleet") / "ray_service.yaml").read_text().split(_GROUPS)
+    values = {
+        "config": _config_file(args, "0.0.0.0", 8000).replace("\n", "\n    ").rstrip(),
+        "version": __version__,
+        "folder": folders[0] if folders else "/models",
+        "store": _STORE_BYTES,
+    }
+    return string.Template(head + _GROUPS).substitute(values) + "".join(
+        string.Template(pods).substitute(
+            values,
+            name=name,
+            least=args.replicas * number * len(models),
+            most=max(args.replicas, args.max_replicas or 1) * number * len(models),
+            resources=needs,
+        )
+        for name, (number, needs) in groups.items()
+        if number
     )
 
 

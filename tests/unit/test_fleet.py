@@ -139,8 +139,13 @@ def test_a_rayservice_holds_it(tmp_path: Path) -> None:
     for name in ("one", "two"):
         shutil.copytree(DEMO_DIRECTORY, models / name)
     line = ["fleet", str(models), "--replicas", "0", "--max-replicas", "2", "--threads", "3"]
-    line += ["--nnodes", "2"]
-    assert run_main(*line, "--write", str(path), "--kuberay").status == 0
+    line += ["--nnodes", "2", "--write", str(path), "--kuberay"]
+    assert run_main(*line, "--device", "cuda").status == 0
+    groups = yaml.safe_load(path.read_text())["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert [(one["groupName"], one["maxReplicas"]) for one in groups] == [("gpu", 4), ("cpu", 4)]
+    (gpu,), (cpu,) = (one["template"]["spec"]["containers"] for one in groups)
+    assert gpu["resources"]["limits"] == cpu["resources"]["limits"] | {"nvidia.com/gpu": "1"}
+    assert run_main(*line).status == 0
     manifest = yaml.safe_load(path.read_text())
     assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
     config = yaml.safe_load(manifest["spec"]["serveConfigV2"])
