@@ -129,9 +129,11 @@ def tables(rows: list[Json], loads: list[Json]) -> str:
     text += f"\nWhat is missed first, of {_TARGETS.ttft_s:g} s to the first token and "
     text += f"{_TARGETS.tpot_s:g} s between two for 99 of 100, and none refused:\n\n"
     return text + table(
-        ("nodes", "router", "at requests/s a node", "missed"),
-        [[f"{row['nodes']:,}", row["router"], row.get("load", "–"), row["missed"] or "nothing"]
-         for row in loads],
+        ("nodes", "router", "at requests/s a node", "missed",
+         "node hours a million tokens of answers, one load before"),
+        [[f"{row['nodes']:,}", row["router"], row.get("load", "–"), row["missed"] or "nothing",
+          f"{1e6 / (3600 * kept * _LOAD.answer_tokens):.1f}" if kept else "–"]
+         for row in loads for kept in [([0.0, *row["p99"]])[-2 if row["missed"] else -1]]],
     )  # fmt: skip
 
 
@@ -145,14 +147,16 @@ def compared(measured: Json) -> list[list[str]]:
     service = Service(measured["token_s"], rates, parallel, _PAGES)
     short = round(first_ms / 1000 / service.token_s)  # tokens: each prompt takes as long at least
     rows = []
-    for replicas, found in measured["replicas"].items():
-        streams = [Request(0.0, short, tokens, []) for _ in range(2 * parallel)]
-        Fleet(service, int(replicas)).run(streams)
+    for replicas in (1, 2, 4):
+        num_streams = max(2, replicas) * parallel
+        streams = [Request(0.0, short, tokens, []) for _ in range(num_streams)]
+        Fleet(service, replicas).run(streams)
         firsts = [stream.first_s for stream in streams]
-        simulated = 2 * parallel * tokens / max(stream.ended_s for stream in streams)
-        was = [float(value) for value in np.median(found, axis=0)]
-        rows.append((f"replicas: {replicas}, tokens/s", was[0], simulated))
-        rows.append((f"replicas: {replicas}, first token, mean s", was[1], float(np.mean(firsts))))
+        simulated = num_streams * tokens / max(stream.ended_s for stream in streams)
+        was = np.median(measured["replicas"].get(str(replicas), [(np.nan, np.nan)]), axis=0)
+        name = f"replicas: {replicas}, streams: {num_streams}"
+        rows.append((f"{name}, tokens/s", was[0], simulated))
+        rows.append((f"{name}, first token, mean s", was[1], float(np.mean(firsts))))
     for (name, was), kind in zip(measured["routers"].items(), _ROUTERS.values(), strict=False):
         asked = conversations(kind(service, 2), 2 * parallel, prompt, short, measured["beginnings"])
         ms = [1000 * (one.first_s - one.asked_s) for one in asked]
@@ -160,7 +164,10 @@ def compared(measured: Json) -> list[list[str]]:
         simulated_ones = p(np.array(ms), 50), p(np.array(ms), 95), cached
         for what, *both in zip(("p50 ms", "p95 ms", "cached"), was, simulated_ones, strict=True):
             rows.append((f"{name}, {what}", *both))
-    return [[name, f"{was:.3g}", f"{now:.3g}", f"{now / was:.2f}"] for name, was, now in rows]
+    return [
+        [name, f"{was:.3g}", f"{now:.3g}", f"{now / was:.2f}"] if was == was  # it was measured
+        else [name, "–", f"{now:.3g}", "–"] for name, was, now in rows
+    ]  # fmt: skip
 
 
 def conversations(
