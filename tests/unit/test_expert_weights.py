@@ -93,6 +93,7 @@ def test_any_subset_of_neurons(variant: str, dtype: str, tmp_path: Path) -> None
     assert ffn_bytes(stored_config(checkpoint, config), config.num_neurons) == counted_bytes(whole)
 
 
+@pytest.mark.sweep(keep=8)
 @pytest.mark.parametrize(
     ("case", "layout"),
     [*((case, "stacked") for case in FILES), ("mixtral", "merged"), ("qwen2moe", "split")],
