@@ -121,6 +121,7 @@ def expected(
     return found
 
 
+@pytest.mark.sweep(keep=5)
 @pytest.mark.parametrize("penalties", PENALTIES)
 def test_whole_answers(tiny: Tiny, penalties: dict[str, Any]) -> None:
     """Greedy, so that each token follows from those before it; the same beside other requests."""

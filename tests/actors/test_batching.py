@@ -46,6 +46,7 @@ def all_pages_are_free(driver: Driver) -> bool:
 # --- the same tokens in any batch ----------------------------------------------------------
 
 
+@pytest.mark.sweep(variant=["llama-relu", "qwen3.5-moe"])
 @pytest.mark.parametrize(
     ("variant", "mode", "copying"),
     [
@@ -85,6 +86,7 @@ def test_tokens_do_not_depend_on_company(
         assert all_pages_are_free(driver)
 
 
+@pytest.mark.sweep(mode=["lowrank"])
 @pytest.mark.parametrize("mode", ["dense", "lowrank"])
 def test_logits_do_not_depend_on_company(tiny: Tiny, mode: str) -> None:
     """Steps of 1 to 32 tokens of several sequences: the same bits as one token a step."""
@@ -493,6 +495,7 @@ def test_an_embedding_is_the_mean_of_transformers_states(tiny: Tiny, variant: st
     assert relative_difference(found, expected_mean(checkpoint)) < 1e-5
 
 
+@pytest.mark.sweep(mode=["exact"])
 @pytest.mark.parametrize(("mode", "copying"), [("sign", False), ("exact", True)])
 def test_embeddings_have_the_same_bits_in_any_company(tiny: Tiny, mode: str, copying: bool) -> None:
     """Alone, beside other prompts and answers, and with a KV cache that was lost on the way."""

@@ -57,6 +57,7 @@ def system(request: pytest.FixtureRequest, tiny: Tiny) -> Iterator[CudaInProcess
         yield running
 
 
+@pytest.mark.sweep(system=["llama-gqa", "opt-postnorm", "falcon-gelu"])
 def test_logits_equal_transformers(system: CudaInProcess) -> None:
     checkpoint: TinyCheckpoint = system.tiny  # type: ignore[attr-defined]
     for mode, sizes in product(("dense", "exact"), WAYS):
@@ -64,6 +65,7 @@ def test_logits_equal_transformers(system: CudaInProcess) -> None:
         assert relative_difference(found, checkpoint.logits) < 1e-4, (mode, sizes)
 
 
+@pytest.mark.sweep(variant=["llama-gqa", "opt-postnorm"])
 @pytest.mark.parametrize(
     ("variant", "first_layer", "has_head"),
     [("llama-gqa", 1, True), ("opt-postnorm", 2, False), ("falcon-bias", 0, False)],
@@ -261,6 +263,7 @@ def whole_experts(num_layers: int, num_neurons: int) -> list[np.ndarray]:
     return [ids[: num_neurons // 2 * (layer != 1)] for layer in range(num_layers)]
 
 
+@pytest.mark.sweep(variant=["gpt-oss"])
 @pytest.mark.parametrize("variant", ["qwen2-moe", "gpt-oss", "smallthinker"])
 def test_logits_equal_the_reference(tiny: Tiny, variant: str, device: Devices) -> None:
     """In float64, in prompts and steps of several tokens, wherever the neurons are."""
@@ -287,6 +290,7 @@ def test_part_of_the_model_on_the_host(tiny: Tiny) -> None:
         assert relative_difference(found, expected) < 1e-4
 
 
+@pytest.mark.thorough
 def test_mxfp4(tmp_path: Path, device: Devices) -> None:
     """gpt-oss as published: down rows are a neuron's then, and have a format whose sums are. Rows
     of 256 weights are padded on the device.

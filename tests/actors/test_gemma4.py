@@ -32,6 +32,7 @@ def test_models_whose_layers_end_in_the_head_embed_no_texts(tiny: Tiny) -> None:
         answer(driver, request)
 
 
+@pytest.mark.sweep(kind=["Q8_0"])
 @pytest.mark.parametrize(("kind", "most"), [("F16", 1e-3), ("Q8_0", 0.03)])
 def test_files_in_several_formats(kind: str, most: float, tmp_path: Path) -> None:
     """`kind` of the matrices of layers' own embeddings; quantized ones round activations, too."""

@@ -27,7 +27,7 @@ def as_on_a_cpu_with(monkeypatch: pytest.MonkeyPatch, *features: str) -> None:
     monkeypatch.setattr("hotcold.actors.cpu.matmul.matmul_features", lambda: frozenset(features))
 
 
-@pytest.mark.sweep(keep=16)
+@pytest.mark.sweep(keep=10)
 @pytest.mark.parametrize("variant", [*VARIANTS, *MIXTURES])
 def test_logits_equal_transformers(tiny: Tiny, variant: str) -> None:
     """In steps and prompts of any size, whose bits do not depend on it."""

@@ -61,6 +61,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyCheck
     return made
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("length", [300, LONGEST])
 @pytest.mark.parametrize("kind", ROPES)
 def test_logits_beyond_the_trained_context(

@@ -76,6 +76,7 @@ def test_logits_are_the_same_whoever_computes_them(
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize(
     ("cpu", "dtype"),
     [("this", "float16"), ("this", "bfloat16"), ("avx512bf16", "float16")],
@@ -110,6 +111,7 @@ def file_in_blocks(kind: str, folder: Path) -> Path:
     return path
 
 
+@pytest.mark.sweep(kind=["dense", "Q4_0"])
 @pytest.mark.parametrize(
     ("kind", "pieces"),
     [("dense", 1), ("Q4_0", 2), ("Q4_K_M", 1), ("shared", 1), ("mxfp4", 2)],

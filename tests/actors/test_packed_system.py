@@ -29,6 +29,7 @@ def logits_of(path: Path, ids: np.ndarray, dtype: str = "") -> np.ndarray:
         return alone
 
 
+@pytest.mark.sweep(name=["fp8", "gptq-zeros"])
 @pytest.mark.parametrize(
     ("name", "variant"),
     [

@@ -51,6 +51,7 @@ def are_equal(found: list[np.ndarray], wanted: list[np.ndarray]) -> bool:
     return all(a.tobytes() == b.tobytes() for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize(
     ("kinds", "num_services", "num_threads"), [(MIXED, 2, 2), (GEMMA_LIKE, 1, 1)]
 )

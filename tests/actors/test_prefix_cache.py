@@ -100,6 +100,7 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sweep(variant=["llama-gqa", "gemma4-e", "qwen3.5"])
 @pytest.mark.parametrize(("variant", "dtype", "mode", "options"), CASES)
 def test_cold_is_cached(
     tiny: Tiny, variant: str, dtype: str, mode: str, options: dict[str, Any]

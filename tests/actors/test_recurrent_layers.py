@@ -59,6 +59,7 @@ def alone(checkpoint: TinyCheckpoint) -> list[Answer]:
     return cold(checkpoint, long_requests(), **settings)
 
 
+@pytest.mark.sweep(variant=["qwen3.5-moe", "lfm2", "granite4-h", "nemotron-h-moe"])
 @pytest.mark.parametrize(
     "variant",
     ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe", "granite4-h", "nemotron-h-moe"],

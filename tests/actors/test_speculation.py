@@ -146,6 +146,7 @@ POLICIES: dict[str, Callable[[], DraftPolicy]] = {
 }
 
 
+@pytest.mark.sweep(variant=["llama-relu", "gpt-oss", "qwen3.5"])
 @pytest.mark.parametrize(
     ("variant", "mode", "options"),
     [

@@ -17,7 +17,8 @@ from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.products import Products, combine, linear
 from tests.kernels.quantized_rows import IN_BLOCKS, KINDS, SUMMED, random_matrix
 
-pytestmark = pytest.mark.sweep
+# Kernels are compiled for each kind. What formats differ in is tested with the rows.
+pytestmark = pytest.mark.sweep(kind=["f32", "f16", "bf16", "q8", "q4", "q4_k"])
 COLUMN_GROUP = 64  # of int16
 ZEN_4 = {"avx512bf16", "avx512vnni"}  # and Zen 5, Cooper Lake
 # A CPU's features, the one that must be here, the kinds of 16 bits, and of sums of quantized rows.

@@ -93,6 +93,12 @@ def test_any_subset_of_neurons(variant: str, dtype: str, tmp_path: Path) -> None
     assert ffn_bytes(stored_config(checkpoint, config), config.num_neurons) == counted_bytes(whole)
 
 
+@pytest.mark.sweep(
+    case=[
+        *("mixtral", "qwen2moe", "granitemoe-shared", "glm4moe", "deepseek2", "gpt-oss"),
+        *("nemotron_h_moe", "lfm2moe", "smallthinker"),
+    ]
+)
 @pytest.mark.parametrize(
     ("case", "layout"),
     [*((case, "stacked") for case in FILES), ("mixtral", "merged"), ("qwen2moe", "split")],

@@ -250,6 +250,7 @@ def test_it_calls(served: Afternoon, choice: str, thought: str) -> None:
     assert only(served.told(**body)) == (thought, text, calls, "tool_calls")
 
 
+@pytest.mark.sweep(keep=3)
 def test_it_may_call_nothing(served: Afternoon) -> None:
     served.writes(THOUGHT, SAID)
     assert only(served.told(tools=TOOLS)) == (THOUGHT, SAID, [], "stop")
@@ -279,6 +280,7 @@ def test_it_reads_a_result_and_answers(served: Afternoon) -> None:
         assert "weather" in prompt and "18 C" in prompt and THOUGHT in prompt
 
 
+@pytest.mark.sweep(keep=3)
 def test_stops_sleep_in_thoughts(served: Afternoon) -> None:
     served.writes(THOUGHT, SAID)
     assert only(served.told(stop=["waits", "look"])) == (THOUGHT, "Let me ", [], "stop")
@@ -287,6 +289,7 @@ def test_stops_sleep_in_thoughts(served: Afternoon) -> None:
     assert told == (THOUGHT, "", CALLS[:1], "tool_calls")
 
 
+@pytest.mark.sweep(keep=3)
 def test_it_may_be_cut_short_anywhere(served: Afternoon) -> None:
     """Nothing of a mark or a call is text then, nor is what may begin one."""
     served.writes(THOUGHT, SAID, CALLS[:1])
@@ -297,6 +300,7 @@ def test_it_may_be_cut_short_anywhere(served: Afternoon) -> None:
         assert (not calls or calls == CALLS[:1]) and ended == "length"
 
 
+@pytest.mark.sweep(keep=3)
 def test_shapes_hold_the_answer_alone(served: Afternoon) -> None:
     served.writes(THOUGHT, '{"a": 7}')
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -307,6 +311,7 @@ def test_shapes_hold_the_answer_alone(served: Afternoon) -> None:
     assert (message["reasoning_content"], message["content"]) == (THOUGHT, '{"a": 7}')
 
 
+@pytest.mark.sweep(keep=4)
 @pytest.mark.parametrize("budget", [0, 5])
 def test_budgets_end_thoughts(served: Afternoon, budget: int) -> None:
     served.writes(THOUGHT, SAID)
@@ -319,6 +324,7 @@ def test_budgets_end_thoughts(served: Afternoon, budget: int) -> None:
         assert THOUGHT.startswith(message.get("reasoning_content", ""))
 
 
+@pytest.mark.sweep(keep=3)
 def test_an_end_in_thoughts_ends_them_alone(served: Afternoon) -> None:
     served.writes(THOUGHT, "")
     text = served.script.text
@@ -327,6 +333,7 @@ def test_an_end_in_thoughts_ends_them_alone(served: Afternoon) -> None:
     assert only(served.told()) == (THOUGHT[:8], SAID, [], "stop")
 
 
+@pytest.mark.sweep(keep=3)
 def test_logprobs_are_those_of_the_text(served: Afternoon) -> None:
     served.writes(THOUGHT, SAID)
     for is_streamed in (False, True):
@@ -338,6 +345,7 @@ def test_logprobs_are_those_of_the_text(served: Afternoon) -> None:
         assert joined.decode() == SAID
 
 
+@pytest.mark.sweep(keep=3)
 def test_who_shows_all_of_it_may_go_on(served: Afternoon) -> None:
     """As the page and commands do: thoughts are in the text, and go back with it."""
     served.writes(THOUGHT, SAID)
@@ -351,6 +359,7 @@ def test_who_shows_all_of_it_may_go_on(served: Afternoon) -> None:
     assert only(told)[1:] == ("Yes.", [], "stop")
 
 
+@pytest.mark.sweep(keep=3)
 def test_an_answer_goes_on(served: Afternoon) -> None:
     """Where it was stopped; what it thought stands before it."""
     served.script.text = " It is warm."
@@ -391,6 +400,7 @@ def test_a_schema_gives_values_their_types(served: Afternoon) -> None:
             assert json.loads(call["function"]["arguments"]) == arguments
 
 
+@pytest.mark.sweep(keep=6)
 @pytest.mark.parametrize("wrong", [{"of": "c"}, {"text": 3, "of": "a"}, {"of": "a", "none": 1}])
 def test_calls_are_held_to_their_schema(served: Afternoon, wrong: Any) -> None:
     if isinstance(wrong.get("text"), int) and served.family.has_bare_text:

@@ -109,6 +109,7 @@ def layer_choices(problem: Problem, layer: int) -> list[tuple[float, list[int], 
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
     ("num_layers", "num_groups", "num_gpus", "num_parts"),

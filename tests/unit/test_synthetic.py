@@ -66,6 +66,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model.eval()
 
 
+@pytest.mark.sweep(keep=8)
 @pytest.mark.parametrize("name", TINY)
 def test_transformers_reads_every_family(tmp_path: Path, name: str) -> None:
     shape = resolve_shape("tiny", TINY[name])
@@ -80,6 +81,7 @@ def test_transformers_reads_every_family(tmp_path: Path, name: str) -> None:
         assert model.num_parameters() == report.num_parameters
 
 
+@pytest.mark.sweep(keep=3)
 @pytest.mark.parametrize(
     "name", ["llama", "bamboo", "arcee", "cohere2", "starcoder2", "opt", "falcon-40b"]
 )
