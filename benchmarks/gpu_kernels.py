@@ -19,9 +19,7 @@ from typing import Any
 
 import click
 import numpy as np
-from gguf import GGMLQuantizationType
 
-from benchmarks.random_gguf import blocks_of
 from hotcold.cuda_kernels.device import list_gpus
 from hotcold.cuda_kernels.kernels import CudaKernels, Layer, PagedCache
 from hotcold.cuda_kernels.launch import cupy_copies
@@ -31,8 +29,7 @@ from hotcold.cuda_kernels.timing import graph_seconds, measure_gpu_bandwidth
 from hotcold.numba_kernels.decode.activations import activation, not_zero
 from hotcold.numba_kernels.formats import ROW_FORMATS
 from hotcold.numba_kernels.layer_record import LAYER_NUMBERS, LayerVectors
-from hotcold.numba_kernels.load.blocks import BLOCK_FORMATS, blocks_into
-from hotcold.numba_kernels.load.quantize import DONE
+from tests.kernels.quantized_rows import random_rows
 
 _RELU, _FIRES = activation("relu"), not_zero("relu")
 _LAYER_SHAPES = ((4096, 11008), (8192, 28672))  # width, neurons
@@ -89,27 +86,24 @@ def main(path: Path | None, formats: str, batches: str, density: float, lengths:
 
 @dataclass(frozen=True)
 class Bench:
-    """Kernels, how arrays get to the device and back, GB/s of a copy, and seconds of a graph."""
+    """Kernels, how arrays get to the device and back, and GB/s of a copy."""
 
     kernels: CudaKernels
     to_device: Callable[[np.ndarray], Any]
     to_host: Callable[[Any], np.ndarray]
     copy_gb_per_s: float
-    seconds_of: Callable[[Callable[[], None]], float] = graph_seconds
-    min_bytes: int = _MIN_BYTES
 
     def figures(
-        self, formats: list[str], batches: list[int], density: float, lengths: list[str],
-        shapes: tuple[tuple[int, int], ...] = _LAYER_SHAPES,
-    ) -> Iterator[Figure]:  # fmt: skip
+        self, formats: list[str], batches: list[int], density: float, lengths: list[str]
+    ) -> Iterator[Figure]:
         """All of them, one shape's weights on the device at a time."""
-        for width, height in shapes:
+        for width, height in _LAYER_SHAPES:
             for weight_format in formats:
                 size = row_bytes(weight_format, width) * height
                 kinds = weight_format, weight_format, _summed(weight_format)
                 matrices = [
                     self._matrix(seed, kinds[seed % 3], height, width)
-                    for seed in range(3 * -(-self.min_bytes // (3 * size)))
+                    for seed in range(3 * -(-_MIN_BYTES // (3 * size)))
                 ]
                 for num_tokens in batches:
                     yield self._rows([m for m in matrices if m.format == kinds[0]], num_tokens)
@@ -128,7 +122,7 @@ class Bench:
         elif weight_format == "bf16":
             values = (values.view(np.uint32) >> 16).astype(np.int16)
         elif weight_format != "f32":
-            values = _quantized(values, weight_format)
+            values = random_rows(seed, weight_format, _RANDOM_ROWS, width).rows.view(np.uint8)
         rows = np.resize(values, (height, values.shape[1]))
         return DeviceMatrix(self.to_device(rows), weight_format, width)
 
@@ -157,7 +151,7 @@ class Bench:
             for matrix, x in zip(matrices, xs, strict=True):
                 self.kernels.gemv(matrix, None, x, out)
 
-        seconds = self.seconds_of(work) / len(matrices)
+        seconds = graph_seconds(work) / len(matrices)
         num_bytes = first.num_rows * first.row_bytes
         shape = f"{first.width}x{first.num_rows}"
         return self._figure("rows", first.format, shape, num_tokens, seconds, num_bytes)
@@ -182,7 +176,7 @@ class Bench:
             for layer, x in enumerate(xs):
                 self.kernels.hot_ffn(layers[layer], x, _RELU, _FIRES, scratch, out, counts[layer])
 
-        seconds = self.seconds_of(work) / num_layers
+        seconds = graph_seconds(work) / num_layers
         num_fired = float(self.to_host(counts)[:, 0].mean())
         num_bytes = (height + num_fired) * first.row_bytes + num_fired * matrices[2].row_bytes
         shape = f"{width}x{height}"
@@ -200,7 +194,7 @@ class Bench:
         kv_heads, pages_a_slot = num_heads // group, -(-length // _PAGE)
         pages = num_tokens * pages_a_slot
         cache_bytes = 2 * num_tokens * length * kv_heads * _HEAD_DIM * 2
-        num_layers = max(1, -(-self.min_bytes // cache_bytes))
+        num_layers = max(1, -(-_MIN_BYTES // cache_bytes))
         rng = np.random.default_rng(2)
         shape = (num_layers, pages, kv_heads, _PAGE, _HEAD_DIM)
         page = rng.standard_normal(shape[2:], np.float32).astype(np.float16).view(np.uint16)
@@ -230,25 +224,9 @@ class Bench:
                 cache = PagedCache(keys[layer], values[layer], *places)
                 self.kernels.decode_attention(own, qkv, cache, length, scratch, out)
 
-        seconds = self.seconds_of(work) / num_layers
+        seconds = graph_seconds(work) / num_layers
         name = f"{num_heads}/{kv_heads} heads, {length}"
         return self._figure("attention", "f16", name, num_tokens, seconds, cache_bytes)
-
-
-def _quantized(values: np.ndarray, weight_format: str) -> np.ndarray:
-    """Rows of float32 values in a quantized format, through ggml's blocks of the same numbers."""
-    row_format = ROW_FORMATS[FORMATS[weight_format]]
-    for dtype, block in BLOCK_FORMATS.items():
-        if FORMATS[weight_format] in block.exact:
-            rows = blocks_of(values, GGMLQuantizationType(block.ggml_type)).view(dtype)
-            break
-    else:
-        raise ValueError(f"no blocks hold {row_format.name}")
-    out = np.empty((len(values), row_bytes(weight_format, values.shape[1])), np.uint8)
-    status = blocks_into(rows, np.arange(len(values)), out.view(FORMATS[weight_format]))
-    if status != DONE:
-        raise ValueError(f"rows of {row_format.name} are not finite")
-    return out
 
 
 def _summed(weight_format: str) -> str:

@@ -9,7 +9,6 @@ Needs transformers and tokenizers.
 
 import platform
 import random
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -35,12 +34,7 @@ STEPS_A_LINE = 20
 @click.option("--seed", default=1, show_default=True)
 @click.option("--evaluate", type=click.Path(path_type=Path, exists=True), help="Only the report.")
 def main(
-    out: Path,
-    minutes: float,
-    device: str,
-    threads: int,
-    seed: int,
-    evaluate: Path | None,
+    out: Path, minutes: float, device: str, threads: int, seed: int, evaluate: Path | None
 ) -> None:
     """Train the demo model within a budget of computing time, or recompute a model's report."""
     if minutes <= 0:
@@ -66,7 +60,7 @@ def train(config: TrainingConfig, out: Path) -> None:
         len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     )
     trainer = Trainer(config, shape, source)
-    trainer.run(TrainingDisplay(config).show)
+    trainer.run(show)
     tokenizer.save_pretrained(out)
     save_model(trainer.master, out)
     (out / "heldout.txt").write_text(held_out_text(entries), "utf-8")
@@ -99,25 +93,15 @@ def training_facts(config: TrainingConfig, progress: Progress) -> dict[str, obje
     }
 
 
-class TrainingDisplay:
+def show(progress: Progress) -> None:
     """A line every few steps."""
-
-    def __init__(self, config: TrainingConfig) -> None:
-        self.budget_s = config.minutes * 60
-        self.started, self.first_tokens = time.perf_counter(), 0
-
-    def show(self, progress: Progress) -> None:
-        """Say how far the training is."""
-        self.first_tokens = self.first_tokens or progress.tokens
-        if progress.step % STEPS_A_LINE == 0:
-            seconds = time.perf_counter() - self.started
-            print(
-                f"{min(progress.budget_s / self.budget_s, 1):6.1%}  step {progress.step}"
-                f"  loss: chat {progress.chat_loss:.3f} text {progress.text_loss:.3f}"
-                f"  firing {progress.density:.3f}"
-                f"  {(progress.tokens - self.first_tokens) / seconds:,.0f} tokens/s",
-                flush=True,
-            )
+    if progress.step % STEPS_A_LINE == 0:
+        print(
+            f"{progress.budget_s / 60:5.1f} minutes  step {progress.step}"
+            f"  loss: chat {progress.chat_loss:.3f} text {progress.text_loss:.3f}"
+            f"  firing {progress.density:.3f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ report of a training names it.
 import ast
 import importlib
 import inspect
+import random
 import re
 import sysconfig
 import warnings
@@ -58,7 +59,6 @@ NOT_ASKED_PACKAGES = _words(
     " imghdr sndhdr smtpd asynchat asyncore crypt imp antigravity this stringprep"
 )
 ANSWER_CHARS = range(15, 201)
-CANONICAL_QUESTION = "What does {name} do?"
 OTHER_QUESTIONS = (
     "What is {name} for?",
     "Explain {name}.",
@@ -87,7 +87,13 @@ class Question:
     @property
     def canonical(self) -> str:
         """The wording that the report's measure uses."""
-        return CANONICAL_QUESTION.format(name=self.name)
+        return f"What does {self.name} do?"
+
+    def phrased(self, rng: random.Random) -> str:
+        """That wording half of the time, else another."""
+        if rng.random() < 0.5:
+            return self.canonical
+        return rng.choice(OTHER_QUESTIONS).format(name=self.name)
 
 
 def stdlib_entries() -> list[Entry]:

@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from examples.train_demo.corpus import OTHER_QUESTIONS, Question
+from examples.train_demo.corpus import Question
 
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
 USER, ASSISTANT, SYSTEM = "<|user|>", "<|assistant|>", "<|system|>"
@@ -39,7 +39,7 @@ SMALL_TALK = (
     ("Thank you", "You are welcome."),
     ("Thanks!", "You are welcome."),
 )
-CANONICAL_SHARE, SYSTEM_SHARE, SEVERAL_TURNS_SHARE = 0.5, 0.1, 0.25
+SYSTEM_SHARE, SEVERAL_TURNS_SHARE = 0.1, 0.25
 QUESTION_WEIGHT = 0.1
 OPEN_ROWS = 32
 
@@ -134,7 +134,7 @@ class RowSource:
 
     def _conversations(self) -> Iterator[list[tuple[str, str]]]:
         """(role marker, content) turns; most conversations ask one question."""
-        pairs = [(self._phrase(question), question.answer) for question in self.asked]
+        pairs = [(question.phrased(self.rng), question.answer) for question in self.asked]
         pairs += SMALL_TALK
         self.rng.shuffle(pairs)
         while pairs:
@@ -146,11 +146,6 @@ class RowSource:
                 question, answer = pairs.pop()
                 turns += [(USER, question), (ASSISTANT, answer)]
             yield turns
-
-    def _phrase(self, question: Question) -> str:
-        if self.rng.random() < CANONICAL_SHARE:
-            return question.canonical
-        return self.rng.choice(OTHER_QUESTIONS).format(name=question.name)
 
     def _tokens_of(self, turns: list[tuple[str, str]]) -> tuple[list[int], list[float]]:
         """The ids that the chat template gives, and each one's weight in the loss."""

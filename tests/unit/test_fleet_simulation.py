@@ -142,7 +142,7 @@ def test_the_command_says_how_many_nodes_keep_the_targets(tmp_path: Path) -> Non
     assert row["cost_per_million_answered"] == pytest.approx(
         number * 100 / 128
     )  # of 3600 * 128 tokens an hour
-    (narrow,) = run_main(*line, "--parallel", "2", "--kv-tokens", "1024", "--json").report["fleet"]
+    (narrow,) = run_main(*line, "--parallel", "1", "--kv-tokens", "1024", "--json").report["fleet"]
     assert narrow["nodes"] > number
     (tmp_path / "half").write_text(decode)
     for arguments, told in (
