@@ -9,8 +9,7 @@ question and its answer. Held-out modules are in neither. The same Python gives 
 
 import json
 import random
-from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -25,9 +24,9 @@ Document = dict[str, Any]
 
 
 @click.command()
-@click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("out", type=click.File("w"))
 @click.option("--tokens", type=click.IntRange(min=1), default=60_000, show_default=True)
-def main(out: Path, tokens: int) -> None:
+def main(out: TextIO, tokens: int) -> None:
     """Write OUT.jsonl, about so many tokens to profile the demo model on."""
     tokenizer = Tokenizer.from_model(DEMO_DIRECTORY)
     assert tokenizer is not None
@@ -41,8 +40,8 @@ def main(out: Path, tokens: int) -> None:
             raise click.UsageError(f"there are only about {sum(sizes)} tokens; give no more")
         chosen.append(kinds[least].pop(0))
         sizes[least] += _size(chosen[-1], tokenizer)
-    out.write_text("".join(json.dumps(document) + "\n" for document in chosen))
-    click.echo(f"{out}: {len(chosen)} documents, {sum(sizes)} tokens")
+    out.write("".join(json.dumps(document) + "\n" for document in chosen))
+    click.echo(f"{out.name}: {len(chosen)} documents, {sum(sizes)} tokens")
 
 
 def _pieces(documents: list[str], rng: random.Random) -> list[Document]:
