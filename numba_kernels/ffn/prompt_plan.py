@@ -200,7 +200,8 @@ def new_prompt_ffn_scratch(
             np.zeros(num_listed, np.float32),
             np.zeros(num_runs * (num_tokens + 1), np.int32),
         ),
-        counters=new_block_counters(SUMS + 2 * num_stripes, num_threads),
+        # A service without neurons has no stripe, and still takes pieces of its sums.
+        counters=new_block_counters(SUMS + 2 * max(num_stripes, 1), num_threads),
     )
 
 

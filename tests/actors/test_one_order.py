@@ -9,12 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hotcold.actors.attention import attention_service
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.preflight import prepare_system
 from hotcold.actors.setup.shards import can_keep_transposed, service_specs
 from hotcold.numba_kernels.decode.activations import Thresholds
+from hotcold.numba_kernels.ffn import in_memory, prompt_plan
 from hotcold.numba_kernels.ir.target import has_feature
+from hotcold.numba_kernels.loops.work_stealing import new_block_counters
+from hotcold.numba_kernels.prefill import serve_prefill
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_gguf_mixtures import quantized
 from tests.actors.test_in_process import as_on_a_cpu_with
@@ -30,6 +34,23 @@ SHAPES = [(1, 3), (3, 2), (4, 1)]  # services, threads of each
 SOME = Thresholds(np.float32(0.02), np.float32(0.001))
 IDS = np.random.default_rng(5).integers(3, 60, 17)
 LONG = np.random.default_rng(6).integers(3, 60, 120)  # in one step, and in uneven ones
+
+
+@pytest.fixture(autouse=True)
+def nobody_counts_beyond(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Counters that threads take work by end where they should: behind them is others' memory."""
+    behind: list[np.ndarray] = []
+
+    def new(num_kinds: int, num_threads: int) -> np.ndarray:
+        whole = new_block_counters(num_kinds + 4, num_threads)
+        behind.append(whole[num_kinds:])
+        return whole[:num_kinds]
+
+    for module in (attention_service, in_memory, prompt_plan, serve_prefill):
+        monkeypatch.setattr(module, "new_block_counters", new)
+    yield
+    assert behind
+    assert not any(part.any() for part in behind)
 
 
 def all_logits(system: InProcessSystem, modes: tuple[str, ...]) -> Iterator[np.ndarray]:
