@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -175,10 +176,13 @@ class FakeConnection:
     def close(self) -> None:
         """Nothing to end."""
 
+    def await_start(self, number: int) -> None:
+        while number not in self.running:
+            time.sleep(0.001)
+
     def finish(self, number: int) -> None:
         """End request `number`, once it runs."""
-        while number not in self.running:
-            pass
+        self.await_start(number)
         deliver = self.running.pop(number)
         if number == 13:
             deliver(ServiceError("the gpu service died"))
@@ -234,6 +238,7 @@ def test_answers_stand_in_order_and_requests_run_side_by_side(tmp_path: Path) ->
 
 def test_a_lost_system_ends_the_job_and_what_runs(tmp_path: Path) -> None:
     serving = Serving(tmp_path / "out.jsonl", [5, 13, *range(20, 40)])
+    serving.system.await_start(20)  # beside both: to be cancelled
     serving.system.finish(5)
     serving.system.finish(13)
     serving.end()
