@@ -98,6 +98,7 @@ def count(path: Path) -> int:
     return path.read_bytes().count(b"\n")
 
 
+@pytest.mark.thorough
 def test_a_batch_is_answered_once(head: Head, door: httpx.Client, tmp_path: Path) -> None:
     """Through kills of the job, the door and a replica, beside others; token for token."""
     expected = texts_alone()

@@ -34,6 +34,7 @@ CONFIG: dict[str, object] = {
 }
 
 
+@pytest.mark.thorough
 def test_a_node_that_the_autoscaler_brings_is_waited_for(
     checkpoint: TinyCheckpoint, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

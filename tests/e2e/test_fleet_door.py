@@ -116,6 +116,7 @@ def test_malformed_requests_harm_nobody(place: Place) -> None:
     assert {*statuses} <= {200, 400, 403, 404, 405, 413}
 
 
+@pytest.mark.sweep(place=["server"])
 def test_a_body_that_does_not_come_is_given_up(place: Place) -> None:
     answer = read_to_end(place.late)
     assert answer.startswith(b"HTTP/1.1 408 ") and b"send it again" in answer

@@ -149,6 +149,7 @@ def test_gelu_without_a_gate_is_never_zero(local_ray: None, text: Path, tmp_path
     assert max(report["sparsity"]) < 0.01
 
 
+@pytest.mark.thorough
 def test_layers_without_an_ffn_have_no_counts_and_no_predictor(
     local_ray: None, text: Path, tmp_path: Path
 ) -> None:

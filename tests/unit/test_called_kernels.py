@@ -63,6 +63,7 @@ def without_width(argument: types.Type) -> types.Type:
     return types.int64 if isinstance(plain, types.Integer) else plain
 
 
+@pytest.mark.thorough
 def test_no_kernel_is_compiled_again_for_another_kind_of_number() -> None:
     """Of all that this cache has from other tests, and of rows' products."""
     rows.gemv(np.ones((8, 96), np.float32), np.ones((3, 96), np.float32))

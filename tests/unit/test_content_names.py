@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from hotcold.numba_kernels import content_names
 from hotcold.numba_kernels.own_cache import read_checked
 
@@ -58,6 +60,7 @@ def bodies(home: Path) -> dict[str, set[bytes]]:
     return found
 
 
+@pytest.mark.thorough
 def test_formats_met_in_another_order_are_told_apart(tmp_path: Path) -> None:
     """Also by code that a process links with what another one has kept."""
     shared, fresh = tmp_path / "shared", tmp_path / "fresh"
