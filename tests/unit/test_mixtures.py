@@ -31,10 +31,14 @@ from tests.tiny_models import VOCAB_SIZE, make_tiny
 IDS = np.random.default_rng(1).integers(0, VOCAB_SIZE, 60)
 
 
+def _experts(count: int, used: int, size: int = 0) -> dict[str, Any]:
+    """Keys of a mixture's experts; without a size their neurons are the model's."""
+    keys = {"expert_count": count, "expert_used_count": used}
+    return keys | {"expert_feed_forward_length": size} if size else keys
+
+
 _LATENT_KEYS: dict[str, Any] = {
-    "expert_count": 8,
-    "expert_used_count": 3,
-    "expert_feed_forward_length": 24,
+    **_experts(8, 3, 24),
     "expert_shared_count": 1,
     "attention.kv_lora_rank": 28,
     "attention.key_length_mla": 20,
@@ -68,24 +72,21 @@ _BLOCK_KEYS = {
     "ssm.inner_size": 80,
     "ssm.time_step_rank": 8,
 }
+_GRANITE_KEYS = {**_experts(6, 3), "attention.scale": 0.3, "logit_scale": 1.0}
 _ROUTED_KEYS = {
-    "expert_count": 8,
-    "expert_used_count": 3,
-    "expert_feed_forward_length": 24,
+    **_experts(8, 3, 24),
     "expert_shared_count": 1,
     "expert_weights_norm": True,
     "expert_gating_func": 2,
 }
 FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
-    "mixtral": ("mixtral", "llama", True, {"expert_count": 5, "expert_used_count": 3}),
+    "mixtral": ("mixtral", "llama", True, _experts(5, 3)),
     "qwen2moe": (
         "qwen2-moe",
         "qwen2moe",
         False,
         {
-            "expert_count": 7,
-            "expert_used_count": 3,
-            "expert_feed_forward_length": 24,
+            **_experts(7, 3, 24),
             "expert_shared_feed_forward_length": 36,
         },
     ),
@@ -93,16 +94,15 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
         "qwen3-moe",
         "qwen3moe",
         False,
-        {"expert_count": 7, "expert_used_count": 3, "expert_feed_forward_length": 24},
+        _experts(7, 3, 24),
     ),
-    "olmoe": ("olmoe", "olmoe", False, {"expert_count": 7, "expert_used_count": 3}),
+    "olmoe": ("olmoe", "olmoe", False, _experts(7, 3)),
     "granitemoe": (
         "granite-moe",
         "granitemoe",
         True,
         {
-            "expert_count": 6,
-            "expert_used_count": 3,
+            **_experts(6, 3),
             "embedding_scale": 3.0,
             "residual_scale": 0.4,
             "attention.scale": 0.2,
@@ -113,23 +113,14 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
         "granite-moe-shared",
         "granitemoe",
         True,
-        {
-            "expert_count": 6,
-            "expert_used_count": 3,
-            "attention.scale": 0.3,
-            "logit_scale": 1.0,
-            "expert_shared_feed_forward_length": 28,
-        },
+        {**_GRANITE_KEYS, "expert_shared_feed_forward_length": 28},
     ),
     "granite4": (
         "granite4-moe",
         "granitemoe",
         True,
         {
-            "expert_count": 6,
-            "expert_used_count": 3,
-            "attention.scale": 0.3,
-            "logit_scale": 1.0,
+            **_GRANITE_KEYS,
             "expert_shared_feed_forward_length": 76,
             "rope.scaling.finetuned": True,
         },
@@ -139,9 +130,7 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
         "ernie4_5-moe",
         False,
         {
-            "expert_count": 7,
-            "expert_used_count": 3,
-            "expert_feed_forward_length": 24,
+            **_experts(7, 3, 24),
             "expert_shared_count": 2,
             "interleave_moe_layer_step": 1,
             "leading_dense_block_count": 1,
@@ -152,9 +141,7 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
         "qwen3vlmoe",
         False,
         {
-            "expert_count": 7,
-            "expert_used_count": 3,
-            "expert_feed_forward_length": 24,
+            **_experts(7, 3, 24),
             "rope.dimension_sections": [2, 2, 2, 0],
         },
     ),
@@ -163,9 +150,7 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
         "glm4moe",
         False,
         {
-            "expert_count": 8,
-            "expert_used_count": 3,
-            "expert_feed_forward_length": 24,
+            **_experts(8, 3, 24),
             "expert_shared_count": 2,
             "leading_dense_block_count": 2,
             "expert_weights_scale": 1.7,
@@ -198,9 +183,7 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
         "minimax-m2",
         False,
         {
-            "expert_count": 7,
-            "expert_used_count": 3,
-            "expert_feed_forward_length": 40,
+            **_experts(7, 3, 40),
             "expert_gating_func": 2,
             "rope.dimension_count": 10,
         },
@@ -235,8 +218,7 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
         "granitehybrid",
         True,
         {
-            "expert_count": 6,
-            "expert_used_count": 3,
+            **_experts(6, 3),
             "expert_shared_feed_forward_length": 76,
             "attention.scale": 0.3,
             "attention.head_count_kv": [0, 2, 0, 0],
@@ -274,9 +256,7 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
         "hunyuan-moe",
         False,
         {
-            "expert_count": 7,
-            "expert_used_count": 3,
-            "expert_feed_forward_length": 40,
+            **_experts(7, 3, 40),
             "expert_shared_feed_forward_length": 40,
             "expert_shared_count": 1,
         },
@@ -329,9 +309,7 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
         "lfm2moe",
         False,
         {
-            "expert_count": 7,
-            "expert_used_count": 3,
-            "expert_feed_forward_length": 24,
+            **_experts(7, 3, 24),
             "expert_gating_func": 2,
             "leading_dense_block_count": 1,
             "attention.layer_norm_rms_epsilon": 1e-5,
@@ -343,22 +321,20 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
         "qwen3.5-moe",
         "qwen35moe",
         False,
-        {"expert_count": 7, "expert_used_count": 3, "nextn_predict_layers": 1, **_DELTA_KEYS},
+        {**_experts(7, 3), "nextn_predict_layers": 1, **_DELTA_KEYS},
     ),
     "qwen3next": (
         "qwen3-next",
         "qwen3next",
         False,
-        {"expert_count": 7, "expert_used_count": 3, **_DELTA_KEYS},
+        {**_experts(7, 3), **_DELTA_KEYS},
     ),
     "gpt-oss": (
         "gpt-oss-plain",
         "gpt-oss",
         False,
         {
-            "expert_count": 5,
-            "expert_used_count": 3,
-            "expert_feed_forward_length": 40,
+            **_experts(5, 3, 40),
             "attention.sliding_window": 9,
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": 4.0,
@@ -370,9 +346,7 @@ FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
         "smallthinker",
         False,
         {
-            "expert_count": 6,
-            "expert_used_count": 2,
-            "expert_feed_forward_length": 24,
+            **_experts(6, 2, 24),
             "attention.sliding_window": 9,
             "expert_gating_func": 1,
         },
