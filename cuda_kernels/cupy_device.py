@@ -26,6 +26,7 @@ from hotcold.cuda_kernels.kernels import (
 )
 
 _SMI_S = 20.0
+_MAPPED = 2  # cudaHostRegisterMapped: kernels may use the memory
 # Constants of cublas_api.h, which CuPy does not export.
 _OP_N, _OP_T, _COMPUTE_32F, _GEMM_DEFAULT = 0, 1, 68, -1
 # By codes of functions, of g = gate . x and a threshold h; factors of f = up . x.
@@ -119,10 +120,16 @@ class CupyDevice:
 
     def register(self, address: int, num_bytes: int) -> str:
         try:
-            self._runtime.hostRegister(address, num_bytes, 0)
+            self._runtime.hostRegister(address, num_bytes, _MAPPED)
         except Exception as problem:
             return _line(problem)
         return ""
+
+    def mapped(self, array: np.ndarray) -> Any:
+        at = self._runtime.pointerGetAttributes(array.ctypes.data).devicePointer
+        cuda = self.xp.cuda
+        memory = cuda.UnownedMemory(at, max(1, array.nbytes), array, 0)
+        return self.xp.ndarray(array.shape, array.dtype, cuda.MemoryPointer(memory, 0))
 
     def unregister(self, address: int) -> None:
         self._stream.synchronize()

@@ -13,6 +13,7 @@ from hotcold.cuda_kernels.neurons import (
     DeviceNeurons,
     DeviceRouter,
     LayerResidual,
+    SharedMemory,
 )
 from hotcold.cuda_kernels.sizes import (
     RUN_PARTS,
@@ -38,7 +39,7 @@ RMS_NORM, LAYER_NORM = 0, 1  # as in numba_kernels.decode.norm
 RELU, SILU, GELU, GELU_TANH, RELU2, FATRELU, DRELU, CLAMPED_SILU = range(8)
 MAX_TOKENS = 32
 MAX_EXPERTS = 1024  # of a router
-_NORM_THREADS = 512
+_NORM_THREADS = _GIVING_THREADS = 512
 _MAX_HEAD_DIM = 256
 _WARPS = THREADS // WARP
 
@@ -48,6 +49,9 @@ _QUANTIZE = Entry("quantize", "QUANTIZE_VECTORS")
 _MERGE_SPLITS = Entry("attention", "MERGE_SPLITS")
 _SUM_PARTS = Entry("sum_parts", "SUM_PARTS")
 _CHOOSE_EXPERTS = Entry("router", "CHOOSE_EXPERTS")
+_GIVE_INPUT = Entry("share", "GIVE_INPUT")
+_AWAIT_OUTPUTS = Entry("share", "AWAIT_OUTPUTS")
+_ADD_OUTPUTS = Entry("share", "ADD_OUTPUTS")
 
 
 class Layer(NamedTuple):
@@ -379,6 +383,60 @@ class CudaKernels:
     def ffn_scratch_items(self, num_tokens: int, num_neurons: int, width: int) -> int:
         """float32 items that `hot_ffn` needs as scratch."""
         return ffn_scratch_items(num_tokens, num_neurons, width)
+
+    def give_input(self, layer: int, shared: SharedMemory, x: Any = None, weights: Any = None) -> None:
+        """CPU services get a layer's FFN input, and what its blocks weigh if it has experts.
+
+        Without x that the device needs nothing of them in this layer.
+        Shapes:  x (T, d), weights (T, B); of tokens that the host has room for
+        """
+
+        def vectors(source: Any, target: Any) -> np.ndarray:
+            count = 0 if source is None else min(source.size, target.size)
+            at = (NULL, NULL) if count == 0 else (self._at(source), self._at(target))
+            return record(source=at[0], target=at[1], count=np.int64(count))
+
+        arguments = (
+            vectors(x, shared.ffn_input), vectors(weights, shared.block_weights),
+            self._at(shared.told), np.int32(layer), self._at(shared.cells[shared.given :]),
+        )  # fmt: skip
+        self._launcher.launch(_GIVE_INPUT, (1, 1, 1), _GIVING_THREADS, arguments)
+
+    def await_outputs(self, layer: int, shared: SharedMemory) -> None:
+        """Wait for CPU services' partial outputs of a layer, or until somebody has stopped them."""
+        bells = record(
+            cells=self._at(shared.cells),
+            stopped=np.int32(shared.stopped),
+            limit_ns=np.int64(shared.limit_ns),
+        )
+        arguments = bells, self._at(shared.told), np.int32(layer)
+        self._launcher.launch(_AWAIT_OUTPUTS, (1, 1, 1), WARP, arguments)
+
+    def add_outputs(
+        self, shared: SharedMemory, own: Any, residual: LayerResidual, x: Any, out: Any
+    ) -> None:
+        """out = the layer's output, of all partial ones, added up as the driver does it.
+
+        The bias is in one of the partial outputs. Not finite where the FFN's input x is not.
+        Shapes:  x, out, own (T, d), own of the device's neurons, None if it has none
+        """
+        outputs = record(
+            own=self._at(own),
+            partials=self._at(shared.partials),
+            more=self._at(shared.more_partials),
+            service_items=np.int64(shared.partials[0].size),
+            num_services=np.int32(shared.partials.shape[0]),
+        )
+        added = record(
+            ffn_residual=self._at(residual.ffn_residual),
+            input=self._at(x),
+            scale=np.float32(residual.scale),
+            width=np.int32(x.shape[1]),
+            cells=np.int64(x.size),
+        )
+        arguments = outputs, added, self._at(shared.told), self._at(out)
+        grid = ceil_div(x.size, THREADS), 1, 1
+        self._launcher.launch(_ADD_OUTPUTS, grid, THREADS, arguments)
 
     def widen(self, weights: DeviceMatrix, first: int, last: int, out: Any) -> None:
         """out (n, d) uint16 = rows first..last-1 as float16 bits; NaN where beyond float16."""

@@ -71,3 +71,23 @@ class LayerResidual(NamedTuple):
     ffn_residual: Any
     bias: Any
     scale: float
+
+
+class SharedMemory(NamedTuple):
+    """What a device shares with CPU services; all but `told` is the host's memory.
+
+    told (N,) int32: see csrc/share.cu, of the request in work
+    cells (n,) int32: doorbells; given, stopped: which of them the device writes
+    ffn_input (T, d), block_weights (T, B), partials (S, T, d), more_partials (S, M, T, d) float32
+    limit_ns: how long the device waits for a layer's outputs
+    """
+
+    told: Any
+    cells: Any
+    given: int
+    stopped: int
+    ffn_input: Any
+    block_weights: Any
+    partials: Any
+    more_partials: Any
+    limit_ns: int

@@ -213,6 +213,7 @@ class CpuService(Service):
             thread,
             self.num_threads,
             self.index,
+            self.buffers.requests[self.index, LAYER],
             self.buffers,
             self.source,
             self._scratch,

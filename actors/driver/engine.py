@@ -13,7 +13,7 @@ from hotcold.actors.driver.modes import StepMode
 from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, cut_tokens
-from hotcold.actors.protocol.stripes import sums_of_services
+from hotcold.actors.protocol.stripes import sum_order, sums_of_services
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.telemetry.experts import new_block_counts
 from hotcold.actors.telemetry.step_times import StepTimes
@@ -53,6 +53,7 @@ from hotcold.numba_kernels.loops.mailbox import (
 )
 from hotcold.numba_kernels.loops.predict_team import FFN_RESIDUAL, HIDDEN
 
+_UNSHARED_STEPS = 256  # after services gave up layers that they shared
 _UNKNOWN = -1  # how many upload rounds there are, before the first
 
 
@@ -79,6 +80,8 @@ class Engine:
         self.begin_matmul: Callable[[float], bool] = lambda wait_s: True
         self.prepare_matmul: Callable[[], None] = lambda: None
         self.joins_layers = True  # those that a GPU has as a whole, in steps of few tokens
+        self.shares_layers = True  # and those that it shares with CPU services
+        self._unshared_steps = 0  # that are left after services gave up
         self.chunks_at_once = 1  # of a long prompt go through each layer together
         self.neuron_upload_tokens = 0  # prompts this long have all neurons uploaded to a GPU
         self.block_counts = new_block_counts(config)  # of a mixture, as in `LayerFacts`
@@ -99,6 +102,9 @@ class Engine:
         self.topology = topology
         self.cut_tokens = cut_tokens(self.max_tokens, topology.has_gpu)  # of prompts, multiples
         ffn_of, num_ffn = topology.ffn_lists
+        sums = sums_of_services(topology.parts, config.ffn_bias)
+        # Where the FFN's output is normed the driver does that, and adds up in another order.
+        adds_up = self.embedding.ffn_output_norm.shape[1] == 0
         self._facts = LayerFacts(
             attention_of=topology.attention_of,
             ffn_of=ffn_of,
@@ -112,13 +118,24 @@ class Engine:
             residual_scale=np.float32(config.residual_scale),
             residual=HIDDEN if config.layers[0].order.is_parallel else FFN_RESIDUAL,
             block_counts=self.block_counts,
-            sums=sums_of_services(topology.parts, config.ffn_bias),
+            sums=sums,
             head=np.array([topology.head], np.int64),
-            end_of_whole=_ends_of_whole(config, topology, self.embedding.ffn_output_norm),
+            end_of_whole=_ends(topology, topology.is_whole & adds_up),
+            end_of_shared=_ends(topology, self._shared(topology, sums) & adds_up),
+            sharing=np.array(topology.sharing, np.int64),
             joins_head=topology.joins_head,
             pair_norm=self.embedding.pair_norm,
             pairs=_pairs(config),
         )
+
+    def _shared(self, topology: Topology, sums: np.ndarray) -> np.ndarray:
+        """Which layers services may share, (L,) bool, to which it says how to add up."""
+        buffers = self.exchange.buffers
+        order = sum_order(topology.parts, sums, 1 + buffers.more_partials.shape[1])
+        if order.size > buffers.sum_order.size:
+            return topology.is_whole
+        buffers.sum_order[: order.size] = order
+        return topology.is_shared
 
     def step(
         self,
@@ -145,7 +162,13 @@ class Engine:
             mode = mode or self.mode
             layers = range(self.config.num_layers)
             joins = self.joins_layers and num_tokens <= self.kernel_tokens
-            self._run_layers(layers, num_tokens, mode, num_logits=num_logits, joins=joins)
+            shares = self.shares_layers and not self._unshared_steps
+            self._run_layers(
+                layers, num_tokens, mode, num_logits=num_logits, joins=joins, shares=shares
+            )
+            if joins and shares and not self._layer_state[layer_loop.SHARES]:
+                self._unshared_steps = _UNSHARED_STEPS
+            self._unshared_steps = max(0, self._unshared_steps - 1)
             self.num_steps += mode.weights == TARGET
             self._count_reads()
             return self.exchange.buffers.logits[:num_logits]
@@ -237,13 +260,15 @@ class Engine:
         num_unwanted: int = 0,
         num_logits: int = 0,
         joins: bool = False,
+        shares: bool = False,
     ) -> None:
         layer_state, exchange = self._layer_state, self.exchange
         selector = mode.selector(self._is_routed)
         own_ffn = self._runs_ffn(num_tokens)
         begin_layers(
-            layer_state, layers, num_tokens, own_ffn, mode.weights, num_unwanted, num_logits, joins
-        )
+            layer_state, layers, num_tokens, own_ffn, mode.weights, num_unwanted, num_logits, joins,
+            shares,
+        )  # fmt: skip
         while True:
             layer_state[layer_loop.NEXT_NUMBER] = exchange.next_number
             reason = run_layers(
@@ -353,16 +378,13 @@ def _block_neurons(config: ModelConfig, topology: Topology) -> np.ndarray:
     return found
 
 
-def _ends_of_whole(config: ModelConfig, topology: Topology, output_norm: np.ndarray) -> np.ndarray:
-    """`end_of_whole` of `LayerFacts`: (L,) int64.
+def _ends(topology: Topology, joins: np.ndarray) -> np.ndarray:
+    """Where layers end that can be one request to a layer's attention service: (L,) int64.
 
-    None of a model whose FFN's output is normed: the driver does that, and adds up in another order
-    than a GPU.
+    `joins` (L,): which layers may.
     """
-    ends, attention_of = np.arange(config.num_layers), topology.attention_of
-    if output_norm.shape[1]:
-        return ends
-    for layer in reversed(np.flatnonzero(topology.is_whole)):
+    ends, attention_of = np.arange(joins.size), topology.attention_of
+    for layer in reversed(np.flatnonzero(joins)):
         is_followed = attention_of[layer : layer + 2].tolist() == [attention_of[layer]] * 2
         ends[layer] = ends[layer + 1] if is_followed else layer + 1
     return ends

@@ -27,6 +27,7 @@ from hotcold.numba_kernels.loops.mailbox import (
     new_request_state,
     ring_following,
     send_requests,
+    stop_layers,
 )
 
 
@@ -115,6 +116,7 @@ class ArenaExchange(Exchange):
                 self._watch.check(requested[num_done:].tolist(), num_polls)
             except ServiceLost as error:
                 lost.append(error)
+                stop_layers(self.buffers.cells, np.asarray(services), np.int32(number))
                 requested = requested[~np.isin(requested, list(error.causes))]
                 # Services that it was to ring would wait for ever, and the next request with them.
                 for service in error.causes:

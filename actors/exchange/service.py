@@ -129,10 +129,9 @@ class Service(ABC):
         self._calls = None
         self._prepare_all(layout, arena, layout.buffers(arena) if buffers is None else buffers)
         cells = self.buffers.cells
-        for kind in (ARRIVED, BARRIER_COUNT):
-            cells[cell_index(self.index, kind) * INTS_A_CELL] = 0
-        team = cell_index(self.index, TEAM) * INTS_A_CELL
-        cells[team : team + INTS_A_CELL] = 0
+        for kind in (ARRIVED, BARRIER_COUNT, TEAM):
+            first = cell_index(self.index, kind) * INTS_A_CELL
+            cells[first : first + INTS_A_CELL] = 0
         seen = int(cells[cell_index(self.index, DONE) * INTS_A_CELL])
         self._threads = [
             threading.Thread(target=self._run, args=(i, seen), name=f"{self.name}-{i}", daemon=True)

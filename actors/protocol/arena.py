@@ -17,6 +17,7 @@ from hotcold.numba_kernels.loops.mailbox import (
     NUM_BUCKETS,
     NUM_COUNTS,
     NUM_GROUPS,
+    NUM_ORDER,
     NUM_REPLY_WORDS,
     NUM_REQUEST_WORDS,
     SharedBuffers,
@@ -76,6 +77,7 @@ class ArenaLayout:
             ("neuron_counts", np.uint32, (s, self.num_layers, self.num_buckets, NUM_COUNTS)),
             ("counted_steps", np.uint32, (s, self.num_layers)),
             ("block_misses", np.uint32, (s, self.num_layers, self.num_blocks)),
+            ("sum_order", np.int32, (NUM_ORDER,)),
             ("predictor_bits", np.uint64, (self.predictor_words,)),
             (_BUNDLES, np.uint8, (s, 2, self.bundle_bytes)),
         ]

@@ -13,7 +13,7 @@ import numpy as np
 
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.weights.down_outputs import UNIT
-from hotcold.numba_kernels.decode.stripes import OF_BIASES, first_stripes
+from hotcold.numba_kernels.decode.stripes import ALL_STRIPES, OF_BIASES, first_stripes, meet
 from hotcold.numba_kernels.ffn_arrays import ShardStripes
 from hotcold.numba_kernels.formats import DTYPES, Q8, QUANT_GROUP, ROW_FORMATS
 
@@ -247,3 +247,33 @@ def sums_of_services(parts: Sequence[ServicePart], has_bias: bool) -> np.ndarray
             found.append((service, max(1, len(stripes)), OF_BIASES))
     sums: np.ndarray = np.array(sorted(found, key=lambda each: each[2]), np.int64).reshape(-1, 3)
     return sums
+
+
+ADD = -1  # a step of `sum_order`
+
+
+def sum_order(parts: Sequence[ServicePart], sums: np.ndarray, num_outputs: int) -> np.ndarray:
+    """How the CPU services' partial outputs are added up: int32 words, of any number.
+
+    The services: their number, then each; the steps: their number, then each: an output that is
+    pushed, or ADD, which adds the last one to that before it. What is left is added in order.
+    Output o of service s is s where o is 0, else len(parts) + s * (num_outputs - 1) + o - 1.
+    `sums` as in `LayerFacts`; the order is that of `layer_loop.add_sums`.
+    """
+    services = [s for s, part in enumerate(parts) if part.is_cpu_service]
+    steps, kept = [] if len(sums) else list(services), list[int]()
+    for service, output, stripe in sums.tolist():
+        steps += [ADD] * _num_met(kept, stripe)
+        more = len(parts) + service * (num_outputs - 1) + output - 1
+        steps.append(more if output else service)
+        kept.append(stripe)
+    steps += [ADD] * _num_met(kept, ALL_STRIPES)
+    return np.array([len(services), *services, len(steps), *steps], np.int32)
+
+
+def _num_met(kept: list[int], stripe: int) -> int:
+    """How many sums that are `kept` go into those before them when `stripe` comes; they go."""
+    before = len(kept)
+    while len(kept) > 1 and meet.py_func(kept[-2], kept[-1], 0, stripe):
+        kept.pop()
+    return before - len(kept)

@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 
 from hotcold.actors.protocol.messages import ServicePart, ServiceSpec
-from hotcold.numba_kernels.loops.mailbox import MOST_RUNG
+from hotcold.numba_kernels.loops.mailbox import MOST_RUNG, MOST_SHARED
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +110,29 @@ class Topology:
                 is_there = layer >= part.system.num_host_layers
                 found[layer] = is_there and sizes[s] == sizes.sum() > 0
         return found
+
+    @cached_property
+    def is_shared(self) -> np.ndarray:
+        """Whether a GPU and the CPU services may share a layer: (L,) bool.
+
+        The GPU has its attention. Neurons on storage, and those of other hosts, are asked for layer
+        by layer.
+        """
+        found, cpus = self.is_whole.copy(), [self.parts[s] for s in self.cpu_services]
+        if found.size > MOST_SHARED or any(part.host for part in cpus):
+            return found
+        if any(isinstance(part, ServiceSpec) and part.storage is not None for part in cpus):
+            return found
+        for layer, s in enumerate(self.attention_of):
+            part = self.parts[s]
+            if isinstance(part, ServiceSpec) and part.on_gpu and self.cache_services == [s]:
+                found[layer] = layer >= part.system.num_host_layers
+        return found
+
+    @cached_property
+    def sharing(self) -> list[int]:
+        """The services that share layers, that with attention first."""
+        return [*self.cache_services[:1], *self.cpu_services]
 
     @cached_property
     def joins_head(self) -> bool:

@@ -45,6 +45,32 @@ DEVICE void store(T* to, T value) {
     *to = value;
 }
 
+// A number that the host writes.
+DEVICE float load_shared(const float* from) { return __ldcv(from); }
+
+// A word that the host reads and writes meanwhile: what is behind it is there when it is.
+DEVICE int load_flag(const int* from) {
+    int value;
+    asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}
+
+DEVICE void store_flag(int* to, int value) {
+    asm volatile("st.release.sys.global.s32 [%0], %1;" : : "l"(to), "r"(value) : "memory");
+}
+
+// What this thread has written is there for the host before what it writes next.
+DEVICE void fence_all() { __threadfence_system(); }
+
+DEVICE i64 clock_ns() {
+    i64 value;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
+    return value;
+}
+
+// Between polls of a flag.
+DEVICE void rest() { __nanosleep(100); }
+
 DEVICE float half_to_float(u16 bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));

@@ -13,11 +13,14 @@ from hotcold.numba_kernels.loops.doorbell import now_ns
 from hotcold.numba_kernels.loops.mailbox import (
     ALL_FIRED,
     ALL_GATES,
+    END_LAYER,
     FAILED,
     FFN,
+    GIVER,
     LAST_FIRED,
     LAST_GATES,
     LAYER,
+    LAYERS,
     NUM_COMPUTED,
     NUM_TOKENS,
     NUM_UP,
@@ -27,8 +30,10 @@ from hotcold.numba_kernels.loops.mailbox import (
     TARGET,
     WATCHED,
     WEIGHTS,
+    await_input,
     decode_thresholds,
     finish_request,
+    give_output,
     is_for_others,
     next_share,
     read_selection,
@@ -65,16 +70,17 @@ def _as_selected(  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def ffn_request(
-    thread, num_threads, service, buffers, source, scratch, predictors, predictor_scratch, buckets,
-    function,
+    thread, num_threads, service, layer, buffers, source, scratch, predictors, predictor_scratch,
+    buckets, function,
 ):  # fmt: skip
-    """This thread's share of the FFN request in the mailbox; checks nothing.
+    """This thread's share of a layer's FFN, by the request in the mailbox; checks nothing.
 
     `source` as in `layer_ffn`; where its reads fail, the reply says so. `predictors` of experts and
-    their scratch, or None twice.
+    their scratch, or None twice. The reply's numbers of neurons are of
+    the request's layers so far.
     """
     request, reply = buffers.requests[service], buffers.replies[service]
-    layer, num_tokens = request[LAYER], request[NUM_TOKENS]
+    num_tokens = request[NUM_TOKENS]
     x = buffers.ffn_input[:num_tokens]
     selection = _chosen(
         thread, num_threads, buffers.cells, service, layer, read_selection(buffers, service),
@@ -91,7 +97,10 @@ def ffn_request(
     if not is_done:
         reply[STATUS] = FAILED
         return
-    reply[NUM_COMPUTED], reply[NUM_UP] = scratch.counts.sum(), scratch.up_counts.sum()
+    if layer == request[LAYER]:
+        reply[NUM_COMPUTED] = reply[NUM_UP] = 0
+    reply[NUM_COMPUTED] += scratch.counts.sum()
+    reply[NUM_UP] += scratch.up_counts.sum()
     if request[WATCHED] and request[WEIGHTS] == TARGET:
         _count_neurons(service, layer, selection, buckets, num_tokens, buffers, scratch)
 
@@ -127,7 +136,7 @@ def serve_ffn(
 ):  # fmt: skip
     """Serve requests after `seen` until one is left to Python; returns its number.
 
-    Left to Python are STOP, an FFN of more tokens than `scratch` holds, and requests for other
+    A request is a layer's FFN, or one layer after the other that a GPU shares (`mailbox`). Left to Python are STOP, an FFN of more tokens than `scratch` holds, and requests for other
     `weights` (`is_for_others`). All threads that share it return; the caller lets one of them
     reply. 0: the service has ended (`next_share`).
     """
@@ -138,14 +147,23 @@ def serve_ffn(
             return number
         if is_for_others(buffers.requests[service], weights):
             return number
-        operation = buffers.requests[service, OPERATION]
-        if operation == FFN and buffers.requests[service, NUM_TOKENS] <= scratch.sums.shape[1]:
-            ffn_request(
-                thread, team, service, buffers, source, scratch, predictors, predictor_scratch,
-                buckets, function,
-            )  # fmt: skip
-        elif operation != PING:
+        request = buffers.requests[service]
+        layer, end, is_shared = request[LAYER], request[LAYER] + 1, request[OPERATION] == LAYERS
+        if request[OPERATION] == PING:
+            end = layer
+        elif is_shared:
+            end = request[END_LAYER]
+        elif request[OPERATION] != FFN or request[NUM_TOKENS] > scratch.sums.shape[1]:
             return number
+        for layer in range(layer, end):
+            if is_shared and not await_input(buffers.cells, service, request[GIVER], number, layer):
+                break
+            ffn_request(
+                thread, team, service, layer, buffers, source, scratch, predictors,
+                predictor_scratch, buckets, function,
+            )  # fmt: skip
+            if is_shared:
+                give_output(buffers.cells, service, number, layer, team)
         finish_request(
             buffers.cells, buffers.requests, buffers.replies, buffers.cells[:0], service, number,
             team, started,

@@ -31,6 +31,7 @@ _ALL = np.int64(2**31 - 1)  # waiters
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "arm64": 98}.get(platform.machine(), 202)
 _CLOCK_MONOTONIC = 1
 _YIELDS = 100  # polls that yield the core, about 30 µs, before the futex
+_PAUSES, _LONG_YIELDS, _REST_NS = 200, 20_000, 100_000  # some 10 µs, 6 ms, then 100 µs each
 _LATE_US = 500  # longer than an idle machine's scheduling delay, shorter than a time slice
 _CROWDED_US = 250_000  # for this long yielding polls are skipped
 _i32, _i64 = ir.IntType(32), ir.IntType(64)
@@ -253,6 +254,20 @@ def wait_change(cells, cell, seen, spins, timeout_ns):
         if left <= 0:
             return value
         _sleep(cells, index, seen, left)
+
+
+@njit(nogil=True, cache=True)
+def rest(cells, index, seen, polls):
+    """What a thread does between polls of words that another device writes, which wakes nobody.
+
+    `polls` so far; cells[index]: any word, whose value is `seen`.
+    """
+    if polls < _PAUSES:
+        _pause()
+    elif polls < _PAUSES + _LONG_YIELDS:
+        _yield_core()
+    else:
+        _futex_wait(cells, index, seen, np.int64(_REST_NS))
 
 
 @njit(nogil=True, cache=True)

@@ -1,7 +1,7 @@
 """The layer loop of the driver: attention, choice of neurons, FFN and residual, layer by layer.
 
 Behind the last layer the head follows, where logits are wanted. Layers of which one service has
-everything can be one request.
+everything can be one request, and so can layers that a GPU shares with CPU services.
 
 The loop is a state machine in one record, written once for all kinds of exchange. With doorbells it
 sends requests, waits and goes on, layer after layer, without Python. Otherwise, and wherever Python
@@ -27,6 +27,7 @@ from hotcold.numba_kernels.loops.mailbox import (
     FFN,
     FIRST_LOGIT,
     GATE_THRESHOLD,
+    GIVER,
     HEAD,
     LAYER,
     LAYERS,
@@ -47,7 +48,7 @@ from hotcold.numba_kernels.loops.selector import announce, predicts, select
 AT_LAYER, AT_PHASE, END_LAYER, TOKENS = range(4)
 OWN_FFN = 4  # whether Python computes the FFN
 NEXT_NUMBER = 5  # of the next request by doorbell where Python sends it; 0 without doorbells
-REQUESTED = 6  # ATTENTION, FFN, LAYERS or HEAD: says what `requested_services` are
+REQUESTED = 6  # ATTENTION, FFN, LAYERS, SHARED or HEAD: says what `requested_services` are
 IS_SENT = 7  # a request was sent and is not counted yet
 REQUEST_WAITED_NS = 8  # for its replies
 # and sums over its layers, as in `StepTimes`
@@ -60,6 +61,7 @@ NUM_LOGITS = 19  # of the last tokens, from the head after the last layer
 HEAD_BUSY_NS, HEAD_WAITED_NS = 20, 21
 JOINS = 22  # whether whole layers are joined to one request
 LAYERS_BUSY_NS, LAYERS_WAITED_NS = 23, 24
+SHARES = 25  # whether layers that services share are; no longer once they gave up
 NUM_STATE_WORDS = 32  # whole cache lines
 
 CHOSEN, READ = range(2)  # of `block_counts`
@@ -67,6 +69,7 @@ ALONE, FIRST, SECOND = range(3)  # of `pairs`
 
 # as REQUESTED: both at once, the FFN's services rung by the attention service, and awaited first
 _ATTENTION_THEN_FFN = -1
+SHARED = -2  # LAYERS of all services that share layers
 
 # phases of a layer; _END follows the request for whole layers
 _ATTEND, _CHOOSE, _COMPUTE, _ADD = range(4)
@@ -103,6 +106,8 @@ class LayerFacts(NamedTuple):
     end_of_whole (L,) int64: layers l to end_of_whole[l] - 1 can be one request to attention_of[l],
     in steps of few tokens; none where that is l
     joins_head: whether the head can be requested with the last of these
+    end_of_shared (L,) int64: as end_of_whole, of layers that services share or one has as a whole
+    sharing (n,) int64: the services that do, that with attention first
     """
 
     attention_of: np.ndarray
@@ -121,6 +126,8 @@ class LayerFacts(NamedTuple):
     head: np.ndarray = np.zeros(1, np.int64)
     end_of_whole: np.ndarray = np.zeros(0, np.int64)
     joins_head: bool = False
+    end_of_shared: np.ndarray = np.zeros(0, np.int64)
+    sharing: np.ndarray = np.zeros(0, np.int64)
     pair_norm: np.ndarray = np.zeros((0, 0), np.float32)
     pairs: np.ndarray = np.zeros(0, np.int64)
 
@@ -139,12 +146,14 @@ def begin_layers(
     num_unwanted: int = 0,
     num_logits: int = 0,
     joins: bool = False,
+    shares: bool = False,
 ) -> None:
     """Set `layer_state` before the first of `layers`, with all sums zero.
 
     num_unwanted: of so many first tokens nothing but keys and values is computed
     num_logits: so many last tokens have logits
     joins: whether whole layers are joined, which leaves only `hidden` of the last one behind
+    shares: and those that services share
     """
     layer_state[:] = 0
     layer_state[AT_LAYER], layer_state[END_LAYER] = layers.start, layers.stop
@@ -152,6 +161,7 @@ def begin_layers(
     layer_state[OWN_FFN] = own_ffn
     layer_state[WEIGHTS], layer_state[UNWANTED] = weights, num_unwanted
     layer_state[NUM_LOGITS], layer_state[JOINS] = num_logits, joins
+    layer_state[SHARES] = joins and shares
 
 
 @njit(nogil=True, cache=True)
@@ -162,6 +172,8 @@ def requested_services(layer_state, facts):
         return facts.attention_of[layer : layer + 1]
     if layer_state[REQUESTED] == HEAD:
         return facts.head
+    if layer_state[REQUESTED] == SHARED:
+        return facts.sharing
     is_both = layer_state[REQUESTED] == _ATTENTION_THEN_FFN
     return facts.ffn_of[layer, : facts.num_ffn[layer] + is_both]
 
@@ -197,17 +209,21 @@ def run_layers(layer_state, request_state, buffers, facts, selector):
 def _attend(layer_state, request_state, buffers, facts, selector):
     """Request ffn_residual and ffn_input, and behind them the FFN where it needs no choice.
 
-    A GPU also starts with its hot neurons. Of whole layers request all.
+    A GPU also starts with its hot neurons. Of whole layers, and of shared ones, request all.
     """
-    end = _end_of_joined(layer_state, facts, selector)
+    end, is_shared = _end_of_joined(layer_state, request_state, facts, selector)
     if end > layer_state[AT_LAYER]:
-        layer_state[REQUESTED], layer_state[AT_PHASE] = LAYERS, _END
+        layer_state[REQUESTED], layer_state[AT_PHASE] = SHARED if is_shared else LAYERS, _END
         _write_requests(layer_state, buffers, facts, selector)
-        request = buffers.requests[facts.attention_of[layer_state[AT_LAYER]]]
         has_head = facts.joins_head and end == facts.end_of_whole.shape[0]
         has_head &= layer_state[NUM_LOGITS] == layer_state[TOKENS]
-        request[mailbox.END_LAYER] = end
-        request[FIRST_LOGIT] = 0 if has_head else layer_state[TOKENS]
+        for service in requested_services(layer_state, facts):
+            request = buffers.requests[service]
+            request[mailbox.END_LAYER] = end
+            request[FIRST_LOGIT] = 0 if has_head else layer_state[TOKENS]
+            request[GIVER] = facts.attention_of[layer_state[AT_LAYER]]
+            request[NUM_IDS] = ALL_NEURONS
+            request[WEIGHS_BLOCKS] = selector.is_routed[layer_state[AT_LAYER]]
         return _send(layer_state, request_state, buffers, facts)
     number = layer_state[NEXT_NUMBER]
     if request_state.shape[0]:
@@ -229,48 +245,66 @@ def _attend(layer_state, request_state, buffers, facts, selector):
 
 
 @njit(nogil=True, cache=True)
-def _end_of_joined(layer_state, facts, selector):
+def _end_of_joined(layer_state, request_state, facts, selector):
     """The end of the layers that are requested at once from here on; this layer where none are.
 
-    A request has one pair of thresholds.
+    And whether services share some of them. A request has one pair of thresholds, and where it is
+    shared one rule of which neurons: not what a predictor chooses.
     """
     first = end = layer_state[AT_LAYER]
-    if layer_state[JOINS] and not layer_state[OWN_FFN]:
-        while end < min(layer_state[END_LAYER], facts.end_of_whole[first]) and (
-            selector.thresholds[end, 0] == selector.thresholds[first, 0]
-            and selector.thresholds[end, 1] == selector.thresholds[first, 1]
+    if not layer_state[JOINS] or layer_state[OWN_FFN]:
+        return end, False
+    shares = request_state.shape[0] > 0 and layer_state[SHARES] != 0
+    last = facts.end_of_shared[first] if shares else facts.end_of_whole[first]
+    while (
+        end < min(layer_state[END_LAYER], last)
+        and selector.thresholds[end, 0] == selector.thresholds[first, 0]
+        and selector.thresholds[end, 1] == selector.thresholds[first, 1]
+    ):
+        is_whole = facts.end_of_whole[end] > end
+        if not is_whole and (
+            predicts(selector, end, layer_state[TOKENS])
+            or selector.is_routed[end] != selector.is_routed[first]
         ):
-            end += 1
-    return end
+            break
+        end += 1
+    return end, end > max(first, facts.end_of_whole[first])
 
 
 @njit(nogil=True, cache=True)
 def _end(layer_state, buffers, facts, selector):
     """hidden = ffn_residual, the output of the layers requested, and logits where they were.
 
-    The service says how many tokens chose each block of neurons.
+    The service with attention says how many tokens chose each block of neurons.
 
-    What is not finite is requested again one by one: `hidden` is still the layers' input.
+    What is not finite, or was given up, is requested again one by one: `hidden` is still the
+    layers' input.
     """
     first, num_tokens = layer_state[AT_LAYER], layer_state[TOKENS]
-    service = facts.attention_of[first]
-    request, reply = buffers.requests[service], buffers.replies[service]
+    giver = facts.attention_of[first]
+    request, reply = buffers.requests[giver], buffers.replies[giver]
     end = request[mailbox.END_LAYER]
     layer_state[LAYERS_BUSY_NS] += reply[BUSY_NS]
     layer_state[LAYERS_WAITED_NS] += layer_state[REQUEST_WAITED_NS]
     layer_state[IS_SENT], layer_state[AT_PHASE] = 0, _ATTEND
+    if reply[NUM_COMPUTED] == mailbox.GAVE_UP:
+        layer_state[SHARES] = 0
+        return DONE
     if not finite_rows(buffers.ffn_residual, num_tokens):
         layer_state[JOINS] = 0
         return DONE
     for t in range(num_tokens):
         copy_numbers(buffers.ffn_residual[t], buffers.hidden[t])
-    layer_state[SUM_COMPUTED] += reply[NUM_COMPUTED]
-    layer_state[SUM_UPS] += reply[NUM_UP]
+    for service in requested_services(layer_state, facts):
+        layer_state[SUM_COMPUTED] += buffers.replies[service, NUM_COMPUTED]
+        layer_state[SUM_UPS] += buffers.replies[service, NUM_UP]
     for layer in range(first, end):
-        sizes, is_routed = facts.num_neurons[layer, service], selector.is_routed[layer]
-        for block in range(sizes.shape[0]):
-            if not is_routed or buffers.block_tokens[layer, block]:
-                layer_state[SUM_GATES] += sizes[block]
+        is_routed = selector.is_routed[layer]
+        for service in requested_services(layer_state, facts):
+            sizes = facts.num_neurons[layer, service]
+            for block in range(sizes.shape[0]):
+                if not is_routed or buffers.block_tokens[layer, block]:
+                    layer_state[SUM_GATES] += sizes[block]
         if is_routed and layer_state[WEIGHTS] == TARGET and facts.block_counts.shape[1]:
             for block in range(facts.block_counts.shape[1]):
                 num_chosen = buffers.block_tokens[layer, block]
@@ -499,10 +533,11 @@ def merge_pair(
 @njit(nogil=True, cache=True)
 def _write_requests(layer_state, buffers, facts, selector):
     """Write the words of what is REQUESTED; of an FFN's the selector writes the others."""
-    layer = layer_state[AT_LAYER]
+    layer, operation = layer_state[AT_LAYER], layer_state[REQUESTED]
     for service in requested_services(layer_state, facts):
         request = buffers.requests[service]
-        request[OPERATION], request[LAYER] = layer_state[REQUESTED], layer
+        request[OPERATION] = LAYERS if operation == SHARED else operation
+        request[LAYER] = layer
         request[NUM_TOKENS] = layer_state[TOKENS]
         request[mailbox.WEIGHTS] = layer_state[WEIGHTS]
         request[mailbox.NUM_UNWANTED] = layer_state[UNWANTED]

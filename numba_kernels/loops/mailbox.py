@@ -1,11 +1,17 @@
 """Requests and replies between the driver and services through shared memory.
 
-Each service has seven doorbell cells, a row of request words and a row of reply words. The driver
+Each service has nine doorbell cells, a row of request words and a row of reply words. The driver
 writes the request words and rings REQUEST with the next sequence number. Every thread of the
 service does its part; the last one writes the reply and rings DONE with that number. Before that it
 rings REQUEST of others where the word THEN says so, whose requests follow its own and have its
 number: the driver need not wake in between. A request changes nothing that it reads, so it can be
 sent again.
+
+Services may share layers: one request, LAYERS, is sent to a GPU and to CPU services. The GPU writes
+each layer's FFN input and then its INPUT; each CPU service writes its partial outputs and then its
+OUTPUT, for which the GPU waits before it adds them. Both are a `layer_mark`, of the request's
+number and the layer. Whoever finds that another one is lost writes the request's number to STOPPED:
+all end their parts of it, and the driver asks for the layers in another way.
 
 A service's last threads may be left out while other programs want its cores: TEAM says how many.
 They sleep there, and no request waits for them. It changes between two requests alone.
@@ -26,9 +32,11 @@ from hotcold.numba_kernels.loops.doorbell import (
     WAITED_US,
     atomic_add,
     atomic_load,
+    atomic_replace,
     atomic_store,
     barrier,
     now_ns,
+    rest,
     ring,
     sleep_change,
     wait_change,
@@ -40,11 +48,18 @@ REQUEST, DONE, ARRIVED, BARRIER_COUNT, BARRIER_GENERATION = range(5)
 ROUTED = 5
 # How many of a service's threads are left out; ENDED once it has stopped.
 TEAM = 6
-CELLS_A_SERVICE = 7
+INPUT, OUTPUT = 7, 8  # a layer's FFN input, of a GPU, and its partial outputs, are there
+CELLS_A_SERVICE = 9
 # Words of TEAM's cell: how many are to be left out from the next request on; the last request
 # before threads came back, which is not theirs, or 0.
 WANTED, CAME_BACK = 5, 6
 ENDED = -1
+STOPPED = 5  # word of INPUT's cell: the last request that was given up
+# Words of ARRIVED's cell: the shared layer that a service's threads came to, plus 1, times 2, and 1
+# more if they end there; how many have done their part of it.
+TURN, HAVE_DONE = 5, 6
+MOST_SHARED = 1000  # layers
+_MARK_BITS = 10
 _MAX_DELAYED_US = 10_000  # of one request; longer delays have other causes, such as suspension
 
 # request words
@@ -57,6 +72,7 @@ THEN = 12  # of ATTENTION: a bit for each service whose REQUEST is rung when it 
 # Of a prompt: of so many of its first tokens nothing is wanted but keys and values in the cache.
 NUM_UNWANTED = 13
 END_LAYER = 14  # of LAYERS: they are LAYER to END_LAYER - 1
+GIVER = 15  # of shared LAYERS: the service with their attention
 MOST_RUNG = 62  # services beyond have no bit
 NUM_REQUEST_WORDS = 16  # whole cache lines
 ALL_NEURONS = -1  # as NUM_IDS: all neurons of the service's shard
@@ -72,13 +88,14 @@ NUM_GROUPS = 3
 STOP, PING, ATTENTION, HEAD, FFN, COUNT_FFN = range(6)  # the last: FFN that counts what fired
 SEND, STREAM = 6, 7  # copy a CPU service's neurons to the arena; compute them from there on a GPU
 # Attention and FFN of several layers, hidden → ffn_residual, and logits of tokens from FIRST_LOGIT
-# on: of all, or with NUM_TOKENS there of none.
+# on: of all, or with NUM_TOKENS there of none. Of a CPU service its neurons of the layers.
 LAYERS = 8
 
 # reply words
 STATUS, BUSY_NS, NUM_COMPUTED = range(3)
 DELAYED_US, TAKEN_US, NUM_ANSWERED = 3, 4, 5  # of all requests so far: see `finish_request`
 NUM_UP = 6  # neurons whose up row was read; NUM_COMPUTED: whose down row was
+GAVE_UP = -1  # as NUM_COMPUTED of LAYERS: they were stopped
 # Of offloaded neurons, so far: bytes, waiting time, cache lookups and misses of neurons' parts; of
 # whole experts that were chosen those of layers that were guessed, and those that were in the
 # guess; parts that were read ahead, and those of them that were of use.
@@ -92,6 +109,8 @@ OK, FAILED = 0, 1
 NUM_BUCKETS = 64  # of a model without experts; with them each expert is a bucket
 LAST_FIRED, LAST_GATES, ALL_FIRED, ALL_GATES = range(4)
 NUM_COUNTS = 4
+
+NUM_ORDER = 256  # words of `sum_order`
 
 # words of `new_request_state`, which the exchange owns
 NEXT_NUMBER, NUMBER, NUM_DONE, TIMEOUT_NS = range(4)
@@ -112,7 +131,7 @@ IDLE_NS = 3_600_000_000_000  # timeout of an idle service's wait, which then wai
 class SharedBuffers(NamedTuple):
     """The shared arrays of a system; S services, at most T tokens a step, width d.
 
-    cells (S * 7 * 16,) int32; requests, replies (S, 16) int64
+    cells (S * 9 * 16,) int32; requests, replies (S, 16) int64
     positions, slots (T,) int32: each token's position in its sequence, and the sequence's slot
     page_tables (NUM_GROUPS, slots, pages a sequence) int32: entry p is the page with a sequence's
     positions from p * 64 on, in layers of a group; of RECURRENT from p * 16 on, or NO_PAGE
@@ -131,6 +150,8 @@ class SharedBuffers(NamedTuple):
     (`decode.stripes`)
     neuron_counts (S, L, buckets, 4), counted_steps (S, L) uint32: see WATCHED; sums wrap around
     block_misses (S, L, B) uint32: how often a service with experts on storage had to read each
+    sum_order (NUM_ORDER,) int32: how partial outputs are added up (`sum_order` of
+    actors.protocol.stripes), where a GPU does it
     predictor_bits (words,) uint64: the driver's sign predictors, where services use them to read
     ahead (`predictors.stacked`)
     """
@@ -157,6 +178,7 @@ class SharedBuffers(NamedTuple):
     neuron_counts: np.ndarray
     counted_steps: np.ndarray
     block_misses: np.ndarray
+    sum_order: np.ndarray
     predictor_bits: np.ndarray
 
 
@@ -277,6 +299,61 @@ def barrier_wait(cells, service, num_threads):
     barrier(cells, cell(service, BARRIER_COUNT), cell(service, BARRIER_GENERATION), num_threads)
 
 
+def layer_mark(number: int, layer: int) -> int:
+    """What INPUT and OUTPUT are once a layer's are there; int64, never negative."""
+    return (np.int64(number) << _MARK_BITS | np.int64(layer + 1)) & 0x7FFFFFFF
+
+
+_mark = njit(nogil=True, cache=True)(layer_mark)
+
+
+@njit(nogil=True, cache=True)
+def await_input(cells, service, giver, number, layer):
+    """Wait for a shared layer's FFN input from service `giver`; False where they were stopped.
+
+    That of a later one says that the giver has all neurons of this one. The first of a service's threads that knows decides for all.
+    """
+    turn = cell(service, ARRIVED) * INTS_A_CELL + TURN
+    given = cell(giver, INPUT) * INTS_A_CELL
+    wanted, polls = np.int32(_mark(number, layer)), 0
+    while True:
+        decided = atomic_load(cells, turn)
+        if decided >> 1 == layer + 1:
+            return decided & 1 == 0
+        mark, decision = atomic_load(cells, given), np.int32(layer + 1 << 1)
+        if mark >= wanted and mark >> _MARK_BITS == wanted >> _MARK_BITS:
+            atomic_replace(cells, turn, decided, decision)
+        elif atomic_load(cells, given + STOPPED) == number or is_stopped(cells, service, number):
+            atomic_replace(cells, turn, decided, decision | np.int32(1))
+        else:
+            rest(cells, turn, decided, polls)
+            polls += 1
+
+
+@njit(nogil=True, cache=True)
+def give_output(cells, service, number, layer, num_threads):
+    """A thread has done its part of a shared layer; the last one says that all of it is there."""
+    arrived = cell(service, ARRIVED) * INTS_A_CELL
+    if atomic_add(cells, arrived + HAVE_DONE, np.int32(1)) == num_threads - 1:
+        atomic_store(cells, arrived + HAVE_DONE, np.int32(0))
+        output = cell(service, OUTPUT) * INTS_A_CELL
+        atomic_store(cells, output, np.int32(_mark(number, layer)))
+
+
+@njit(nogil=True, cache=True)
+def stop_layers(cells, services, number):
+    """End shared layers, if request `number` was for such, in all `services`."""
+    for service in services:
+        stopped = cell(service, INPUT) * INTS_A_CELL + STOPPED
+        atomic_store(cells, stopped, np.int32(number))
+
+
+@njit(nogil=True, cache=True)
+def is_stopped(cells, service, number):
+    """Whether `stop_layers` was told a service's request."""
+    return atomic_load(cells, cell(service, INPUT) * INTS_A_CELL + STOPPED) == number
+
+
 @njit(nogil=True, cache=True)
 def following(request):
     """A bit for each service whose request follows this one (16,); 0: none does."""
@@ -308,6 +385,7 @@ def finish_request(
     """
     if atomic_add(cells, cell(service, ARRIVED) * INTS_A_CELL, np.int32(1)) == num_threads - 1:
         atomic_store(cells, cell(service, ARRIVED) * INTS_A_CELL, np.int32(0))
+        atomic_store(cells, cell(service, ARRIVED) * INTS_A_CELL + TURN, np.int32(0))
         ended_ns = now_ns()
         posted_us = cells[cell(service, REQUEST) * INTS_A_CELL + RUNG_US]
         waited = cell(service, BARRIER_COUNT) * INTS_A_CELL + WAITED_US

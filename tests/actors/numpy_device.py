@@ -7,6 +7,7 @@ from the definitions.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,12 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from hotcold.actors.protocol.stripes import ADD
 from hotcold.cuda_kernels.device import DeviceMemoryError
 from hotcold.cuda_kernels.matrix import FORMATS, ITEM_BYTES, DeviceMatrix
 from hotcold.model.config import activations
 from hotcold.model.config.layer_spec import RouterSpec
 from hotcold.numba_kernels.checks import ACTIVATION_CODES
 from hotcold.numba_kernels.load.convert import to_float32
+from hotcold.numba_kernels.loops.mailbox import layer_mark
 from tests.reference_experts import expert_weights
 
 _ALIGNMENT = 256  # of CuPy's arrays, at least
@@ -301,6 +304,50 @@ class NumpyKernels:
     def ffn_scratch_items(self, num_tokens, num_neurons, width):
         return num_tokens * num_neurons
 
+    def give_input(self, layer, shared, x=None, weights=None):
+        def run() -> None:
+            for source, target in ((x, shared.ffn_input), (weights, shared.block_weights)):
+                if source is not None:
+                    count = min(len(source), len(target))
+                    target[:count] = source[:count]
+            shared.cells[shared.given] = layer_mark(shared.told[0], layer)
+
+        self._device.run(run)
+
+    def await_outputs(self, layer, shared):
+        def run() -> None:
+            number, _, count = shared.told[:3].tolist()
+            mark, deadline = layer_mark(number, layer), time.monotonic_ns() + shared.limit_ns
+            while any(shared.cells[bell] != mark for bell in shared.told[3 : 3 + count]):
+                if shared.cells[shared.stopped] == number:
+                    return
+                if time.monotonic_ns() > deadline:
+                    shared.cells[shared.stopped] = number
+                time.sleep(0)
+
+        self._device.run(run)
+
+    def add_outputs(self, shared, own, residual, x, out):
+        def run() -> None:
+            num_tokens, count = shared.told[1:3]
+            rows = np.minimum(np.arange(len(x)), num_tokens - 1)
+            more = shared.more_partials.reshape(-1, *shared.partials.shape[1:])
+            outputs, kept = [*shared.partials, *more], [] if own is None else [own]
+            steps = shared.told[3 + count :]
+            for step in steps[1 : 1 + steps[0]]:
+                if step == ADD:
+                    kept[-2:] = [kept[-2] + kept[-1]]
+                else:
+                    kept.append(outputs[step][rows])
+            ffn_residual, _, scale = residual
+            if scale == 1:
+                found = sum(kept, ffn_residual)
+            else:
+                found = ffn_residual + np.float32(scale) * sum(kept[1:], kept[0])
+            out[:] = found + (x - x)
+
+        self._device.run(run)
+
     def widen(self, weights, first, last, out):
         def run() -> None:
             part = DeviceMatrix(weights.data[first:last], weights.format, weights.width)
@@ -362,6 +409,13 @@ class NumpyDevice:
             return "operation not supported"
         self.registered[address] = num_bytes
         return ""
+
+    def mapped(self, array):
+        assert not array.size or any(
+            address <= array.ctypes.data and array.nbytes <= address + size - array.ctypes.data
+            for address, size in self.registered.items()
+        )
+        return array
 
     def unregister(self, address):
         for queue in (self._stream, self._copies):

@@ -39,6 +39,9 @@ class Device(Protocol):
     def register(self, address: int, num_bytes: int) -> str:
         """Register existing host memory for copies; "" or the reason why that is refused."""
 
+    def mapped(self, array: np.ndarray) -> Any:
+        """An array of registered memory as kernels see it: they read and write the host's."""
+
     def unregister(self, address: int) -> None:
         """Undo `register`."""
 
@@ -130,6 +133,11 @@ class GraphCache:
         self._device = device
         self._left = most_graphs
         self._graphs: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # None: run once
+
+    def clear(self) -> None:
+        """Forget all graphs: addresses within them are no longer those of anything."""
+        while self._graphs:
+            self._left += self._graphs.popitem()[1][1]
 
     def run(self, key: Hashable, work: Callable[[], None], size: int = 1) -> None:
         """Put `work` on the stream, some ten kernels times `size`; equal keys must mean equal

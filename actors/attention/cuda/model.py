@@ -100,6 +100,11 @@ class CudaModel:
         self.starts = (ffn.starts - ffn.starts[:, :1]).astype(np.int32)
         self.ffn = [self._ffn(ffn, starts) if starts[-1] else None for starts in self.starts]
 
+    def is_whole(self, layer: int) -> bool:
+        """Whether the device has all of a layer's neurons."""
+        part = self.ffn[layer]
+        return part is not None and part.num_neurons == self.config.ffn_sizes[layer]
+
     def fill(
         self,
         on_bytes: Callable[[int], None],

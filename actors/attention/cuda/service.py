@@ -2,8 +2,8 @@
 
 Its thread waits at the doorbell without the GIL. A request is copies and one graph on the device's
 stream. A layer's hot neurons are launched right after its attention, before their request: they
-run while requests go to the CPU services. Layers of which the device has everything are one
-request and one graph.
+run while requests go to the CPU services. Layers of which the device has everything, or which it
+shares with CPU services (`shared`), are one request and one graph.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from hotcold.actors.attention.cuda.link import Link
 from hotcold.actors.attention.cuda.model import CudaModel
 from hotcold.actors.attention.cuda.neuron_upload import NeuronUpload
 from hotcold.actors.attention.cuda.prompt import PromptWork
+from hotcold.actors.attention.cuda.shared import SharedLayers
 from hotcold.actors.attention.cuda.step import StepWork, TokenPositions, whole_length, whole_step
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.cuda_kernels.device import GPU_FAILED, DeviceFailure
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds
+from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.loops.mailbox import (
     ATTENTION,
     COUNT_FFN,
     END_LAYER,
     FFN,
     FIRST_LOGIT,
+    GAVE_UP,
     HEAD,
     LAYER,
     LAYERS,
@@ -41,9 +44,11 @@ from hotcold.numba_kernels.loops.mailbox import (
     NUM_UP,
     OPERATION,
     PING,
+    REQUEST,
     ROUND,
     STREAM,
     WEIGHS_BLOCKS,
+    cell_index,
     decode_thresholds,
     next_request,
 )
@@ -86,6 +91,7 @@ class CudaAttentionService(Service):
         self._neuron_upload: NeuronUpload | None = None
         if layout.bundle_bytes:
             self._neuron_upload = NeuronUpload(device, model, self._prompts, layout)
+        self._shared = SharedLayers(device)
         self._graphs = GraphCache(device)
         self._positions = TokenPositions(device, self._work, layout.max_tokens)
         self._max_tokens = layout.max_tokens
@@ -137,6 +143,8 @@ class CudaAttentionService(Service):
         """Register the arena for copies."""
         self._link = Link(self._device, self._arena)
         self._positions.forget()
+        self._shared.attach(self.buffers, self.index, self._link)
+        self._graphs.clear()
         self._begun = None
         if self._neuron_upload is not None:
             self._neuron_upload.attach(layout, self._arena, self._link)
@@ -177,7 +185,7 @@ class CudaAttentionService(Service):
             elif operation == LAYERS:
                 layers = range(layer, int(request[END_LAYER]))
                 has_head = int(request[FIRST_LOGIT]) < num_tokens
-                self._whole_layers(layers, has_head, num_tokens, decode_thresholds.py_func(request))
+                self._layers(layers, has_head, num_tokens, decode_thresholds.py_func(request))
             elif operation == HEAD:
                 self._head(int(request[FIRST_LOGIT]), num_tokens)
             elif operation == FFN and num_tokens <= KERNEL_TOKENS:
@@ -191,6 +199,7 @@ class CudaAttentionService(Service):
                 raise ValueError(f"{self.name} knows no operation {operation}")
         except Exception as error:
             self._begun = None
+            self._shared.stop(self._number)
             if reason := self._device.explain(error):
                 raise DeviceFailure(f"{GPU_FAILED}: {reason}") from error
             raise
@@ -239,13 +248,28 @@ class CudaAttentionService(Service):
         longest = int(buffers.positions[:num_tokens].max()) + 1
         return whole, whole_length(longest, work.most_length)
 
-    def _whole_layers(
+    @property
+    def _number(self) -> int:
+        """Of the request in the mailbox."""
+        return int(self.buffers.cells[cell_index(self.index, REQUEST) * INTS_A_CELL])
+
+    def _layers(
         self, layers: range, has_head: bool, num_tokens: int, thresholds: Thresholds
     ) -> None:
-        self._begun, work = None, self._work
+        self._begun, work, number = None, self._work, self._number
+        are_shared = not all(map(self._model.is_whole, layers))
+        memory = self._shared.memory if are_shared else None
+        if are_shared:
+            self._shared.tell(number, num_tokens)
+            if memory is None:
+                self._shared.stop(number)
+                self.buffers.replies[self.index, NUM_COMPUTED] = GAVE_UP
+                return
         which = layers, has_head, *self._put_step(num_tokens), thresholds
-        self._graphs.run(("layers", *which), lambda: work.whole_layers(*which), len(layers))
-        self.times.mark("whole layers")
+        self._graphs.run(
+            ("layers", are_shared, *which), lambda: work.layers(*which, memory), len(layers)
+        )
+        self.times.mark("layers")
         outputs = [("ffn_residual", self.buffers.ffn_residual, work.hidden)]
         if has_head:
             outputs.append(("logits", self.buffers.logits, work.logits))
@@ -263,10 +287,14 @@ class CudaAttentionService(Service):
         self.times.mark("copies")
         self._finish(*lands)
         self.times.collect()
+        if are_shared and self._shared.is_stopped(number):
+            self.buffers.replies[self.index, NUM_COMPUTED] = GAVE_UP
+            return
         if weights.size:  # of layers without experts nobody reads what stands there
             of_tokens = weights.reshape(len(layers), num_tokens, -1)
             np.sum(of_tokens != 0, axis=1, out=block_tokens)
-        self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = fired.sum(axis=0)
+        hot = [at for at, layer in enumerate(layers) if self._model.ffn[layer] is not None]
+        self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = fired[hot].sum(axis=0)
 
     def _download_weights(self, layer: int, num_tokens: int, found: Any) -> Callable[[], None]:
         """Put a copy of what the layer's blocks weigh on the stream, if it has experts."""

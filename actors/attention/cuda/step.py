@@ -17,7 +17,7 @@ from hotcold.actors.attention.cuda.model import CudaModel
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.cuda_kernels.kernels import CudaKernels, Layer, PagedCache
-from hotcold.cuda_kernels.neurons import LayerResidual
+from hotcold.cuda_kernels.neurons import LayerResidual, SharedMemory
 from hotcold.model.config.layer_order import ffn_residual_and_input, layer_input
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
@@ -190,21 +190,53 @@ class StepWork:
             residual if ends_layer else None,
         )
 
-    def whole_layers(
+    def layers(
         self,
         layers: range,
         has_head: bool,
         num_tokens: int,
         max_length: int,
         thresholds: Thresholds,
+        shared: SharedMemory | None = None,
     ) -> None:
-        """hidden → hidden, num_fired, through layers of which the device has everything; logits."""
+        """hidden → hidden, num_fired, layer by layer; logits.
+
+        With `shared` CPU services have neurons of some of the layers, else of none.
+        """
         for layer in layers:
-            self.attention(layer, num_tokens, max_length)
             weighs = self._model.layers[layer].numbers.num_experts > 0
-            self.hot(layer, num_tokens, thresholds, has_weights=weighs, ends_layer=True)
+            is_whole = self._model.is_whole(layer)
+            if shared is not None and is_whole:
+                self._device.kernels.give_input(layer, shared)
+            self.attention(layer, num_tokens, max_length)
+            if is_whole:
+                self.hot(layer, num_tokens, thresholds, has_weights=weighs, ends_layer=True)
+            else:
+                assert shared is not None
+                self._shared_ffn(layer, num_tokens, thresholds, weighs, shared)
         if has_head:
             self.head(num_tokens)
+
+    def _shared_ffn(
+        self,
+        layer: int,
+        num_tokens: int,
+        thresholds: Thresholds,
+        weighs: bool,
+        shared: SharedMemory,
+    ) -> None:
+        """ffn_residual and ffn_input → hidden, the layer's output, with what CPU services have."""
+        kernels, own = self._device.kernels, self._model.layers[layer]
+        ffn_residual, ffn_input = self.outputs(num_tokens)
+        weights = self.block_weights(layer, num_tokens) if weighs else None
+        kernels.give_input(layer, shared, ffn_input, weights)
+        partial = None
+        if self._model.ffn[layer] is not None:
+            self.hot(layer, num_tokens, thresholds, weighs)
+            partial = self.partial[:num_tokens]
+        kernels.await_outputs(layer, shared)
+        residual = LayerResidual(ffn_residual, None, own.numbers.residual_scale)
+        kernels.add_outputs(shared, partial, residual, ffn_input, self.hidden[:num_tokens])
 
     def head(self, num_tokens: int) -> None:
         """hidden → logits."""

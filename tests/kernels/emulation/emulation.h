@@ -12,7 +12,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <sched.h>
 #include <string>
+#include <time.h>
 #include <ucontext.h>
 #include <type_traits>
 #include <utility>
@@ -344,6 +346,32 @@ inline void store(T* to, T value) {
     emulation::check_write(to, sizeof(T));
     *to = value;
 }
+
+// What the host writes meanwhile is none of the threads'.
+inline float load_shared(const float* from) {
+    emulation::buffer_of(from, sizeof(float));
+    return *static_cast<const volatile float*>(from);
+}
+
+inline int load_flag(const int* from) {
+    emulation::buffer_of(from, sizeof(int));
+    return __atomic_load_n(from, __ATOMIC_ACQUIRE);
+}
+
+inline void store_flag(int* to, int value) {
+    emulation::buffer_of(to, sizeof(int));
+    __atomic_store_n(to, value, __ATOMIC_RELEASE);
+}
+
+inline void fence_all() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+inline long long clock_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+inline void rest() { sched_yield(); }
 
 inline float half_to_float(uint16_t bits) { return emulation::float_of_half(bits); }
 inline uint16_t float_to_half(float value) { return emulation::half_of_float(value); }
