@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from signal import SIGCONT, SIGKILL, SIGSTOP, Signals
 
 import numpy as np
 import pytest
@@ -79,8 +83,7 @@ def test_the_same_tokens_and_what_it_says_of_itself(
     assert system.call("device_report", True)["used_bytes"] <= found.gpu_memory_bytes
     system.complete(request(checkpoint))
     report = system.call("device_report", False)
-    kinds = {"attention", "hot neurons"} if share > 1 else {"whole layers"}
-    assert report.keys() == {"used_bytes", "copies", "head"} | kinds
+    assert report.keys() == {"used_bytes", "copies", "head", "layers"}
     assert all(value > 0 for value in report.values())
 
 
@@ -100,6 +103,24 @@ def test_a_gpu_that_fails_is_replaced(
     new = system.call("processes")
     assert new["gpu"] != pids["gpu"] and new["cpu0"] == pids["cpu0"]
     assert system.complete(requests[1]).ids == expected[1]
+
+
+@pytest.mark.parametrize("faults", [(SIGKILL,), (SIGSTOP, SIGCONT)], ids=["killed", "paused"])
+@pytest.mark.parametrize("name", ["cpu0", "gpu"])
+def test_a_service_that_is_lost_amid_shared_layers(
+    system: System, checkpoint: TinyCheckpoint, name: str, faults: tuple[Signals, ...]
+) -> None:
+    """Three times, each at another moment of an answer: none is lost, and no token is another."""
+    asked = request(checkpoint)
+    expected = system.complete(asked).ids
+    for turn in range(3):
+        running = Background(partial(system.complete, asked))
+        for fault in faults:
+            time.sleep(0.05 + turn * 0.7)  # the device waits for one second at most
+            with suppress(ProcessLookupError):
+                os.kill(system.call("processes")[name], fault)
+        assert running.end().ids == expected
+        assert system.complete(asked).ids == expected
 
 
 def test_another_number_of_services_leaves_the_gpu_its_neurons(

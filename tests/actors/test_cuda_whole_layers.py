@@ -94,7 +94,7 @@ def assert_same(system: CudaInProcess, tokens: np.ndarray, sizes: Sequence[int] 
         found, counts = [], []
         for joins in (False, True):
             engine = system.engine(mode)
-            engine.joins_layers = joins
+            engine.joins_layers, engine.shares_layers = joins, False
             requests.clear()
             found.append(steps(engine, ids, sizes))
             num = [operation for operation, _ in requests].count(LAYERS)
@@ -167,6 +167,7 @@ def test_beside_layers_that_the_gpu_has_in_part(
     options: dict[str, Any] = {"device": device, "copying": copying, "first_layer": 1}
     with CudaInProcess(checkpoint.path, 2, hot=all_but(0, 3), **options) as system:
         requests, engine = asked(system), system.engine("exact")
+        engine.shares_layers = False
         engine.step([5], [0], [0])
         parts = [(ATTENTION, 0), (FFN, 0), (LAYERS, 1), (ATTENTION, 3), (FFN, 3), (LAYERS, 4)]
         assert [each for each in requests if each[0] != HEAD] == parts

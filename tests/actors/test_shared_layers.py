@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hotcold.actors.attention.cuda import shared
+from hotcold.actors.cpu.cpu_service import CpuService
+from hotcold.actors.exchange.service import Service
+from hotcold.actors.protocol.failures import AnswerFailed
+from hotcold.numba_kernels.ffn.ffn_loop import ffn_request
+from hotcold.numba_kernels.loops.mailbox import (
+    ATTENTION,
+    END_LAYER,
+    FFN,
+    GIVER,
+    LAYER,
+    LAYERS,
+    NO_COUNTERS,
+    OPERATION,
+    await_input,
+    finish_request,
+    give_output,
+    next_share,
+)
 from tests.actors.cuda_in_process import CudaInProcess, a_third, emulated_devices
-from tests.actors.numpy_device import NumpyDevice
-from tests.actors.test_cuda_whole_layers import SIZES, WHOLE_STEPS, all_but, asked, counts_of, steps
-from hotcold.numba_kernels.loops.mailbox import ATTENTION, FFN, HEAD, LAYERS
+from tests.actors.numpy_device import NumpyDevice, NumpyKernels
+from tests.actors.test_cuda_whole_layers import SIZES, WHOLE_STEPS, asked, counts_of, steps
 from tests.conftest import TinyCheckpoint
 
 Tiny = Callable[..., TinyCheckpoint]
@@ -40,9 +61,10 @@ def assert_shared(system: CudaInProcess, tokens: np.ndarray, sizes: list[int]) -
             requests.clear()
             found.append(steps(engine, ids, sizes))
             counts.append(counts_of(engine))
-            operations = {operation for operation, _ in requests}
-            assert not shares or operations == {LAYERS}
-            assert shares or operations >= {ATTENTION}
+            operations = [operation for operation, _ in requests]
+            # A request a token, instead of two a layer.
+            assert not shares or operations == [LAYERS] * len(sizes)
+            assert shares or {ATTENTION, FFN} < set(operations)
         for one_by_one, together in zip(*found, strict=True):
             np.testing.assert_array_equal(together, one_by_one)
         assert counts[0] == counts[1]
@@ -60,3 +82,174 @@ def test_the_same_bits_of_cudas_own_kernels(tiny: Tiny, variant: str, num_servic
     checkpoint, device = tiny(variant), emulated_devices()()
     with CudaInProcess(checkpoint.path, num_services, hot=a_third, device=device) as system:
         assert_shared(system, checkpoint.ids, WHOLE_STEPS)
+
+
+def test_memory_that_the_device_cannot_map(tiny: Tiny) -> None:
+    """Layers are asked for one by one, and whether it can is not asked with every step."""
+    checkpoint, device = tiny("llama-gqa"), NumpyDevice(refuses_registration=True)
+    with CudaInProcess(checkpoint.path, 2, hot=a_third, device=device) as system:
+        requests, ids = asked(system), checkpoint.ids[:9].tolist()
+        expected = logits_of(system, ids, shares=False)
+        requests.clear()
+        np.testing.assert_array_equal(logits_of(system, ids), expected)
+        assert [operation for operation, _ in requests].count(LAYERS) == 1
+
+
+@dataclass
+class Schedule:
+    """Sleeps at random within the layers of services and of the device, by a seed."""
+
+    seed: int = 0
+    sleeps: bool = True
+    pause: tuple[int, float] = -1, 0.0  # before the output of this layer, in seconds, once
+    is_careless: bool = False  # outputs are given before they are there
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def sleep(self) -> None:
+        """Up to half a millisecond, mostly not at all."""
+        if self.sleeps and self._random.random() < 0.3:
+            time.sleep(self._random.random() / 2000)
+
+    def before_output(self, layer: int) -> None:
+        """As `sleep`; the pause where it is due."""
+        self.sleep()
+        at, seconds = self.pause
+        if layer == at:
+            self.pause = -1, 0.0
+            time.sleep(seconds)
+
+
+@dataclass
+class ScheduledSystem(CudaInProcess):
+    """Its CPU services' layers are those of the compiled loop, with sleeps between the parts."""
+
+    schedule: Schedule = field(default_factory=Schedule)
+
+    def _cpus(self) -> list[Service]:
+        services = super()._cpus()
+        for service in services:
+            assert isinstance(service, CpuService)
+            service.serve_few = partial(self._serve, service, service.serve_few)  # type: ignore[method-assign]
+        return services
+
+    def _serve(
+        self, service: CpuService, compiled: Callable[[int, int], int], thread: int, seen: int
+    ) -> int:
+        cells, index = service.buffers.cells, service.index
+        request = service.buffers.requests[index]
+        while True:
+            number, team = next_share(cells, index, thread, service.num_threads, np.int32(seen))
+            if request[OPERATION] != LAYERS:
+                return compiled(thread, seen)
+            for layer in range(request[LAYER], request[END_LAYER]):
+                if not await_input(cells, index, request[GIVER], np.int32(number), layer):
+                    break
+                self.schedule.sleep()
+                if self.schedule.is_careless:
+                    give_output(cells, index, np.int32(number), layer, team)
+                    self.schedule.before_output(layer)
+                ffn_request(
+                    thread, team, index, layer, service.buffers, service.source, service._scratch,
+                    service.predictors, None, service._buckets, service.function,
+                )  # fmt: skip
+                if not self.schedule.is_careless:
+                    self.schedule.before_output(layer)
+                    give_output(cells, index, np.int32(number), layer, team)
+            finish_request(
+                cells, service.buffers.requests, service.buffers.replies, NO_COUNTERS, index,
+                np.int32(number), team, 0,
+            )  # fmt: skip
+            seen = number
+
+
+class SleepingKernels(NumpyKernels):
+    """With sleeps before what others see, and before others are awaited."""
+
+    def __init__(self, device: NumpyDevice, schedule: Schedule) -> None:
+        super().__init__(device)
+        self._schedule = schedule
+
+    def give_input(self, *given: Any) -> None:
+        self._device.run(self._schedule.sleep)
+        super().give_input(*given)
+
+    def await_outputs(self, *given: Any) -> None:
+        self._device.run(self._schedule.sleep)
+        super().await_outputs(*given)
+
+
+def scheduled(path: Any, schedule: Schedule) -> ScheduledSystem:
+    """Two CPU services of two threads each."""
+    device = NumpyDevice(make_kernels=lambda device: SleepingKernels(device, schedule))
+    return ScheduledSystem(path, 2, 2, hot=a_third, device=device, schedule=schedule)
+
+
+def logits_of(system: CudaInProcess, ids: list[int], shares: bool = True) -> np.ndarray:
+    """Of a step for each."""
+    engine = system.engine("exact")
+    engine.shares_layers = shares
+    return np.concatenate(steps(engine, ids, [1] * len(ids)))
+
+
+def test_random_schedules(tiny: Tiny) -> None:
+    """A hundred of them."""
+    checkpoint, schedule = tiny("llama-gqa"), Schedule()
+    ids = checkpoint.ids[:4].tolist()
+    with scheduled(checkpoint.path, schedule) as system:
+        found = [logits_of(system, ids)]
+        for seed in range(100):
+            schedule._random.seed(seed)
+            found.append(logits_of(system, ids))
+        expected = logits_of(system, ids, shares=False)
+    for each in found:
+        np.testing.assert_array_equal(each, expected)
+
+
+def test_the_schedules_find_a_race(tiny: Tiny) -> None:
+    """Of services that say too early that their outputs are there."""
+    checkpoint, schedule = tiny("llama-gqa"), Schedule(is_careless=True)
+    with scheduled(checkpoint.path, schedule) as system:
+        ids = checkpoint.ids[:4].tolist()
+        found = [logits_of(system, ids) for _ in range(10)]
+        expected = logits_of(system, ids, shares=False)
+    assert any((each != expected).any() for each in found)
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_a_service_that_comes_late(
+    tiny: Tiny, layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device does not wait: the step is computed by the exchange, which does."""
+    checkpoint, schedule = tiny("llama-gqa"), Schedule(sleeps=False)
+    with scheduled(checkpoint.path, schedule) as system:
+        ids, requests = checkpoint.ids[:3].tolist(), asked(system)
+        logits_of(system, ids)  # everything is compiled
+        expected = logits_of(system, ids)
+        memory = system.services[0]._shared.memory  # type: ignore[attr-defined]
+        system.services[0]._shared.memory = memory._replace(limit_ns=50_000_000)  # type: ignore[attr-defined]
+        system.services[0]._graphs.clear()  # type: ignore[attr-defined]
+        schedule.pause, engine = (layer, 0.5), system.engine("exact")
+        requests.clear()
+        np.testing.assert_array_equal(np.concatenate(steps(engine, ids, [1] * 3)), expected)
+        operations = [operation for operation, _ in requests]
+        assert operations[0] == LAYERS and operations[1] == ATTENTION
+        assert operations.count(LAYERS) == 1
+        system.services[0]._shared.memory = memory  # type: ignore[attr-defined]
+        system.services[0]._graphs.clear()  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(logits_of(system, ids), expected)
+
+
+@pytest.mark.parametrize("launch", [3, 15, 30])
+def test_a_device_that_fails_amid_layers_keeps_nobody_waiting(tiny: Tiny, launch: int) -> None:
+    """The CPU services have answered when the error is raised."""
+    checkpoint = tiny("llama-gqa")
+    with CudaInProcess(checkpoint.path, 2, hot=a_third) as system:
+        device, engine = system.device, system.engine("exact")
+        for at in range(3):
+            engine.step([5], [at], [0])
+        fails_at = device.num_launches + launch
+        device.fails_at = lambda launch: launch == fails_at
+        with pytest.raises(AnswerFailed, match="the GPU failed"):
+            engine.step([5], [3], [0])

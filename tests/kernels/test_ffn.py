@@ -247,7 +247,7 @@ def test_neurons_of_chosen_blocks_are_counted(kind: str, num_tokens: int) -> Non
     bucket = rng.integers(0, NUM_BUCKETS, BEFORE + number).astype(np.uint8)
     buckets = NeuronBuckets(source.starts, bucket, np.zeros((2, NUM_BUCKETS), np.uint32))
     scratch = new_scratch(1, num_tokens, number, neurons.width, 8)
-    ffn_request(0, 1, 1, 0, buffers, source.rows, scratch, None, None, buckets, activation("relu"))
+    ffn_request(0, 1, 1, 1, buffers, source.rows, scratch, None, None, buckets, activation("relu"))
     rows = selection.ids if selection.is_listed else np.arange(number)
     chosen = (selection.block_weights != 0).any(axis=0)
     gates = rows[np.repeat(chosen, np.diff(starts))[rows]]
