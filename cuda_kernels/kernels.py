@@ -11,8 +11,10 @@ from hotcold.cuda_kernels.launch import NULL, Argument, CupyLauncher, Launcher, 
 from hotcold.cuda_kernels.matrix import ITEM_BYTES, DeviceMatrix
 from hotcold.cuda_kernels.neurons import (
     DeviceNeurons,
+    DevicePredictor,
     DeviceRouter,
     LayerResidual,
+    PredictorScratch,
     SharedMemory,
 )
 from hotcold.cuda_kernels.sizes import (
@@ -37,9 +39,11 @@ from hotcold.numba_kernels.formats import QUANT_GROUP
 RMS_NORM, LAYER_NORM = 0, 1  # as in numba_kernels.decode.norm
 # as in numba_kernels.checks
 RELU, SILU, GELU, GELU_TANH, RELU2, FATRELU, DRELU, CLAMPED_SILU = range(8)
+INPUT_PLANES = 3  # as in numba_kernels.ir.bit_ir
 MAX_TOKENS = 32
 MAX_EXPERTS = 1024  # of a router
 _NORM_THREADS = _GIVING_THREADS = 512
+_PLANE_LANES = 256
 _MAX_HEAD_DIM = 256
 _WARPS = THREADS // WARP
 
@@ -52,6 +56,9 @@ _CHOOSE_EXPERTS = Entry("router", "CHOOSE_EXPERTS")
 _GIVE_INPUT = Entry("share", "GIVE_INPUT")
 _AWAIT_OUTPUTS = Entry("share", "AWAIT_OUTPUTS")
 _ADD_OUTPUTS = Entry("share", "ADD_OUTPUTS")
+_PACK_PLANES = Entry("predict", "PACK_PLANES")
+_SCORE_NEURONS = Entry("predict", "SCORE_NEURONS")
+_LIST_NEURONS = Entry("predict", "LIST_NEURONS")
 
 
 class Layer(NamedTuple):
@@ -384,7 +391,55 @@ class CudaKernels:
         """float32 items that `hot_ffn` needs as scratch."""
         return ffn_scratch_items(num_tokens, num_neurons, width)
 
-    def give_input(self, layer: int, shared: SharedMemory, x: Any = None, weights: Any = None) -> None:
+    def list_neurons(
+        self, predictor: DevicePredictor, x: Any, scratch: PredictorScratch, shared: SharedMemory
+    ) -> None:
+        """CPU services get the lists of their neurons that x is expected to make fire.
+
+        As `sign_scores` and `select_kernel` of numba_kernels.decode.predict, to the bit.
+        Shapes:  x (T, d)
+        """
+        num_tokens, width = x.shape
+        words = scratch.planes.size // scratch.units.size // INPUT_PLANES
+        bits = predictor.bits
+        given = record(
+            x=self._at(x),
+            center=self._at(predictor.center),
+            scale=self._at(predictor.scale),
+            planes=self._at(scratch.planes),
+            units=self._at(scratch.units),
+            width=np.int32(width),
+            words=np.int32(words),
+        )
+        self._launcher.launch(_PACK_PLANES, (num_tokens, 1, 1), _PLANE_LANES, (given,))
+        given = given.copy()
+        for name, array in (("planes", scratch.planes), ("units", scratch.units)):
+            given[name] = self._at(array)  # asked again: of this launch
+        rows = record(
+            bits=self._at(bits),
+            thresholds=self._at(predictor.thresholds),
+            num_neurons=np.int32(bits.shape[0]),
+            num_planes=np.int32(bits.shape[1] // words),
+        )
+        told = self._at(shared.told)
+        grid = ceil_div(bits.shape[0], _WARPS), 1, 1
+        arguments = rows, given, told, self._at(scratch.masks)
+        self._launcher.launch(_SCORE_NEURONS, grid, THREADS, arguments)
+        lists = record(
+            ids=self._at(shared.active_ids),
+            masks=self._at(shared.active_masks),
+            cells=self._at(shared.cells),
+            row_items=np.int64(shared.active_ids.shape[1]),
+            cell_words=np.int32(shared.cell_words),
+            length=np.int32(shared.length),
+        )
+        at = self._at(scratch.masks), self._at(predictor.bounds), self._at(shared.told)
+        grid = predictor.bounds.shape[0] - 1, 1, 1
+        self._launcher.launch(_LIST_NEURONS, grid, _PLANE_LANES, (*at, lists))
+
+    def give_input(
+        self, layer: int, shared: SharedMemory, x: Any = None, weights: Any = None
+    ) -> None:
         """CPU services get a layer's FFN input, and what its blocks weigh if it has experts.
 
         Without x that the device needs nothing of them in this layer.
@@ -406,6 +461,8 @@ class CudaKernels:
         """Wait for CPU services' partial outputs of a layer, or until somebody has stopped them."""
         bells = record(
             cells=self._at(shared.cells),
+            cell_words=np.int32(shared.cell_words),
+            output=np.int32(shared.output),
             stopped=np.int32(shared.stopped),
             limit_ns=np.int64(shared.limit_ns),
         )

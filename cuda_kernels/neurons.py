@@ -73,21 +73,53 @@ class LayerResidual(NamedTuple):
     scale: float
 
 
+class DevicePredictor(NamedTuple):
+    """A sign predictor of a layer's N neurons that CPU services have, in their order.
+
+    bits (N, P * words) uint32: as those of 64 of `predictors.sign`, the lower half first
+    thresholds (N,), center, scale (d,) float32
+    bounds (C + 1,) int32: service c has the neurons bounds[c] to bounds[c + 1] - 1
+    """
+
+    bits: Any
+    thresholds: Any
+    center: Any
+    scale: Any
+    bounds: Any
+
+
+class PredictorScratch(NamedTuple):
+    """What predicting a step of T tokens takes: planes (T * 3 * words,), masks (N,) uint32, units
+    (T,) float32.
+    """
+
+    planes: Any
+    units: Any
+    masks: Any
+
+
 class SharedMemory(NamedTuple):
     """What a device shares with CPU services; all but `told` is the host's memory.
 
-    told (N,) int32: see csrc/share.cu, of the request in work
-    cells (n,) int32: doorbells; given, stopped: which of them the device writes
+    told (n,) int32: see csrc/share.cu, of the request in work
+    cells (S * cell_words,) int32: doorbells; given, stopped: those that the device writes; output,
+    length: of a service's own words its flag, and how many neurons its list has
     ffn_input (T, d), block_weights (T, B), partials (S, T, d), more_partials (S, M, T, d) float32
+    active_ids (S, N) int32, active_masks (S, N) uint32: the services' lists
     limit_ns: how long the device waits for a layer's outputs
     """
 
     told: Any
     cells: Any
+    cell_words: int
     given: int
     stopped: int
+    output: int
+    length: int
     ffn_input: Any
     block_weights: Any
     partials: Any
     more_partials: Any
+    active_ids: Any
+    active_masks: Any
     limit_ns: int

@@ -2,8 +2,8 @@
 //
 // A flag is the mark of a request and a layer, `layer_mark` of numba_kernels.loops.mailbox. `told` is
 // on the device, as a graph's arguments never change: the request's number and number of tokens,
-// then how many CPU services there are, the words of their flags, how many steps, and the steps of
-// `sum_order` (actors.protocol.stripes).
+// then `sum_order` (actors.protocol.stripes): how many CPU services there are, which, how many steps,
+// and the steps.
 #include "common.cuh"
 
 constexpr int GIVING_THREADS = 512;
@@ -26,10 +26,11 @@ DEVICE void give(const Vectors& vectors) {
     }
 }
 
-// cells[stopped] is told as soon as the others are not to wait any more.
+// A service's flag is cells[service * cell_words + output]; cells[stopped] is told as soon as the
+// others are not to wait any more.
 struct Bells {
     int* cells;
-    int stopped;
+    int cell_words, output, stopped;
     i64 limit_ns;
 };
 
@@ -112,7 +113,8 @@ DEVICE float sum_of(const Outputs& from, const Added& to, const int* told, i64 c
     await_outputs(Bells bells, const int* told, int layer) {                                       \
         int number = load(told), mark = mark_of(told, layer), count = load(told + 2);              \
         for (int i = threadIdx.x; i < count; i += WARP) {                                          \
-            if (!await_flag(bells, load(told + 3 + i), mark, number)) return;                      \
+            int flag = load(told + 3 + i) * bells.cell_words + bells.output;                       \
+            if (!await_flag(bells, flag, mark, number)) return;                                    \
         }                                                                                          \
     }
 

@@ -42,6 +42,7 @@ def all_entries() -> list[Entry]:
         Entry("attention", "MERGE_SPLITS"),
         Entry("sum_parts", "SUM_PARTS"),
         Entry("router", "CHOOSE_EXPERTS"),
+        *(Entry("predict", each) for each in ("PACK_PLANES", "SCORE_NEURONS", "LIST_NEURONS")),
         *(Entry("share", each) for each in ("GIVE_INPUT", "AWAIT_OUTPUTS", "ADD_OUTPUTS")),
     ]
 

@@ -1,0 +1,158 @@
+// Sign predictors, as numba_kernels.decode.predict has them to the bit: the input in three bits a
+// number, weighted counts of bits that differ, and lists of the neurons that are expected to fire.
+//
+// `told`: see share.cu. Words of 64 bits are pairs of 32 here, the lower one first.
+#include "common.cuh"
+
+constexpr int LANES = 256, GROUPS = LANES / WARP;
+constexpr int INPUT_PLANES = 3, TOP = (1 << INPUT_PLANES) - 1;
+constexpr double LEVELS_SPAN = 2.5;
+
+// x, center, scale (width,); planes (3, words) and unit of this token.
+struct Input {
+    const float *x, *center, *scale;
+    u32* planes;
+    float* units;
+    int width, words;
+};
+
+DEVICE float centred(const Input& in, const float* x, int i) {
+    return (load(x + i) - load(in.center + i)) * load(in.scale + i);
+}
+
+DEVICE float sum_of_squares(const Input& in, const float* x) {
+    __shared__ float sums[GROUPS];
+    float sum = 0.0f, total = 0.0f;
+    for (int i = threadIdx.x; i < in.width; i += LANES) {
+        float value = centred(in, x, i);
+        sum += value * value;
+    }
+    sum = warp_sum(sum);
+    if (threadIdx.x % WARP == 0) sums[threadIdx.x / WARP] = sum;
+    __syncthreads();
+    for (int group = 0; group < GROUPS; ++group) total += sums[group];
+    return total;
+}
+
+#define PACK_PLANES()                                                                              \
+    ENTRY(LANES)                                                                                   \
+    pack_planes(Input in) { pack_token(in); }
+
+DEVICE void pack_token(const Input& in) {
+    const float* x = in.x + static_cast<i64>(blockIdx.x) * in.width;
+    u32* planes = in.planes + static_cast<i64>(blockIdx.x) * INPUT_PLANES * in.words;
+    float squares = sum_of_squares(in, x), unit = squares * 0.0f, half = 0.0f;
+    bool is_known = 0.0f < squares && squares < infinity();
+    if (is_known) {
+        double root = sqrt(static_cast<double>(squares) / in.width);
+        unit = static_cast<float>(root * LEVELS_SPAN / TOP);
+        half = 0.5f / unit;
+    }
+    if (threadIdx.x == 0) store(in.units + blockIdx.x, unit);
+    for (int first = 0; first < in.words * WARP; first += LANES) {
+        int i = first + threadIdx.x;
+        u32 code = 0;
+        if (is_known && i < in.width) {
+            float level = centred(in, x, i) * half + 0.5f * (TOP + 1);
+            code = static_cast<u32>(fminf(fmaxf(level, 0.0f), static_cast<float>(TOP)));
+        }
+        for (int k = 0; k < INPUT_PLANES; ++k) {
+            u32 bits = __ballot_sync(ALL_LANES, code >> k & 1);
+            if (threadIdx.x % WARP == 0 && i / WARP < in.words) {
+                store(planes + k * in.words + i / WARP, bits);
+            }
+        }
+    }
+}
+
+// bits (num_neurons, num_planes * words), thresholds (num_neurons,).
+struct Rows {
+    const u32* bits;
+    const float* thresholds;
+    int num_neurons, num_planes;
+};
+
+// The weighted count of bits in which a row differs from a token's planes: the same in every lane.
+DEVICE int count_of(const u32* row, const u32* planes, int num_planes, int words) {
+    int lane = threadIdx.x % WARP, count = 0;
+    for (int p = 0; p < num_planes; ++p) {
+        for (int word = lane; word < words; word += WARP) {
+            u32 own = load(row + p * words + word);
+            for (int k = 0; k < INPUT_PLANES; ++k) {
+                count += __popc(own ^ load(planes + k * words + word)) << (p + k);
+            }
+        }
+    }
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) {
+        count += __shfl_xor_sync(ALL_LANES, count, offset);
+    }
+    return count;
+}
+
+// masks (num_neurons,): bit t where the neuron is expected to fire for token t of the request.
+DEVICE void score_neuron(const Rows& rows, const Input& in, const int* told, u32* masks) {
+    int n = blockIdx.x * WARPS + threadIdx.x / WARP, num_tokens = load(told + 1);
+    if (n >= rows.num_neurons) return;
+    const u32* row = rows.bits + static_cast<i64>(n) * rows.num_planes * in.words;
+    int most = ((1 << rows.num_planes) - 1) * TOP * in.width;
+    float threshold = load(rows.thresholds + n);
+    u32 mask = 0;
+    for (int t = 0; t < num_tokens; ++t) {
+        const u32* planes = in.planes + t * INPUT_PLANES * in.words;
+        int count = count_of(row, planes, rows.num_planes, in.words);
+        float score = load(in.units + t) * static_cast<float>(most - 2 * count) - threshold;
+        // A NaN score counts as above zero: the neuron is computed, and the NaN is seen.
+        if (!(score <= 0.0f)) mask |= 1u << t;
+    }
+    if (threadIdx.x % WARP == 0) store(masks + n, mask);
+}
+
+#define SCORE_NEURONS()                                                                            \
+    ENTRY(THREADS)                                                                                 \
+    score_neurons(Rows rows, Input in, const int* told, u32* masks) {                              \
+        score_neuron(rows, in, told, masks);                                                       \
+    }
+
+// Where CPU services find their lists: ids, token masks (S, row_items), and in cells their length.
+struct Lists {
+    int* ids;
+    u32* masks;
+    int* cells;
+    i64 row_items;
+    int cell_words, length;  // of a service's cells, and which of them
+};
+
+// A block a service: those of its neurons bounds[c] .. bounds[c + 1] - 1 that have a mask, in order.
+DEVICE void list_of_service(
+    const u32* masks, const int* bounds, const int* told, const Lists& lists) {
+    __shared__ int counts[GROUPS];
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, count = 0;
+    int begin = load(bounds + blockIdx.x), end = load(bounds + blockIdx.x + 1);
+    int service = load(told + 3 + blockIdx.x);
+    for (int first = begin; first < end; first += LANES) {
+        int n = first + threadIdx.x;
+        u32 mask = n < end ? load(masks + n) : 0;
+        u32 listed = __ballot_sync(ALL_LANES, mask != 0);
+        if (lane == 0) counts[warp] = __popc(listed);
+        __syncthreads();
+        int place = count + __popc(listed & ((1u << lane) - 1));
+        for (int other = 0; other < GROUPS; ++other) {
+            if (other < warp) place += counts[other];
+            count += counts[other];
+        }
+        if (mask) {
+            store(lists.ids + service * lists.row_items + place, n - begin);
+            store(lists.masks + service * lists.row_items + place, mask);
+        }
+        __syncthreads();  // before the next use of `counts`
+    }
+    if (threadIdx.x == 0) store(lists.cells + service * lists.cell_words + lists.length, count);
+    fence_all();
+}
+
+#define LIST_NEURONS()                                                                             \
+    ENTRY(LANES)                                                                                   \
+    list_neurons(const u32* masks, const int* bounds, const int* told, Lists lists) {              \
+        list_of_service(masks, bounds, told, lists);                                               \
+    }

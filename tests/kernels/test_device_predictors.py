@@ -1,0 +1,77 @@
+"""Lists of neurons by a device's sign predictors: those of the CPU, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotcold.cuda_kernels.neurons import DevicePredictor, PredictorScratch, SharedMemory
+from hotcold.numba_kernels.decode.predict import pack_weights, select_kernel, sign_scores
+from tests.kernels.arrays import random_floats
+from tests.kernels.backends import DEVICES, calls
+
+_SERVICES, _CELL_WORDS, _LENGTH = 4, 32, 5
+
+
+def shared_memory(put: Callable[[np.ndarray], Any], told: list[int], most: int) -> SharedMemory:
+    """What lists are written to, and nothing else."""
+    nothing = put(np.empty(0, np.float32))
+    return SharedMemory(
+        told=put(np.array(told, np.int32)),
+        cells=put(np.zeros(_SERVICES * _CELL_WORDS, np.int32)),
+        cell_words=_CELL_WORDS,
+        given=0,
+        stopped=0,
+        output=0,
+        length=_LENGTH,
+        ffn_input=nothing,
+        block_weights=nothing,
+        partials=nothing,
+        more_partials=nothing,
+        active_ids=put(np.full((_SERVICES, most), -1, np.int32)),
+        active_masks=put(np.zeros((_SERVICES, most), np.uint32)),
+        limit_ns=0,
+    )
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize(("width", "num_tokens"), [(64, 1), (96, 3), (300, 5), (1024, 32)])
+def test_lists(
+    name: str, planes: int, width: int, num_tokens: int, request: pytest.FixtureRequest
+) -> None:
+    """Of three services, one without neurons; a token is not finite, one is the center itself."""
+    device = calls(name, request)
+    put, bounds = device.to_device, np.array([0, 300, 300, 611], np.int32)
+    count, services = int(bounds[-1]), [1, 3, 2]
+    bits = pack_weights(random_floats(1, count, width), planes)
+    center, scale = random_floats(2, width), np.abs(random_floats(3, width)) + 0.1
+    x, thresholds = random_floats(4, num_tokens, width), random_floats(5, count)
+    if num_tokens > 3:
+        x[1, 7], x[2] = np.nan, center
+    scores = sign_scores(bits, x, thresholds, center, scale)
+    padded = 1 << (num_tokens - 1).bit_length()
+    shared = shared_memory(put, [9, num_tokens, 3, *services], count)
+    words = -(-width // 64) * 2
+    scratch = PredictorScratch(
+        planes=put(np.zeros(padded * 3 * words, np.uint32)),
+        units=put(np.zeros(padded, np.float32)),
+        masks=put(np.zeros(count, np.uint32)),
+    )
+    predictor = DevicePredictor(
+        *map(put, (bits.view(np.uint32), thresholds, center, scale, bounds))
+    )
+    whole = np.concatenate([x, np.repeat(x[-1:], padded - num_tokens, axis=0)])
+    device.kernels.list_neurons(predictor, put(whole), scratch, shared)
+    for service, begin, end in zip(services, bounds[:-1], bounds[1:], strict=True):
+        ids, masks = np.empty(end - begin, np.int32), np.empty(end - begin, np.uint32)
+        size = select_kernel(scores, begin, end, ids, masks)
+        assert device.to_host(shared.cells)[service * _CELL_WORDS + _LENGTH] == size
+        np.testing.assert_array_equal(device.to_host(shared.active_ids)[service, :size], ids[:size])
+        if num_tokens > 1:
+            found = device.to_host(shared.active_masks)[service, :size]
+            np.testing.assert_array_equal(found, masks[:size])
+    assert 0 < np.count_nonzero(~(scores <= 0)) < scores.size
