@@ -6,6 +6,7 @@ compiled code cannot do. A step may be run layer by layer: `place`, then `run_la
 """
 
 from collections.abc import Callable, Sequence
+from zlib import crc32
 
 import numpy as np
 
@@ -123,6 +124,7 @@ class Engine:
             end_of_whole=_ends(topology, topology.is_whole & adds_up),
             end_of_shared=_ends(topology, self._shared(topology, sums) & adds_up),
             sharing=np.array(topology.sharing, np.int64),
+            giver_lists=topology.gpu_lists,
             joins_head=topology.joins_head,
             pair_norm=self.embedding.pair_norm,
             pairs=_pairs(config),
@@ -132,9 +134,11 @@ class Engine:
         """Which layers services may share, (L,) bool, to which it says how to add up."""
         buffers = self.exchange.buffers
         order = sum_order(topology.parts, sums, 1 + buffers.more_partials.shape[1])
-        if order.size > buffers.sum_order.size:
+        if order.size >= buffers.sum_order.size:
             return topology.is_whole
         buffers.sum_order[: order.size] = order
+        if topology.gpu_lists:
+            _write_cold(buffers, topology.shards)
         return topology.is_shared
 
     def step(
@@ -376,6 +380,19 @@ def _block_neurons(config: ModelConfig, topology: Topology) -> np.ndarray:
         for layer, ids in enumerate(part.neuron_ids or []):
             found[layer, service] = np.bincount(blocks[layer, ids], minlength=num_blocks)
     return found
+
+
+def _write_cold(buffers: SharedBuffers, shards: Sequence[Sequence[np.ndarray]]) -> None:
+    """Tell the GPU the CPU services' neurons of each layer, in predictors' order."""
+    for layer, of_services in enumerate(zip(*shards, strict=True)):
+        ids = np.concatenate(of_services)
+        buffers.cold_ids[layer, : ids.size] = ids
+        buffers.cold_bounds[layer, : len(of_services)] = np.cumsum(
+            [own.size for own in of_services]
+        )
+    buffers.sum_order[-1] = np.int32(
+        crc32(buffers.cold_ids.tobytes()) >> 1 | 1
+    )  # 0: nothing was told yet
 
 
 def _ends(topology: Topology, joins: np.ndarray) -> np.ndarray:

@@ -135,6 +135,12 @@ class Topology:
         return [*self.cache_services[:1], *self.cpu_services]
 
     @cached_property
+    def gpu_lists(self) -> bool:
+        """Whether a GPU has the predictors of the CPU services' neurons."""
+        part = self.parts[self.sharing[0]]
+        return isinstance(part, ServiceSpec) and part.on_gpu and part.system.gpu_lists
+
+    @cached_property
     def joins_head(self) -> bool:
         """Whether the GPU with the last layer has the head too."""
         part = self.parts[self.head]

@@ -26,6 +26,7 @@ from hotcold.cuda_kernels.matrix import padded_items
 from hotcold.model.byte_sizes import binary_text
 from hotcold.model.config.model_config import MatrixKind, ModelConfig
 from hotcold.model.errors import MemoryBudgetError
+from hotcold.model.files.artifact import ModelIdentity, check_artifact
 from hotcold.model.files.checkpoint import Checkpoint, needs_torch
 from hotcold.model.weights.draft_layer import draft_input_bytes, own_head
 from hotcold.model.weights.memory import available_bytes, memory_limit
@@ -165,6 +166,7 @@ class GpuParts:
     layer: int  # attention of one, with its KV cache
     head: int
     neuron: int
+    predictor: int = 0  # of a neuron that it lacks, where it lists those of CPU services
 
     @classmethod
     def of(cls, system: SystemConfig, config: ModelConfig) -> GpuParts:
@@ -180,22 +182,31 @@ class GpuParts:
             layer=-(-of_all // config.num_layers) + padding,
             head=head_bytes(config) + head_padding,
             neuron=neuron_bytes(config) + neuron_padding,
+            predictor=-(-listing_bytes(system) // config.num_neurons),
         )
 
     def within(self, num_bytes: int, wanted: SystemConfig, config: ModelConfig) -> SystemConfig:
         """`wanted` with as much of its GPU's share as goes into `num_bytes`.
 
         Layers' attention with its cache goes first, the last layers' before others', then the head,
-        then neurons.
+        then predictors of what stays with CPU services, then neurons: layers without predictors
+        take two exchanges each.
         """
         left, most = max(0, num_bytes), config.num_layers - wanted.num_host_layers
         num_layers = min(most, left // self.layer)
         left -= num_layers * self.layer
         has_head = not wanted.head_on_host and num_layers == most and self.head <= left
         left -= self.head * has_head
+        num_hot = min(left // self.neuron, wanted.num_hot_neurons)
+        listing = config.num_neurons * self.predictor
+        lists = 0 < listing <= left and num_layers > 0 and num_hot < config.num_neurons
+        if lists:
+            least = max(1, self.neuron - self.predictor)  # of a hot neuron, which needs none
+            num_hot = min((left - listing) // least, wanted.num_hot_neurons)
         return replace(
             wanted,
-            num_hot_neurons=min(left // self.neuron, wanted.num_hot_neurons),
+            num_hot_neurons=num_hot,
+            gpu_lists=lists,
             num_host_layers=config.num_layers - num_layers,
             head_on_host=not has_head,
         )
@@ -206,6 +217,20 @@ def _padding(config: ModelConfig, width: int, kind: MatrixKind) -> int:
     dtype = DTYPES[config.dtype_of(kind)]
     items = row_items(dtype, width)
     return (padded_items(dtype, items) - items) * dtype.itemsize
+
+
+def listing_bytes(system: SystemConfig) -> int:
+    """Bytes of all predictors where a GPU may list neurons by them: 0 where it may not.
+
+    They are sign predictors of services that share the driver's memory.
+    """
+    if system.mode != "sign" or not system.shares_arena or system.storage is not None:
+        return 0
+    facts = check_artifact(
+        Path(system.predictors_path), "predictors", ModelIdentity.of(system.model_path)
+    )
+    is_known = set(facts.get("kinds", ["unknown"])) <= {"sign", "none"}
+    return Path(system.predictors_path).stat().st_size if is_known else 0
 
 
 def expected_gpu(system: SystemConfig, config: ModelConfig, is_sure: bool = True) -> SystemConfig:

@@ -22,6 +22,7 @@ from hotcold.numba_kernels.loops.mailbox import (
     LAYER,
     LAYERS,
     NUM_COMPUTED,
+    NUM_LISTED,
     NUM_TOKENS,
     NUM_UP,
     OPERATION,
@@ -98,7 +99,8 @@ def ffn_request(
         reply[STATUS] = FAILED
         return
     if layer == request[LAYER]:
-        reply[NUM_COMPUTED] = reply[NUM_UP] = 0
+        reply[NUM_COMPUTED] = reply[NUM_UP] = reply[NUM_LISTED] = 0
+    reply[NUM_LISTED] += selection.ids.shape[0]
     reply[NUM_COMPUTED] += scratch.counts.sum()
     reply[NUM_UP] += scratch.up_counts.sum()
     if request[WATCHED] and request[WEIGHTS] == TARGET:
@@ -148,14 +150,14 @@ def serve_ffn(
         if is_for_others(buffers.requests[service], weights):
             return number
         request = buffers.requests[service]
-        layer, end, is_shared = request[LAYER], request[LAYER] + 1, request[OPERATION] == LAYERS
+        first, end, is_shared = request[LAYER], request[LAYER] + 1, request[OPERATION] == LAYERS
         if request[OPERATION] == PING:
-            end = layer
+            end = first
         elif is_shared:
             end = request[END_LAYER]
         elif request[OPERATION] != FFN or request[NUM_TOKENS] > scratch.sums.shape[1]:
             return number
-        for layer in range(layer, end):
+        for layer in range(first, end):
             if is_shared and not await_input(buffers.cells, service, request[GIVER], number, layer):
                 break
             ffn_request(

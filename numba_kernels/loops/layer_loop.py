@@ -31,8 +31,10 @@ from hotcold.numba_kernels.loops.mailbox import (
     HEAD,
     LAYER,
     LAYERS,
+    LISTED,
     NUM_COMPUTED,
     NUM_IDS,
+    NUM_LISTED,
     NUM_TOKENS,
     NUM_UP,
     OPERATION,
@@ -70,6 +72,7 @@ ALONE, FIRST, SECOND = range(3)  # of `pairs`
 # as REQUESTED: both at once, the FFN's services rung by the attention service, and awaited first
 _ATTENTION_THEN_FFN = -1
 SHARED = -2  # LAYERS of all services that share layers
+_ROUTED, _LISTED = 1, 2
 
 # phases of a layer; _END follows the request for whole layers
 _ATTEND, _CHOOSE, _COMPUTE, _ADD = range(4)
@@ -108,6 +111,7 @@ class LayerFacts(NamedTuple):
     joins_head: whether the head can be requested with the last of these
     end_of_shared (L,) int64: as end_of_whole, of layers that services share or one has as a whole
     sharing (n,) int64: the services that do, that with attention first
+    giver_lists: whether that one has the predictors too
     """
 
     attention_of: np.ndarray
@@ -128,6 +132,7 @@ class LayerFacts(NamedTuple):
     joins_head: bool = False
     end_of_shared: np.ndarray = np.zeros(0, np.int64)
     sharing: np.ndarray = np.zeros(0, np.int64)
+    giver_lists: bool = False
     pair_norm: np.ndarray = np.zeros((0, 0), np.float32)
     pairs: np.ndarray = np.zeros(0, np.int64)
 
@@ -211,7 +216,7 @@ def _attend(layer_state, request_state, buffers, facts, selector):
 
     A GPU also starts with its hot neurons. Of whole layers, and of shared ones, request all.
     """
-    end, is_shared = _end_of_joined(layer_state, request_state, facts, selector)
+    end, is_shared, rule = _end_of_joined(layer_state, request_state, facts, selector)
     if end > layer_state[AT_LAYER]:
         layer_state[REQUESTED], layer_state[AT_PHASE] = SHARED if is_shared else LAYERS, _END
         _write_requests(layer_state, buffers, facts, selector)
@@ -222,8 +227,8 @@ def _attend(layer_state, request_state, buffers, facts, selector):
             request[mailbox.END_LAYER] = end
             request[FIRST_LOGIT] = 0 if has_head else layer_state[TOKENS]
             request[GIVER] = facts.attention_of[layer_state[AT_LAYER]]
-            request[NUM_IDS] = ALL_NEURONS
-            request[WEIGHS_BLOCKS] = selector.is_routed[layer_state[AT_LAYER]]
+            request[NUM_IDS] = LISTED if rule & _LISTED else ALL_NEURONS
+            request[WEIGHS_BLOCKS] = rule & _ROUTED
         return _send(layer_state, request_state, buffers, facts)
     number = layer_state[NEXT_NUMBER]
     if request_state.shape[0]:
@@ -248,27 +253,28 @@ def _attend(layer_state, request_state, buffers, facts, selector):
 def _end_of_joined(layer_state, request_state, facts, selector):
     """The end of the layers that are requested at once from here on; this layer where none are.
 
-    And whether services share some of them. A request has one pair of thresholds, and where it is
-    shared one rule of which neurons: not what a predictor chooses.
+    And whether services share some of them; by which rule: their experts are _ROUTED, or a GPU's
+    predictors have them _LISTED. A request has one pair of thresholds, and one rule.
     """
     first = end = layer_state[AT_LAYER]
     if not layer_state[JOINS] or layer_state[OWN_FFN]:
-        return end, False
+        return end, False, 0
     shares = request_state.shape[0] > 0 and layer_state[SHARES] != 0
     last = facts.end_of_shared[first] if shares else facts.end_of_whole[first]
+    of_all, lists = -1, facts.giver_lists and layer_state[WEIGHTS] == TARGET
     while (
         end < min(layer_state[END_LAYER], last)
         and selector.thresholds[end, 0] == selector.thresholds[first, 0]
         and selector.thresholds[end, 1] == selector.thresholds[first, 1]
     ):
-        is_whole = facts.end_of_whole[end] > end
-        if not is_whole and (
-            predicts(selector, end, layer_state[TOKENS])
-            or selector.is_routed[end] != selector.is_routed[first]
-        ):
-            break
+        if facts.end_of_whole[end] == end:  # it is not whole
+            is_predicted = predicts(selector, end, layer_state[TOKENS])
+            rule = _ROUTED * selector.is_routed[end] + _LISTED * is_predicted
+            if (is_predicted and not lists) or (of_all >= 0 and rule != of_all):
+                break
+            of_all = rule
         end += 1
-    return end, end > max(first, facts.end_of_whole[first])
+    return end, of_all >= 0, max(of_all, 0)
 
 
 @njit(nogil=True, cache=True)
@@ -298,9 +304,13 @@ def _end(layer_state, buffers, facts, selector):
     for service in requested_services(layer_state, facts):
         layer_state[SUM_COMPUTED] += buffers.replies[service, NUM_COMPUTED]
         layer_state[SUM_UPS] += buffers.replies[service, NUM_UP]
+        if service != giver and buffers.requests[service, NUM_IDS] == LISTED:
+            layer_state[SUM_GATES] += buffers.replies[service, NUM_LISTED]
     for layer in range(first, end):
         is_routed = selector.is_routed[layer]
         for service in requested_services(layer_state, facts):
+            if service != giver and buffers.requests[service, NUM_IDS] == LISTED:
+                continue
             sizes = facts.num_neurons[layer, service]
             for block in range(sizes.shape[0]):
                 if not is_routed or buffers.block_tokens[layer, block]:

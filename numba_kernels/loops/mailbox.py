@@ -55,6 +55,7 @@ CELLS_A_SERVICE = 9
 WANTED, CAME_BACK = 5, 6
 ENDED = -1
 STOPPED = 5  # word of INPUT's cell: the last request that was given up
+LENGTH = 5  # word of OUTPUT's cell: of the list of a shared layer's neurons
 # Words of ARRIVED's cell: the shared layer that a service's threads came to, plus 1, times 2, and 1
 # more if they end there; how many have done their part of it.
 TURN, HAVE_DONE = 5, 6
@@ -76,6 +77,7 @@ GIVER = 15  # of shared LAYERS: the service with their attention
 MOST_RUNG = 62  # services beyond have no bit
 NUM_REQUEST_WORDS = 16  # whole cache lines
 ALL_NEURONS = -1  # as NUM_IDS: all neurons of the service's shard
+LISTED = -2  # as NUM_IDS of shared LAYERS: the GPU lists them, and LENGTH says how many
 TARGET, DRAFT = range(2)  # the model's own weights, or the same in fewer bits
 ANY_WEIGHTS = -1  # of a loop that serves all requests with the only weights that it has
 
@@ -101,6 +103,7 @@ GAVE_UP = -1  # as NUM_COMPUTED of LAYERS: they were stopped
 # guess; parts that were read ahead, and those of them that were of use.
 BYTES_READ, READ_WAIT_NS, PARTS_LOOKED_UP, PARTS_MISSED = range(7, 11)
 PARTS_GUESSABLE, PARTS_GUESSED, PARTS_AHEAD, PARTS_USEFUL = range(11, 15)
+NUM_LISTED = 15  # of shared LAYERS: neurons in their lists
 NUM_REPLY_WORDS = 16  # whole cache lines
 OK, FAILED = 0, 1
 
@@ -151,7 +154,9 @@ class SharedBuffers(NamedTuple):
     neuron_counts (S, L, buckets, 4), counted_steps (S, L) uint32: see WATCHED; sums wrap around
     block_misses (S, L, B) uint32: how often a service with experts on storage had to read each
     sum_order (NUM_ORDER,) int32: how partial outputs are added up (`sum_order` of
-    actors.protocol.stripes), where a GPU does it
+    actors.protocol.stripes), where a GPU does it; the last word changes with cold_ids
+    cold_ids (L, N), cold_bounds (L, S) int32: the CPU services' neurons of each layer, where a GPU
+    lists them, one service after the other, and where each service's end; else (0, 0)
     predictor_bits (words,) uint64: the driver's sign predictors, where services use them to read
     ahead (`predictors.stacked`)
     """
@@ -179,6 +184,8 @@ class SharedBuffers(NamedTuple):
     counted_steps: np.ndarray
     block_misses: np.ndarray
     sum_order: np.ndarray
+    cold_ids: np.ndarray
+    cold_bounds: np.ndarray
     predictor_bits: np.ndarray
 
 
@@ -200,6 +207,8 @@ def read_selection(buffers, service):
     """The `Selection` of the FFN request in a service's request words."""
     request = buffers.requests[service]
     num_tokens, num_ids = request[NUM_TOKENS], request[NUM_IDS]
+    if num_ids == LISTED:
+        num_ids = np.int64(buffers.cells[cell(service, OUTPUT) * INTS_A_CELL + LENGTH])
     ids = buffers.active_ids[service, :num_ids] if num_ids > 0 else NO_IDS
     masks, weights = NO_MASKS, NO_WEIGHTS
     if num_ids > 0 and num_tokens > 1:
@@ -301,7 +310,7 @@ def barrier_wait(cells, service, num_threads):
 
 def layer_mark(number: int, layer: int) -> int:
     """What INPUT and OUTPUT are once a layer's are there; int64, never negative."""
-    return (np.int64(number) << _MARK_BITS | np.int64(layer + 1)) & 0x7FFFFFFF
+    return (number << _MARK_BITS | layer + 1) & 0x7FFFFFFF
 
 
 _mark = njit(nogil=True, cache=True)(layer_mark)
@@ -311,11 +320,12 @@ _mark = njit(nogil=True, cache=True)(layer_mark)
 def await_input(cells, service, giver, number, layer):
     """Wait for a shared layer's FFN input from service `giver`; False where they were stopped.
 
-    That of a later one says that the giver has all neurons of this one. The first of a service's threads that knows decides for all.
+    That of a later one says that the giver has all neurons of this one. The first of a service's
+    threads that knows decides for all.
     """
     turn = cell(service, ARRIVED) * INTS_A_CELL + TURN
     given = cell(giver, INPUT) * INTS_A_CELL
-    wanted, polls = np.int32(_mark(number, layer)), 0
+    wanted, polls = np.int32(_mark(np.int64(number), layer)), 0
     while True:
         decided = atomic_load(cells, turn)
         if decided >> 1 == layer + 1:
@@ -337,7 +347,7 @@ def give_output(cells, service, number, layer, num_threads):
     if atomic_add(cells, arrived + HAVE_DONE, np.int32(1)) == num_threads - 1:
         atomic_store(cells, arrived + HAVE_DONE, np.int32(0))
         output = cell(service, OUTPUT) * INTS_A_CELL
-        atomic_store(cells, output, np.int32(_mark(number, layer)))
+        atomic_store(cells, output, np.int32(_mark(np.int64(number), layer)))
 
 
 @njit(nogil=True, cache=True)

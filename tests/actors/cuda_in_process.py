@@ -15,6 +15,7 @@ import pytest
 
 from hotcold.actors.attention.cuda.load import CudaLoading
 from hotcold.actors.exchange.service import Service
+from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.cuda_kernels.kernels import CudaKernels
 from hotcold.cuda_kernels.launch import Argument
@@ -31,6 +32,7 @@ class CudaInProcess(InProcessSystem):
     device: Any = field(default_factory=NumpyDevice)
     first_layer: int = 0
     has_head: bool = True
+    predictors_path: str = ""  # of sign predictors that the GPU has too
 
     def gpu_spec(self) -> ServiceSpec:
         """What the GPU service is to load."""
@@ -42,7 +44,12 @@ class CudaInProcess(InProcessSystem):
             super().system(),
             num_host_layers=self.first_layer,
             head_on_host=not self.has_head,
+            predictors_path=self.predictors_path,
+            gpu_lists=bool(self.predictors_path),
         )
+
+    def _layout(self, **others: Any) -> ArenaLayout:
+        return replace(super()._layout(**others), gpu_lists=bool(self.predictors_path))
 
     def hot_ids(self) -> list[np.ndarray] | None:
         """In the order of `hot`, which of a mixture gets the neurons of each layer."""

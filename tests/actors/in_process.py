@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -159,7 +159,7 @@ class InProcessSystem:
         tables[FULL, :, :width] = numbers % self.num_pages()
         tables[WINDOWED, :, :width] = numbers % (self.num_window_pages or self.num_pages())
 
-    def _layout(self, **others: int) -> ArenaLayout:
+    def _layout(self, **others: Any) -> ArenaLayout:
         config = self.config
         return ArenaLayout(
             1 + self.num_services,

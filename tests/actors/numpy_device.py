@@ -24,6 +24,7 @@ from hotcold.cuda_kernels.matrix import FORMATS, ITEM_BYTES, DeviceMatrix
 from hotcold.model.config import activations
 from hotcold.model.config.layer_spec import RouterSpec
 from hotcold.numba_kernels.checks import ACTIVATION_CODES
+from hotcold.numba_kernels.decode.predict import sign_scores
 from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.numba_kernels.loops.mailbox import layer_mark
 from tests.reference_experts import expert_weights
@@ -314,11 +315,30 @@ class NumpyKernels:
 
         self._device.run(run)
 
+    def list_neurons(self, predictor, x, scratch, shared):
+        def run() -> None:
+            num_tokens, count = shared.told[1:3]
+            bits, vectors = predictor.bits.view(np.uint64), (predictor.center, predictor.scale)
+            scores = sign_scores(bits, x[:num_tokens], predictor.thresholds, *vectors)
+            chosen = ~(scores <= 0)
+            masks = (chosen.T << np.arange(num_tokens)).sum(axis=1).astype(np.uint32)
+            lengths = shared.cells.reshape(-1, shared.cell_words)[:, shared.length]
+            for service, begin, end in zip(
+                shared.told[3 : 3 + count], predictor.bounds[:-1], predictor.bounds[1:], strict=True
+            ):
+                ids = np.flatnonzero(masks[begin:end])
+                shared.active_ids[service, : ids.size] = ids
+                shared.active_masks[service, : ids.size] = masks[begin:end][ids]
+                lengths[service] = ids.size
+
+        self._device.run(run)
+
     def await_outputs(self, layer, shared):
         def run() -> None:
             number, _, count = shared.told[:3].tolist()
             mark, deadline = layer_mark(number, layer), time.monotonic_ns() + shared.limit_ns
-            while any(shared.cells[bell] != mark for bell in shared.told[3 : 3 + count]):
+            outputs = shared.cells.reshape(-1, shared.cell_words)[:, shared.output]
+            while (outputs[shared.told[3 : 3 + count]] != mark).any():
                 if shared.cells[shared.stopped] == number:
                     return
                 if time.monotonic_ns() > deadline:

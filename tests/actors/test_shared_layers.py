@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,11 @@ import pytest
 
 from hotcold.actors.attention.cuda import shared
 from hotcold.actors.cpu.cpu_service import CpuService
+from hotcold.actors.driver.engine import Engine
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import AnswerFailed
+from hotcold.model.config.build import read_config
+from hotcold.model.files.artifact import ModelIdentity
 from hotcold.numba_kernels.ffn.ffn_loop import ffn_request
 from hotcold.numba_kernels.loops.mailbox import (
     ATTENTION,
@@ -31,6 +35,8 @@ from hotcold.numba_kernels.loops.mailbox import (
     give_output,
     next_share,
 )
+from hotcold.predictors.predictor_file import Predictors, write_predictors
+from tests.actors.batching import random_sign
 from tests.actors.cuda_in_process import CudaInProcess, a_third, emulated_devices
 from tests.actors.numpy_device import NumpyDevice, NumpyKernels
 from tests.actors.test_cuda_whole_layers import SIZES, WHOLE_STEPS, asked, counts_of, steps
@@ -93,6 +99,65 @@ def test_memory_that_the_device_cannot_map(tiny: Tiny) -> None:
         requests.clear()
         np.testing.assert_array_equal(logits_of(system, ids), expected)
         assert [operation for operation, _ in requests].count(LAYERS) == 1
+
+
+@dataclass
+class Predicted:
+    """A model's random sign predictors, and their file."""
+
+    predictors: Predictors
+    path: str
+
+    def engine(self, system: CudaInProcess, shares: bool) -> Engine:
+        """An engine that computes what they choose."""
+        engine = system.engine("exact", self.predictors.arranged(system.topology.shards))
+        engine.shares_layers = shares
+        return engine
+
+
+def random_predictors(checkpoint: TinyCheckpoint, folder: Path, without: int) -> Predicted:
+    """Layer `without` has none."""
+    random, config = np.random.default_rng(8), read_config(checkpoint.path)
+    layers = [
+        None if layer == without else random_sign(random, config)
+        for layer in range(config.num_layers)
+    ]
+    found = Predicted(Predictors(layers, "ffn_input"), str(folder / "predictors.safetensors"))
+    write_predictors(Path(found.path), ModelIdentity.of(checkpoint.path), found.predictors)
+    return found
+
+
+LISTED = [("llama-gqa", 1, 1, 1), ("llama-relu", 3, 2, 1), ("falcon-relu", 2, 1, -1)]
+
+
+@pytest.mark.parametrize(("variant", "num_services", "num_threads", "without"), LISTED)
+def test_neurons_that_the_gpu_lists(
+    tiny: Tiny, variant: str, num_services: int, num_threads: int, without: int, tmp_path: Path
+) -> None:
+    """The same as by the driver's predictors; a layer without one is a request of its own."""
+    checkpoint, found, counts = tiny(variant), [], []
+    predicted, is_emulated = random_predictors(checkpoint, tmp_path, without), without < 0
+    device = emulated_devices()() if is_emulated else NumpyDevice()
+    sizes = WHOLE_STEPS if is_emulated else SIZES
+    ids = np.resize(checkpoint.ids, sum(sizes)).tolist()
+    options: dict[str, Any] = {"device": device, "predictors_path": predicted.path}
+    with CudaInProcess(
+        checkpoint.path, num_services, num_threads, hot=a_third, **options
+    ) as system:
+        requests = asked(system)
+        for shares in (False, True):
+            engine = predicted.engine(system, shares)
+            requests.clear()
+            found.append(steps(engine, ids, sizes))
+            counts.append(counts_of(engine))
+            joined = [layer for operation, layer in requests if operation == LAYERS]
+            of_token = [0] if without < 0 else [0, 1, 2]
+            assert joined == (of_token * len(sizes) if shares else [])
+        everything = steps(system.engine("exact"), ids, sizes)
+    for one_by_one, together, unchosen in zip(*found, everything, strict=True):
+        np.testing.assert_array_equal(together, one_by_one)
+        assert (together != unchosen).any()
+    assert counts[0] == counts[1]
 
 
 @dataclass
@@ -218,9 +283,7 @@ def test_the_schedules_find_a_race(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("layer", range(3))
-def test_a_service_that_comes_late(
-    tiny: Tiny, layer: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_that_comes_late(tiny: Tiny, layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device does not wait: the step is computed by the exchange, which does."""
     checkpoint, schedule = tiny("llama-gqa"), Schedule(sleeps=False)
     with scheduled(checkpoint.path, schedule) as system:

@@ -13,8 +13,10 @@ from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.attention.cuda.host_part import HostPart
 from hotcold.actors.attention.cuda.model import CudaModel
+from hotcold.actors.attention.cuda.predictors import GpuPredictors
 from hotcold.actors.attention.cuda.service import CudaAttentionService
 from hotcold.actors.protocol.messages import CacheSpec, ServiceSpec
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import AttentionWeights
@@ -39,8 +41,11 @@ class CudaLoading:
         self.spec, self._config = spec, config
         self._cache: CacheSpec = spec.cache
         self._model = CudaModel(device, config, spec)
+        predictors = None
+        if spec.system.gpu_lists:
+            predictors = GpuPredictors(device, config, spec, KERNEL_TOKENS)
         self._service = CudaAttentionService(
-            spec.name, spec.index, device, self._model, spec.gpu_layout
+            spec.name, spec.index, device, self._model, spec.gpu_layout, predictors
         )
         self._service.try_out()
 

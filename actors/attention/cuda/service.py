@@ -19,6 +19,7 @@ from hotcold.actors.attention.cuda.host_part import HostPart
 from hotcold.actors.attention.cuda.link import Link
 from hotcold.actors.attention.cuda.model import CudaModel
 from hotcold.actors.attention.cuda.neuron_upload import NeuronUpload
+from hotcold.actors.attention.cuda.predictors import GpuPredictors
 from hotcold.actors.attention.cuda.prompt import PromptWork
 from hotcold.actors.attention.cuda.shared import SharedLayers
 from hotcold.actors.attention.cuda.step import StepWork, TokenPositions, whole_length, whole_step
@@ -38,6 +39,7 @@ from hotcold.numba_kernels.loops.mailbox import (
     HEAD,
     LAYER,
     LAYERS,
+    LISTED,
     NUM_COMPUTED,
     NUM_IDS,
     NUM_TOKENS,
@@ -76,6 +78,7 @@ class CudaAttentionService(Service):
         device: Device,
         model: CudaModel,
         layout: ArenaLayout,
+        predictors: GpuPredictors | None = None,
     ) -> None:
         """Allocates the workspace for `layout`; `host` must be set unless `model` has all parts.
 
@@ -91,7 +94,7 @@ class CudaAttentionService(Service):
         self._neuron_upload: NeuronUpload | None = None
         if layout.bundle_bytes:
             self._neuron_upload = NeuronUpload(device, model, self._prompts, layout)
-        self._shared = SharedLayers(device)
+        self._shared, self._predictors = SharedLayers(device), predictors
         self._graphs = GraphCache(device)
         self._positions = TokenPositions(device, self._work, layout.max_tokens)
         self._max_tokens = layout.max_tokens
@@ -253,22 +256,34 @@ class CudaAttentionService(Service):
         """Of the request in the mailbox."""
         return int(self.buffers.cells[cell_index(self.index, REQUEST) * INTS_A_CELL])
 
+    def _listing(self) -> GpuPredictors | None:
+        """The predictors, where the request in the mailbox wants them."""
+        is_listed = self.buffers.requests[self.index, NUM_IDS] == LISTED
+        return self._predictors if is_listed else None
+
+    def _is_arranged(self, predictors: GpuPredictors | None) -> bool:
+        """Whether predictors, if any, are in the order of the CPU services' neurons, as of now."""
+        if predictors is None or not predictors.has_new_order(self.buffers):
+            return True
+        self._graphs.clear()
+        return predictors.arrange(self.buffers)
+
     def _layers(
         self, layers: range, has_head: bool, num_tokens: int, thresholds: Thresholds
     ) -> None:
         self._begun, work, number = None, self._work, self._number
         are_shared = not all(map(self._model.is_whole, layers))
         memory = self._shared.memory if are_shared else None
+        predictors = self._listing() if are_shared else None
         if are_shared:
             self._shared.tell(number, num_tokens)
-            if memory is None:
+            if memory is None or not self._is_arranged(predictors):
                 self._shared.stop(number)
                 self.buffers.replies[self.index, NUM_COMPUTED] = GAVE_UP
                 return
         which = layers, has_head, *self._put_step(num_tokens), thresholds
-        self._graphs.run(
-            ("layers", are_shared, *which), lambda: work.layers(*which, memory), len(layers)
-        )
+        key = "layers", are_shared, predictors is not None, *which
+        self._graphs.run(key, lambda: work.layers(*which, memory, predictors), len(layers))
         self.times.mark("layers")
         outputs = [("ffn_residual", self.buffers.ffn_residual, work.hidden)]
         if has_head:

@@ -14,7 +14,9 @@ from hotcold.actors.attention.cuda.link import Link
 from hotcold.cuda_kernels.neurons import SharedMemory
 from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.loops.mailbox import (
+    CELLS_A_SERVICE,
     INPUT,
+    LENGTH,
     NUM_ORDER,
     OUTPUT,
     STOPPED,
@@ -45,15 +47,21 @@ class SharedLayers:
         if link.refusal:
             return
         mapped, given = self._device.mapped, cell_index(service, INPUT) * INTS_A_CELL
+        output = cell_index(0, OUTPUT) * INTS_A_CELL
         self.memory = SharedMemory(
             told=self._told,
             cells=mapped(buffers.cells),
+            cell_words=CELLS_A_SERVICE * INTS_A_CELL,
             given=given,
             stopped=given + STOPPED,
+            output=output,
+            length=output + LENGTH,
             ffn_input=mapped(buffers.ffn_input),
             block_weights=mapped(buffers.block_weights),
             partials=mapped(buffers.partials),
             more_partials=mapped(buffers.more_partials),
+            active_ids=mapped(buffers.active_ids),
+            active_masks=mapped(buffers.active_masks),
             limit_ns=LIMIT_NS,
         )
 
@@ -62,10 +70,8 @@ class SharedLayers:
 
         The copy before must have been waited for.
         """
-        telling, order = self._telling, self._buffers.sum_order
-        telling[0], telling[1], telling[2:] = number, num_tokens, order
-        bells = [cell_index(service, OUTPUT) * INTS_A_CELL for service in order[1 : 1 + order[0]]]
-        telling[3 : 3 + len(bells)] = bells
+        telling = self._telling
+        telling[0], telling[1], telling[2:] = number, num_tokens, self._buffers.sum_order
         self._device.copy_in(self._told, telling)
 
     def stop(self, number: int) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.attention.cuda.model import CudaModel
+from hotcold.actors.attention.cuda.predictors import GpuPredictors
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.cuda_kernels.kernels import CudaKernels, Layer, PagedCache
@@ -198,10 +199,12 @@ class StepWork:
         max_length: int,
         thresholds: Thresholds,
         shared: SharedMemory | None = None,
+        predictors: GpuPredictors | None = None,
     ) -> None:
         """hidden → hidden, num_fired, layer by layer; logits.
 
-        With `shared` CPU services have neurons of some of the layers, else of none.
+        With `shared` CPU services have neurons of some of the layers, else of none; with
+        `predictors` they compute those that are listed.
         """
         for layer in layers:
             weighs = self._model.layers[layer].numbers.num_experts > 0
@@ -213,9 +216,22 @@ class StepWork:
                 self.hot(layer, num_tokens, thresholds, has_weights=weighs, ends_layer=True)
             else:
                 assert shared is not None
+                if predictors is not None:
+                    self._list(layer, num_tokens, predictors, shared)
                 self._shared_ffn(layer, num_tokens, thresholds, weighs, shared)
         if has_head:
             self.head(num_tokens)
+
+    def _list(
+        self, layer: int, num_tokens: int, predictors: GpuPredictors, shared: SharedMemory
+    ) -> None:
+        """ffn_input, or the residual stream → the CPU services' lists."""
+        ffn_residual, x = self.outputs(num_tokens)
+        if predictors.reads_residual:
+            is_parallel = self._model.layers[layer].numbers.is_parallel
+            x = self.hidden[:num_tokens] if is_parallel else ffn_residual
+        kernels, scratch = self._device.kernels, predictors.scratch
+        kernels.list_neurons(predictors.of(layer), x, scratch, shared)
 
     def _shared_ffn(
         self,
