@@ -7,8 +7,8 @@
 #                            [--workers N]
 #
 # Stages, in this order: kernels (the kernels' suite), sanitizer (compute-sanitizer over a part of it, where
-# there is one), hybrid (layers beside the CPU), systems (whole ones in a Ray), speed (kernels beside a
-# copy), falcon, llama and experts (tokens a second under several budgets; experts are two shapes, which the
+# there is one), hybrid (layers beside the CPU), systems (whole ones in a Ray), layers (shared with CPU
+# services, as one request and one by one), speed (kernels beside a copy), falcon, llama and experts (tokens a second under several budgets; experts are two shapes, which the
 # report names). Tests run in N processes (4), which share the GPU. A stage that was finished is not done
 # again, so where one call may only take so long the same command is given again. OUT/report.json says it
 # all, and is written after each stage.
@@ -16,7 +16,7 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 wheels= out= minutes=9 folder=/dev/shm/hotcold llama= python=python3 workers=4 compiling=
 parts=qwen,smallthinker # of the stage experts; each is done only once
-stages=kernels,sanitizer,hybrid,systems,speed,falcon,llama,experts
+stages=kernels,sanitizer,hybrid,systems,layers,speed,falcon,llama,experts
 usage() { sed -n '2,14s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 while [ $# -gt 0 ]; do
     [ $# -ge 2 ] || usage
@@ -85,6 +85,9 @@ fi
 run_tests hybrid tests/gpu/test_hybrid.py "$workers"
 [ -z "$compiling" ] || wait "$compiling"
 run_tests systems tests/gpu/test_systems.py 0
+stage layers "$python" -m benchmarks.gpu_layers "$folder/layers" --hot 0.3 --hot 0.7 --hot 1 \
+    --threads $(($(nproc) - 2)) --out "$out/layers.json"
+rm -rf "$folder/layers"
 stage speed "$python" -m benchmarks.gpu_kernels --out "$out/speed.json"
 hybrid falcon --shape falcon-40b-like --layers 10 --vocab 8192 --density 0.05 \
     --mode sign --mode exact --budget 4GiB --budget 6GiB --budget 16GiB

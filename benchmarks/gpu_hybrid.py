@@ -52,8 +52,8 @@ _CONTEXT = 256
 _PROFILED_TOKENS = 1024
 _SEED = 0
 _LLAMA_RESERVE_BYTES = 384 << 20  # of a budget: context, buffers, KV cache
-_PARTS = ("attention", "head", "hot neurons", "whole layers")
-_TOLD = ("device", "num_hot_neurons", "num_host_layers", "head_on_host", "num_threads",
+_PARTS = ("attention", "head", "hot neurons", "layers")
+_TOLD = ("device", "num_hot_neurons", "num_host_layers", "head_on_host", "gpu_lists", "num_threads",
          "num_cpu_actors", "neuron_upload_tokens")  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def _split(device_ms: Json, per_token_ms: Json, tokens: int) -> Json:
     and of the driver's steps what they wait for.
     """
     each = {part: device_ms.get(part, 0.0) / tokens for part in (*_PARTS, "copies")}
-    kernels = each["attention"] + each["head"] + each["whole layers"]
+    kernels = each["attention"] + each["head"] + each["layers"]
     services = per_token_ms["attention"] + per_token_ms["head"] + per_token_ms["layers"]
     return {
         **{f"gpu {part}": ms for part, ms in each.items()},

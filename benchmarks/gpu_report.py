@@ -12,8 +12,8 @@ import click
 
 from benchmarks.frame import Json
 
-_STAGES = ("kernels", "sanitizer", "hybrid", "systems", "speed", "falcon", "llama", "qwen",
-           "smallthinker")  # fmt: skip
+_STAGES = ("kernels", "sanitizer", "hybrid", "systems", "layers", "speed", "falcon", "llama",
+           "qwen", "smallthinker")  # fmt: skip
 _LAST_LINES = 5
 
 

@@ -138,9 +138,10 @@ def serve_ffn(
 ):  # fmt: skip
     """Serve requests after `seen` until one is left to Python; returns its number.
 
-    A request is a layer's FFN, or one layer after the other that a GPU shares (`mailbox`). Left to Python are STOP, an FFN of more tokens than `scratch` holds, and requests for other
-    `weights` (`is_for_others`). All threads that share it return; the caller lets one of them
-    reply. 0: the service has ended (`next_share`).
+    A request is a layer's FFN, or one layer after the other that a GPU shares (`mailbox`). Left to
+    Python are STOP, an FFN of more tokens than `scratch` holds, and requests for other `weights`
+    (`is_for_others`). All threads that share it return; the caller lets one of them reply. 0: the
+    service has ended (`next_share`).
     """
     while True:
         number, team = next_share(buffers.cells, service, thread, num_threads, seen)

@@ -30,7 +30,9 @@ from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
 from hotcold.placement.solver import plan_devices
 from hotcold.placement.solver.plan_devices import make_plan_devices
+from hotcold.predictors.predictor_file import Predictors, write_predictors
 from tests import tiny_models
+from tests.actors.batching import random_sign
 from tests.actors.numpy_device import NumpyDevice
 from tests.mxfp4_models import make_mxfp4
 from tests.placement_cases import llama_config, make_machine
@@ -97,6 +99,24 @@ def test_the_budget_is_kept_and_used(system: SystemConfig) -> None:
     hot = {entry[0] for entry in found}
     assert len(hot) > 5 and -1 in hot
     assert {entry[2] for entry in found} == {0, -1} and len({entry[1] for entry in found}) > 1
+
+
+def test_predictors_come_before_neurons(system: SystemConfig, tmp_path: Path) -> None:
+    """Unless everything fits; where memory is too short for them the driver predicts."""
+    config, whole = read_config(system.model_path), bytes_of_all(system)
+    layers = [random_sign(np.random.default_rng(1), config) for _ in range(config.num_layers)]
+    path, identity = tmp_path / "predictors", ModelIdentity.of(system.model_path)
+    write_predictors(path, identity, Predictors(layers, "ffn_input"))
+    predicted = replace(system, mode="sign", predictors_path=str(path))
+    assert not fit(predicted)[1].system.gpu_lists
+    parts = GpuParts.of(predicted, served_config(predicted, config))
+    listing, neurons = config.num_neurons * parts.predictor, config.num_neurons * parts.neuron
+    least = whole - neurons + listing
+    for budget, lists in ((whole - neurons // 2, True), (least - listing // 2, False)):
+        device, fitted, loading = fit(replace(predicted, gpu_memory_bytes=budget))
+        assert loading and fitted.system.gpu_lists == lists and device.used_bytes() <= budget
+        without = fit(replace(system, gpu_memory_bytes=budget))[1].system
+        assert (fitted.system.num_hot_neurons < without.num_hot_neurons) == lists
 
 
 @pytest.mark.parametrize("share", [1, 3])

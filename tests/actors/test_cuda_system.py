@@ -18,8 +18,10 @@ from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.actors.setup.account import GpuParts
 from hotcold.actors.system import System
 from hotcold.model.config.build import read_config
+from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.sampling import SamplingParams
-from tests.actors.batching import Background
+from hotcold.predictors.predictor_file import Predictors, write_predictors
+from tests.actors.batching import Background, random_sign
 from tests.actors.numpy_device import NumpyDevice
 from tests.actors.stand_in_host import start_stand_in
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
@@ -38,14 +40,27 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("device") / "broken"
 
 
-@pytest.fixture(scope="module", params=[2, 1], ids=["half of the neurons", "all"])
+@pytest.fixture(scope="module", params=[2, -2, 1], ids=["half of the neurons", "listed", "all"])
 def share(request: pytest.FixtureRequest) -> int:
-    """One neuron of so many fits on the device."""
+    """One neuron of so many fits on the device; negative: that lists the others."""
     return int(request.param)
 
 
 @pytest.fixture(scope="module")
-def system(checkpoint: TinyCheckpoint, broken: Path, share: int) -> Iterator[System]:
+def predictors(checkpoint: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """They expect that all neurons fire."""
+    config, path = read_config(checkpoint.path), tmp_path_factory.mktemp("signs") / "all"
+    layers = [random_sign(np.random.default_rng(1), config) for _ in range(config.num_layers)]
+    for layer in layers:
+        layer.thresholds[:] = -1e9
+    write_predictors(path, ModelIdentity.of(checkpoint.path), Predictors(layers, "ffn_input"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def system(
+    checkpoint: TinyCheckpoint, broken: Path, share: int, predictors: Path
+) -> Iterator[System]:
     config = read_config(checkpoint.path)
     asked = SystemConfig(
         str(checkpoint.path),
@@ -57,10 +72,13 @@ def system(checkpoint: TinyCheckpoint, broken: Path, share: int) -> Iterator[Sys
         kv_dtype="float32",
         prefill_chunk=64,
         device="cuda",
+        mode="sign" if share < 0 else "exact",
+        predictors_path=str(predictors) if share < 0 else "",
     )
     parts, work = GpuParts.of(asked, config), work_bytes(asked, config, NumpyDevice())
     whole = config.num_layers * parts.layer + parts.head + work + LATE_BYTES
-    budget = whole + config.num_neurons // share * parts.neuron
+    budget = whole + config.num_neurons // abs(share) * parts.neuron
+    budget += config.num_neurons * parts.predictor
     with start_stand_in(SystemConfig(**vars(asked) | {"gpu_memory_bytes": budget}), broken) as it:
         yield it
 
@@ -77,7 +95,12 @@ def test_the_same_tokens_and_what_it_says_of_itself(
     found: SystemConfig = system.call("describe")
     config = read_config(checkpoint.path)
     total = config.num_neurons
-    assert found.device == "cuda" and total // (2 * share) < found.num_hot_neurons <= total // share
+    assert found.device == "cuda" and found.gpu_lists == (share < 0)
+    assert (
+        total // (2 * abs(share))
+        < found.num_hot_neurons
+        <= total * (1.2 if share < 0 else 1) // abs(share)
+    )
     assert system.call("driver_load").device == "cuda (a stand-in)"
     assert system.call("telemetry").neurons.num_hot.sum() == found.num_hot_neurons
     assert system.call("device_report", True)["used_bytes"] <= found.gpu_memory_bytes

@@ -11,12 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hotcold.actors.attention.cuda import shared
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.attention.cuda.fit import open_device
 from hotcold.cuda_kernels.device import list_gpus
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
-from tests.actors.test_cuda_whole_layers import SUPPORTED, all_but, assert_same, every_layer
+from tests.actors.test_cuda_whole_layers import (
+    SIZES,
+    SUPPORTED,
+    all_but,
+    assert_same,
+    every_layer,
+    steps,
+)
+from tests.actors.test_shared_layers import assert_shared, random_predictors
 from tests.actors.test_stored_beside_gpu import StoredBesideGpu
 from tests.actors.test_stored_neurons import assert_same_bits, packed
 from tests.conftest import TinyCheckpoint
@@ -87,6 +96,35 @@ def test_whole_layers_at_once(tiny: Tiny, variant: str, device: Device) -> None:
         with CudaInProcess(checkpoint.path, 2, hot=hot, device=device) as system:
             is_normed = bool(system.engine("exact").embedding.ffn_output_norm.size)
             assert assert_same(system, checkpoint.ids) == (not is_normed)
+
+
+@pytest.mark.parametrize("variant", [*DENSE, *SUPPORTED])
+@pytest.mark.parametrize("num_services", [1, 3])
+def test_shared_layers(
+    tiny: Tiny, variant: str, num_services: int, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of the same layers one by one."""
+    monkeypatch.setattr(shared, "LIMIT_NS", 60_000_000_000)  # services may have to compile
+    checkpoint = tiny(variant)
+    with CudaInProcess(checkpoint.path, num_services, hot=a_third, device=device) as system:
+        if not system.engine("exact").embedding.ffn_output_norm.size:
+            assert_shared(system, checkpoint.ids, SIZES)
+
+
+def test_neurons_that_the_gpu_lists(
+    tiny: Tiny, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the driver's predictors."""
+    monkeypatch.setattr(shared, "LIMIT_NS", 60_000_000_000)
+    checkpoint, sizes = tiny("llama-relu"), SIZES
+    predicted = random_predictors(checkpoint, tmp_path, -1)
+    ids, path = np.resize(checkpoint.ids, sum(sizes)).tolist(), predicted.path
+    with CudaInProcess(
+        checkpoint.path, 2, hot=a_third, predictors_path=path, device=device
+    ) as system:
+        found = [steps(predicted.engine(system, shares), ids, sizes) for shares in (False, True)]
+    for one_by_one, together in zip(*found, strict=True):
+        np.testing.assert_array_equal(together, one_by_one)
 
 
 @pytest.mark.parametrize("weight_dtype", ["", "q8"])

@@ -300,7 +300,8 @@ class CudaAttentionService(Service):
         if weights.size:
             self._device.copy_out(weights, work.all_weights[own, : weights.shape[1]])
         self.times.mark("copies")
-        self._finish(*lands)
+        # CPU services work meanwhile: spinning would take a core from them.
+        self._finish(*lands, spin=not are_shared)
         self.times.collect()
         if are_shared and self._shared.is_stopped(number):
             self.buffers.replies[self.index, NUM_COMPUTED] = GAVE_UP
@@ -454,8 +455,8 @@ class CudaAttentionService(Service):
         self._link.upload("prompt", target, source, source.shape[0])
         return target
 
-    def _finish(self, *lands: Callable[[], None]) -> None:
-        self._device.wait(self._device.record(spin=True))
+    def _finish(self, *lands: Callable[[], None], spin: bool = True) -> None:
+        self._device.wait(self._device.record(spin=spin))
         for land in lands:
             land()
 
