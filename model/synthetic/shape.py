@@ -108,7 +108,7 @@ def config_json(shape: SyntheticShape, dtype: WeightDtype) -> dict[str, Any]:
     }
 
 
-def _llama(shape: SyntheticShape, theta: float = 1e4) -> dict[str, Any]:
+def _llama(shape: SyntheticShape, theta: float = 1e4, **others: Any) -> dict[str, Any]:
     return {
         "intermediate_size": shape.ffn,
         "num_key_value_heads": shape.kv_heads,
@@ -117,35 +117,26 @@ def _llama(shape: SyntheticShape, theta: float = 1e4) -> dict[str, Any]:
         "rms_norm_eps": 1e-5,
         "rope_theta": theta,
         "tie_word_embeddings": False,
+        **others,
     }
-
-
-def _gate_alone(config: dict[str, Any]) -> dict[str, Any]:
-    """Its config.json names the gate's function, which applies to up, too."""
-    return config | {"hidden_act": "relu", "sliding_window": None}
 
 
 def _qwen3_moe(shape: SyntheticShape) -> dict[str, Any]:
-    return _llama(shape, 1e6) | {
-        "num_experts": shape.experts,
-        "num_experts_per_tok": shape.chosen,
-        "moe_intermediate_size": shape.ffn,
-        "norm_topk_prob": True,
-    }
+    own = {"moe_intermediate_size": shape.ffn, "norm_topk_prob": True, "rope_theta": 1e6}
+    return _olmoe(shape) | own
 
 
 def _olmoe(shape: SyntheticShape) -> dict[str, Any]:
-    return _llama(shape) | {"num_experts": shape.experts, "num_experts_per_tok": shape.chosen}
+    return _llama(shape, num_experts=shape.experts, num_experts_per_tok=shape.chosen)
 
 
 def _mixtral(shape: SyntheticShape) -> dict[str, Any]:
     own = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.chosen}
-    return _llama(shape, 1e6) | own
+    return _llama(shape, 1e6, **own)
 
 
 def _gpt_oss(shape: SyntheticShape) -> dict[str, Any]:
-    """Every second layer has a window; yarn stretches 4096 positions."""
-    kinds = ("sliding_attention", "full_attention")
+    """Every second layer has a window, as without `layer_types`; yarn stretches 4096 positions."""
     scaling = {
         "rope_type": "yarn",
         "factor": 32.0,
@@ -154,37 +145,34 @@ def _gpt_oss(shape: SyntheticShape) -> dict[str, Any]:
         "truncate": False,
         "original_max_position_embeddings": max(1, shape.context // 32),
     }
-    return _mixtral(shape) | {
-        "attention_bias": True,
-        "sliding_window": 128,
-        "layer_types": [kinds[layer % 2] for layer in range(shape.layers)],
-        "rope_theta": 150_000.0,
-        "rope_scaling": scaling,
-    }
+    own = {"attention_bias": True, "sliding_window": 128, "rope_theta": 150_000.0}
+    return _mixtral(shape) | own | {"rope_scaling": scaling}
 
 
 def _smallthinker(shape: SyntheticShape) -> dict[str, Any]:
     """Layers 0, 4, 8, … have no window and no rope."""
     layout = [int(layer % 4 != 0) for layer in range(shape.layers)]
-    return _llama(shape, 1.5e6) | {
-        "moe_num_primary_experts": shape.experts,
-        "moe_num_active_primary_experts": shape.chosen,
-        "moe_ffn_hidden_size": shape.ffn,
-        "moe_primary_router_apply_softmax": False,
-        "moe_enable_early_router": True,
-        "rope_layout": layout,
-        "sliding_window_layout": layout,
-        "sliding_window_size": 4096,
-    }
+    return _llama(
+        shape,
+        1.5e6,
+        moe_num_primary_experts=shape.experts,
+        moe_num_active_primary_experts=shape.chosen,
+        moe_ffn_hidden_size=shape.ffn,
+        moe_primary_router_apply_softmax=False,
+        moe_enable_early_router=True,
+        rope_layout=layout,
+        sliding_window_layout=layout,
+        sliding_window_size=4096,
+    )
 
 
 def _cohere(shape: SyntheticShape) -> dict[str, Any]:
-    return _llama(shape) | {"logit_scale": 1.0}
+    return _llama(shape, logit_scale=1.0)
 
 
 def _starcoder2(shape: SyntheticShape) -> dict[str, Any]:
     function = "gelu_pytorch_tanh" if shape.activation == "gelu_tanh" else shape.activation
-    return _llama(shape) | {"hidden_act": function, "use_bias": True, "sliding_window": 4096}
+    return _llama(shape, hidden_act=function, use_bias=True, sliding_window=4096)
 
 
 def _opt(shape: SyntheticShape) -> dict[str, Any]:
@@ -209,10 +197,12 @@ def _falcon(shape: SyntheticShape) -> dict[str, Any]:
     }
 
 
+# With dReLU, config.json names the gate's function, which applies to up, too.
+_DRELU = {"hidden_act": "relu", "sliding_window": None}
 SYNTHETIC_FAMILIES: dict[str, SyntheticFamily] = {
     "llama": SyntheticFamily(_llama, "relu"),
     "qwen3": SyntheticFamily(_llama),
-    "bamboo": SyntheticFamily(lambda shape: _gate_alone(_llama(shape)), "drelu"),
+    "bamboo": SyntheticFamily(lambda shape: _llama(shape) | _DRELU, "drelu"),
     "arcee": SyntheticFamily(_llama, "relu2"),
     "cohere": SyntheticFamily(_cohere),
     "cohere2": SyntheticFamily(_cohere),
@@ -222,7 +212,7 @@ SYNTHETIC_FAMILIES: dict[str, SyntheticFamily] = {
     "qwen3_moe": SyntheticFamily(_qwen3_moe),
     "olmoe": SyntheticFamily(_olmoe),
     "mixtral": SyntheticFamily(_mixtral),
-    "turbosparsemixtral": SyntheticFamily(lambda shape: _gate_alone(_mixtral(shape)), "drelu"),
+    "turbosparsemixtral": SyntheticFamily(lambda shape: _mixtral(shape) | _DRELU, "drelu"),
     "gpt_oss": SyntheticFamily(_gpt_oss),
     "smallthinker": SyntheticFamily(_smallthinker, "relu"),
 }

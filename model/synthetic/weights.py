@@ -15,17 +15,17 @@ tokens, and to some of the experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from hotcold.model.config.activations import activated, activated_up
 from hotcold.model.config.families import FAMILIES, tensor_names
-from hotcold.model.config.families.tensor_names import ExpertNames, LayerNames, TensorNames
+from hotcold.model.config.families.tensor_names import ExpertNames, LayerNames
 from hotcold.model.config.layer_spec import FfnSpec, RouterSpec
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.sparsity import MAX_DENSITY, power_law_rates
@@ -46,7 +46,6 @@ _ROUTER_RMS = 1.5  # of a token's logits of experts
 # Deviation of logits, times sqrt(2 ln n): above 1 few of n tokens have most of the probability.
 _PEAKED = 1.2
 _PREDICTOR_SHIFT = 0.5  # deviations by which a predictor favours neurons
-_QUADRATURE = 64  # numbers that stand for a normal one
 
 
 class RandomTensor(NamedTuple):
@@ -55,14 +54,6 @@ class RandomTensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     draw: Callable[[], torch.Tensor]
-
-
-class _BlockTensor(NamedTuple):
-    """A tensor of each block of an FFN. {} of its name is the block's number; "": there is none."""
-
-    name: str
-    shape: tuple[int, ...]
-    draw: Callable[[str], torch.Tensor]  # by the block's key
 
 
 class _Sizes(NamedTuple):
@@ -77,7 +68,7 @@ class RandomModel:
     """A model's tensors by `seed`; each is the same whichever others are drawn."""
 
     def __init__(self, config: ModelConfig, shape: SyntheticShape, seed: int) -> None:
-        self.config, self.names = config, _written_names(config)
+        self.config, self.names = config, tensor_names(config)
         self._source = RandomSource(seed)
         hidden, num_topics, rank = config.hidden_size, 0, _LOW_RANK
         self.routing = None
@@ -100,36 +91,40 @@ class RandomModel:
         self._update_rms = updates * config.num_layers**-0.5
         tokens_of_topic = max(2.0, config.vocab_size / max(1, num_topics))
         self._logits_rms = _PEAKED * (2 * math.log(tokens_of_topic)) ** 0.5
+        self._ends_shape = config.vocab_size, hidden  # of embedding and head
         self._fit_neurons(config.layers[0].ffn, shape.density)
 
     def tensors(self) -> Iterator[RandomTensor]:
-        """All tensors, in the order of a checkpoint."""
+        """All tensors, by their names in a checkpoint."""
+        prefix = FAMILIES[self.config.family].prefixes[0]
+        for tensor in self._body():
+            yield tensor._replace(name=prefix + tensor.name)
+        if not self.config.tied_embeddings:
+            yield RandomTensor(f"{self.names.head}.weight", self._ends_shape, self.head)
+
+    def _body(self) -> Iterator[RandomTensor]:
         config, names, hidden = self.config, self.names, self.config.hidden_size
-        matrix_shape = config.vocab_size, hidden
-        yield RandomTensor(f"{names.tokens}.weight", matrix_shape, self.embedding)
+        yield RandomTensor(f"{names.tokens}.weight", self._ends_shape, self.embedding)
         if names.positions:
             shape = config.max_positions + config.position_offset, hidden
             yield self._normal(f"{names.positions}.weight", shape, _POSITIONS_RMS)
         for layer in range(config.num_layers):
             yield from self.layer(layer)
         scale = torch.ones(hidden)
-        if not names.head:  # signs, so that a token's logits do not favour that token
-            signs = self._source.normal("signs", (hidden,)).sign()
-            scale = signs * (self._logits_rms * hidden**-0.5)
+        if config.tied_embeddings:  # signs, so that a token's logits do not favour that token
+            scale = self._source.normal("signs", (hidden,)).sign()
+            scale *= self._logits_rms * hidden**-0.5
         yield from self._norm(names.final_norm, scale, torch.zeros(hidden))
-        if names.head:
-            yield RandomTensor(f"{names.head}.weight", matrix_shape, self.head)
 
     def layer(self, layer: int) -> Iterator[RandomTensor]:
-        """The tensors of one layer."""
+        """The tensors of one layer, named without what a checkpoint's begin with."""
         config, spec, names = self.config, self.config.layers[layer], self.names.of_layer(layer)
         hidden, width, rms = config.hidden_size, spec.attention.heads_size, self._update_rms
         for name in filter(None, (names.norm, names.ffn_norm)):
             yield from self._norm(name, torch.ones(hidden), self._common * hidden**0.5)
         if config.qk_norm:
-            for name, vector in ((names.q_norm, "q_norm_weight"), (names.k_norm, "k_norm_weight")):
-                ones = torch.ones(spec.vectors[vector])
-                yield RandomTensor(f"{name}.weight", tuple(ones.shape), ones.clone)
+            yield _vector(f"{names.q_norm}.weight", torch.ones(spec.vectors["q_norm_weight"]))
+            yield _vector(f"{names.k_norm}.weight", torch.ones(spec.vectors["k_norm_weight"]))
         for name, rows in zip(names.qkv, spec.input_sizes, strict=True):
             draw = partial(self._reading_rest, layer, rows, name)
             yield RandomTensor(f"{name}.weight", (rows, hidden), draw)
@@ -140,13 +135,15 @@ class RandomModel:
             yield self._normal(f"{names.out}.bias", (hidden,), _BIAS_RMS * rms)
         if config.has_sinks:
             yield self._normal(names.sinks, (config.num_heads,))
+        if spec.ffn.router is not None:
+            yield from self._router(layer, spec.ffn.router, names.experts[0])
         yield from self._ffn(layer, spec.ffn, _ffn_names(names, spec.ffn))
 
     def embedding(self) -> torch.Tensor:
         """Draw embeddings (V, D), of deviation 1; token v is of topic v % M."""
         hidden, shares = self.config.hidden_size, self._common_share + self._topic_share
-        shape = self.config.vocab_size, hidden
-        rows = self._without_structure(self._source.normal("tokens", shape, (1 - shares) ** 0.5))
+        rows = self._source.normal("tokens", self._ends_shape, (1 - shares) ** 0.5)
+        self._without_structure(rows)
         rows += self._common * (self._common_share * hidden) ** 0.5
         return self._with_topics(rows, (self._topic_share * hidden) ** 0.5)
 
@@ -184,11 +181,7 @@ class RandomModel:
             density = min(2 * density, MAX_DENSITY)
         rates = power_law_rates(spec.block_sizes[0], density)
         self._quantiles = torch.special.ndtri(torch.from_numpy(rates)).float()
-        z, fn, threshold = (
-            normal_quantiles(_QUADRATURE),
-            spec.activation_fn,
-            spec.activation_threshold,
-        )
+        fn, threshold, z = spec.activation_fn, spec.activation_threshold, normal_quantiles(64)
         gates = activated(fn, self._quantiles[:, None] + z, threshold)
         ups = activated_up(fn, z, threshold) if spec.has_gate else torch.ones(1)
         self._means = gates.mean(dim=1) * ups.mean()
@@ -196,40 +189,42 @@ class RandomModel:
         self._energy = float(all_energy - self._means.square().sum())
 
     def _ffn(self, layer: int, spec: FfnSpec, names: ExpertNames) -> Iterator[RandomTensor]:
-        """The tensors of all blocks, and the router's."""
+        """The tensors of all blocks; a stacked tensor has rows of gate and up in turn."""
         size, hidden, rank = spec.block_sizes[0], self.config.hidden_size, len(self._factors)
-        rms = self._update_rms
-        if spec.router is not None:
-            yield from self._router(layer, spec.router, names)
-            rms *= spec.router.num_chosen**0.5  # outputs are averaged
-        fc1, fc2 = names.predictor or ("", "")
-        gate_up_down = [
-            _BlockTensor(names.gate, (size, hidden), partial(self._gate, layer)),
-            _BlockTensor(names.up, (size, hidden), partial(self._reading_rest, layer, size)),
-            _BlockTensor(names.down, (hidden, size), partial(self._down, rms)),
-        ]
-        biases = [
-            _BlockTensor(name, (rows,), partial(self._bias, role, rows, _BIAS_RMS * output_rms))
-            for role, name, rows, output_rms in (
-                ("gate", names.gate_bias, size, 1.0),
-                ("up", names.up_bias, size, 1.0),
-                ("down", names.down_bias, hidden, rms),
-            )
-        ]
-        predictor = [
-            _BlockTensor(fc1, (2 * rank + 2, hidden), self._predictor_inputs),
-            _BlockTensor(fc2, (size, 2 * rank + 2), partial(self._predictor_outputs, layer)),
-        ]
+        chosen = 1 if spec.router is None else spec.router.num_chosen
+        rms = self._update_rms * chosen**0.5  # experts' outputs are averaged
+        gate, up = partial(self._gate, layer), partial(self._reading_rest, layer, size)
+        down = partial(self._down, rms)
         keys = [f"{layer}.{block}" for block in range(len(spec.block_sizes))]
+        stack: tuple[int, ...] = ()
+        width = size
         if names.is_transposed:
-            for gate, up, down in (gate_up_down, biases):
-                yield _stacked([gate, up], keys)
-                yield _stacked([down], keys)
-            return
-        for block, key in enumerate(keys):
-            for name, shape, draw in gate_up_down + biases + predictor:
+            stack, width = (len(keys),), 2 * size
+
+            def gates_and_ups() -> torch.Tensor:
+                pairs = (torch.stack([gate(key), up(key)], dim=1) for key in keys)
+                return torch.stack([pair.flatten(0, 1).T for pair in pairs])
+
+            def downs() -> torch.Tensor:
+                return torch.stack([down(key).T for key in keys])
+
+            yield RandomTensor(names.gate, (*stack, hidden, width), gates_and_ups)
+            yield RandomTensor(names.down, (*stack, size, hidden), downs)
+        else:
+            fc1, fc2 = names.predictor or ("", "")
+            kinds: list[tuple[str, tuple[int, int], Callable[[str], torch.Tensor]]] = [
+                (names.gate, (size, hidden), gate),
+                (names.up, (size, hidden), up),
+                (names.down, (hidden, size), down),
+                (fc1, (2 * rank + 2, hidden), self._predictor_inputs),
+                (fc2, (size, 2 * rank + 2), partial(self._predictor_outputs, layer)),
+            ]
+            for (block, key), (name, shape, draw) in product(enumerate(keys), kinds):
                 if name:
                     yield RandomTensor(name.format(block), shape, partial(draw, key))
+        if spec.has_biases:
+            yield self._normal(names.gate_bias, (*stack, width), _BIAS_RMS)
+            yield self._normal(names.down_bias, (*stack, hidden), _BIAS_RMS * rms)
 
     def _router(self, layer: int, spec: RouterSpec, names: ExpertNames) -> Iterator[RandomTensor]:
         shape = spec.num_experts, self.config.hidden_size
@@ -292,16 +287,13 @@ class RandomModel:
         half = (self._quantiles[self._order(key), None] + _PREDICTOR_SHIFT) / (2 * sizes.common)
         return torch.cat([parts / sizes.rest, -parts / sizes.rest, half, half], dim=1)
 
-    def _bias(self, role: str, num_rows: int, std: float, key: str) -> torch.Tensor:
-        return self._source.normal(f"{key} {role} bias", (num_rows,), std)
-
     def _normal(self, name: str, shape: tuple[int, ...], std: float = 1.0) -> RandomTensor:
         return RandomTensor(name, shape, partial(self._source.normal, name, shape, std))
 
     def _norm(self, name: str, weight: torch.Tensor, bias: torch.Tensor) -> Iterator[RandomTensor]:
-        yield RandomTensor(f"{name}.weight", tuple(weight.shape), weight.clone)
+        yield _vector(f"{name}.weight", weight)
         if self.config.norm_bias:
-            yield RandomTensor(f"{name}.bias", tuple(bias.shape), bias.clone)
+            yield _vector(f"{name}.bias", bias)
 
     def _without_structure(self, rows: torch.Tensor) -> torch.Tensor:
         """Make `rows` (N, D) orthogonal to the common direction and to topics, in place."""
@@ -314,37 +306,19 @@ class RandomModel:
         return rows
 
 
-def _stacked(parts: Sequence[_BlockTensor], keys: Sequence[str]) -> RandomTensor:
-    """Return one tensor of all blocks: (E, columns, rows), rows of `parts` in turn."""
-    rows, *columns = parts[0].shape
-
-    def draw() -> torch.Tensor:
-        blocks = [torch.stack([part.draw(key) for part in parts], 1).flatten(0, 1) for key in keys]
-        return torch.stack(blocks).transpose(1, -1)
-
-    return RandomTensor(parts[0].name, (len(keys), *columns, len(parts) * rows), draw)
-
-
-def _written_names(config: ModelConfig) -> TensorNames:
-    """Return the names of the family's tensors, with its checkpoints' prefix."""
-    names, prefix = tensor_names(config), FAMILIES[config.family].prefixes[0]
-    return replace(
-        names,
-        tokens=prefix + names.tokens,
-        layers=prefix + names.layers,
-        final_norm=prefix + names.final_norm,
-        positions=names.positions and prefix + names.positions,
-        head="" if config.tied_embeddings else names.head,
-    )
+def _vector(name: str, values: torch.Tensor) -> RandomTensor:
+    return RandomTensor(name, tuple(values.shape), lambda: values)
 
 
 def _ffn_names(names: LayerNames, spec: FfnSpec) -> ExpertNames:
     """Return the tensors of a mixture's experts, or of a dense layer's one block."""
     if spec.router is not None:
         return names.experts[0]
-    parts = dict[str, Any]()
-    for role in ("gate", "up", "down"):
-        if module := getattr(names, role):
-            parts[role] = f"{module}.weight"
-            parts[f"{role}_bias"] = f"{module}.bias" if spec.has_biases else ""
-    return ExpertNames(**{"router": "", "up": ""} | parts)
+    return ExpertNames(
+        router="",
+        gate=f"{names.gate}.weight",
+        up=names.up and f"{names.up}.weight",
+        down=f"{names.down}.weight",
+        gate_bias=f"{names.gate}.bias",
+        down_bias=f"{names.down}.bias",
+    )
