@@ -65,26 +65,19 @@ def make_model(
 
     shape, started = resolve_shape(shape_name, sizes), time.monotonic()
     with progress_bar(str(out)) as on_bytes:
-        made = write_model(
-            out, shape, dtype=DTYPES[dtype], seed=seed, force=force, on_bytes=on_bytes
-        )
-    seconds, routing, asked = time.monotonic() - started, None, ""
-    if made.routing is not None:
-        routing = {"skew": round(made.routing.skew, 4), "kept": round(made.routing.kept, 4)}
-        asked = (
-            f", the busier half of experts has {made.routing.skew:.2f} of choices (asked "
-            f"{shape.skew}), {made.routing.kept:.2f} are kept from token to token (asked "
-            f"{shape.kept})"
-        )
+        made = write_model(out, shape, DTYPES[dtype], seed, force, on_bytes)
+    facts = {"density": shape.density}
+    if made.routing is not None:  # the nearest to what is asked
+        facts |= {"skew": made.routing.skew, "kept": made.routing.kept}
+    seconds = time.monotonic() - started
     click.echo(
         f"{out}: {made.num_parameters / 1e6:,.2f} million parameters, {size_text(made.num_bytes)}, "
-        f"density {shape.density}{asked}, {seconds:.1f} s"
+        f"{', '.join(f'{name} {value:.3g}' for name, value in facts.items())}, {seconds:.1f} s"
     )
     return {
         "path": str(out),
         "bytes": made.num_bytes,
         "parameters": made.num_parameters,
         "seconds": round(seconds, 3),
-        "density": shape.density,
-        "routing": routing,
+        **facts,
     }

@@ -36,7 +36,6 @@ class SyntheticReport:
 def make_model(
     out: Path,
     shape: SyntheticShape,
-    *,
     dtype: WeightDtype = "float16",
     seed: int = 0,
     force: bool = False,

@@ -26,9 +26,9 @@ from torch.nn import functional
 from hotcold.model.config.activations import activated, activated_up
 from hotcold.model.config.families import FAMILIES, tensor_names
 from hotcold.model.config.families.tensor_names import ExpertNames, LayerNames
-from hotcold.model.config.layer_spec import FfnSpec, RouterSpec
+from hotcold.model.config.layer_spec import FfnSpec
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.sparsity import MAX_DENSITY, power_law_rates
+from hotcold.model.sparsity import power_law_rates
 from hotcold.model.synthetic.random_source import RandomSource, normal_quantiles
 from hotcold.model.synthetic.routing import STAYING, fit_routing
 from hotcold.model.synthetic.shape import SyntheticShape
@@ -117,7 +117,7 @@ class RandomModel:
         yield from self._norm(names.final_norm, scale, torch.zeros(hidden))
 
     def layer(self, layer: int) -> Iterator[RandomTensor]:
-        """The tensors of one layer, named without what a checkpoint's begin with."""
+        """The tensors of one layer, without a checkpoint's prefix in their names."""
         config, spec, names = self.config, self.config.layers[layer], self.names.of_layer(layer)
         hidden, width, rms = config.hidden_size, spec.attention.heads_size, self._update_rms
         for name in filter(None, (names.norm, names.ffn_norm)):
@@ -135,9 +135,14 @@ class RandomModel:
             yield self._normal(f"{names.out}.bias", (hidden,), _BIAS_RMS * rms)
         if config.has_sinks:
             yield self._normal(names.sinks, (config.num_heads,))
-        if spec.ffn.router is not None:
-            yield from self._router(layer, spec.ffn.router, names.experts[0])
-        yield from self._ffn(layer, spec.ffn, _ffn_names(names, spec.ffn))
+        ffn_names, router = _ffn_names(names, spec.ffn), spec.ffn.router
+        if router is not None:
+            experts, name = router.num_experts, ffn_names.router
+            draw = partial(self._router, layer, experts, name)
+            yield RandomTensor(name, (experts, hidden), draw)
+            if router.has_bias:
+                yield self._normal(ffn_names.router_bias, (experts,), _BIAS_RMS)
+        yield from self._ffn(layer, spec.ffn, ffn_names)
 
     def embedding(self) -> torch.Tensor:
         """Draw embeddings (V, D), of deviation 1; token v is of topic v % M."""
@@ -178,7 +183,7 @@ class RandomModel:
     def _fit_neurons(self, spec: FfnSpec, density: float) -> None:
         """Find a block's quantiles q, and the means and the energy of its activations."""
         if spec.activation_fn == "drelu":  # half of up . x is negative
-            density = min(2 * density, MAX_DENSITY)
+            density *= 2
         rates = power_law_rates(spec.block_sizes[0], density)
         self._quantiles = torch.special.ndtri(torch.from_numpy(rates)).float()
         fn, threshold, z = spec.activation_fn, spec.activation_threshold, normal_quantiles(64)
@@ -226,20 +231,10 @@ class RandomModel:
             yield self._normal(names.gate_bias, (*stack, width), _BIAS_RMS)
             yield self._normal(names.down_bias, (*stack, hidden), _BIAS_RMS * rms)
 
-    def _router(self, layer: int, spec: RouterSpec, names: ExpertNames) -> Iterator[RandomTensor]:
-        shape = spec.num_experts, self.config.hidden_size
-        yield RandomTensor(names.router, shape, partial(self._router_rows, layer, names.router))
-        if spec.has_bias:
-            yield self._normal(names.router_bias, (spec.num_experts,), _BIAS_RMS)
-
-    def _router_rows(self, layer: int, key: str) -> torch.Tensor:
+    def _router(self, layer: int, experts: int, key: str) -> torch.Tensor:
         """Rows (E, D) whose logits are those of `fit_routing`, scaled to _ROUTER_RMS."""
-        assert self.config.experts is not None and self.routing is not None
-        mix, sizes, experts = (
-            self.routing,
-            self._sizes(layer),
-            self.config.experts.router.num_experts,
-        )
+        assert self.routing is not None
+        mix, sizes = self.routing, self._sizes(layer)
         own = normal_quantiles(experts)[self._source.permutation(key, experts)] * mix.popularity
         of_topics = self._source.normal(f"{key} topics", (experts, len(self._topics)))
         rows = self._reading_rest(layer, experts, key) * (1 - mix.by_topic) ** 0.5
