@@ -21,22 +21,16 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType
 from gguf.quants import quantize
-from torch.nn import functional
 
-from benchmarks.frame import Json
 from hotcold.model.config.build import build_config
 from hotcold.model.config.families import GGUF_ARCHITECTURES
 from hotcold.model.config.families.tensor_names import GGUF_NAMES, ExpertNames
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.synthetic.layers import LayerMaker, written_names
-from hotcold.model.synthetic.random_source import NormalSource
-from hotcold.model.synthetic.router import RoutingStats
 from hotcold.model.synthetic.shape import SHAPES as KNOWN
 from hotcold.model.synthetic.shape import SyntheticShape, config_json
-from hotcold.model.synthetic.topics import Topics
+from hotcold.model.synthetic.weights import RandomModel
 
 _SEED = 2026
-_UPDATES_RMS = 0.5  # of all layers together, beside 1 of an embedding
 _Kind = GGMLQuantizationType
 FORMATS = {
     "f16": LlamaFileType.MOSTLY_F16,
@@ -51,14 +45,13 @@ ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", **_MIXTURES}  # llama.cpp's
 
 
 def _tiny(family: str) -> SyntheticShape:
-    activation: Any = "relu" if family == "smallthinker" else "silu"
     return SyntheticShape(family, 256, 256, 4, 4 if family == "olmoe" else 2, 64, 2048, 512, 8,
-                          activation, density=0.4, experts=16, chosen=4)  # fmt: skip
+                          density=0.4, experts=16, chosen=4)  # fmt: skip
 
 
 SHAPES = {name: each for name, each in KNOWN.items() if each.family in {"qwen3", *_MIXTURES}}
 SHAPES |= {f"tiny-{family}": _tiny(family) for family in _MIXTURES}
-SHAPES["tiny"] = SyntheticShape("qwen3", 256, 512, 2, 1, 128, 512, 256, 8, activation="silu")
+SHAPES["tiny"] = SyntheticShape("qwen3", 256, 512, 2, 1, 128, 512, 256, 8)
 del SHAPES["tiny-moe"]
 
 
@@ -115,48 +108,29 @@ def blocks_of(rows: np.ndarray, kind: _Kind) -> np.ndarray:
     return np.concatenate(whole, axis=-1).reshape(*rows.shape[:-1], -1)
 
 
-class _Drawn(dict[str, np.ndarray]):
-    """What a `LayerMaker` writes, float32 by names of a checkpoint."""
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        self[name] = tensor.numpy()
-
-    def experts(self, layout: ExpertNames, count: int) -> Iterator[tuple[str, np.ndarray]]:
-        """Gate, up and down of all experts (E, rows, columns), by roles."""
-        if "{}" in layout.gate:
-            for role in ("gate", "up", "down"):
-                name = getattr(layout, role)
-                yield role, np.stack([self[name.format(number)] for number in range(count)])
-            return
-        for number, role in enumerate(("gate", "up")):  # gpt-oss: transposed, in turn
-            yield role, self[layout.gate].swapaxes(1, 2)[:, number::2]
-            yield f"{role}_bias", self[layout.gate_bias][:, number::2]
-        yield "down", self[layout.down].swapaxes(1, 2)
-        yield "down_bias", self[layout.down_bias]
+def _experts(
+    drawn: dict[str, np.ndarray], layout: ExpertNames, count: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Gate, up and down of all experts (E, rows, columns), by roles."""
+    if "{}" in layout.gate:
+        for role in ("gate", "up", "down"):
+            name = getattr(layout, role)
+            yield role, np.stack([drawn[name.format(number)] for number in range(count)])
+        return
+    for number, role in enumerate(("gate", "up")):  # gpt-oss: transposed, in turn
+        yield role, drawn[layout.gate].swapaxes(1, 2)[:, number::2]
+        yield f"{role}_bias", drawn[layout.gate_bias][:, number::2]
+    yield "down", drawn[layout.down].swapaxes(1, 2)
+    yield "down_bias", drawn[layout.down_bias]
 
 
-def layer_of(shape: SyntheticShape, config: ModelConfig) -> tuple[Json, dict[str, np.ndarray]]:
-    """Embedding and head, and one layer's tensors by llama.cpp's names, of `hotcold make-model`.
-
-    The layer gets the embeddings of a text, and half of what all layers add. Half of that is the
-    same for all tokens: attention's means over what texts have in common.
-    """
-    source, drawn = NormalSource(_SEED), _Drawn()
-    topics = Topics.draw(config.vocab_size, config.hidden_size, source)
-    embedding = topics.embedding(config.vocab_size, source)
-    ids, text = topics.sample(config.vocab_size, source)
-    added = source.normal((len(ids), config.hidden_size), _UPDATES_RMS / 2)
-    added += source.normal((config.hidden_size,), _UPDATES_RMS / 2)
-    inputs = embedding[ids] + added
-    outputs = functional.rms_norm(inputs + added, (config.hidden_size,))
-    head = topics.head(config.vocab_size, outputs, text, source)
-    ends = {"token_embd": embedding, "output": head}
-    wanted = RoutingStats(shape.skew, shape.kept)
-    maker = LayerMaker(config, shape.density, source, drawn.write, text, topics, wanted)
-    written = written_names(config)
-    prefix, ours, theirs = written.layers.format(0), written.of_layer(0), GGUF_NAMES.layer
-    maker.make(config.layers[0], ours, inputs)
-    _, architecture = GGUF_ARCHITECTURES[ARCHITECTURES[shape.family]]
+def layer_of(model: RandomModel) -> dict[str, np.ndarray]:
+    """The middle layer's tensors by llama.cpp's names."""
+    config, layer = model.config, model.config.num_layers // 2
+    drawn = {tensor.name: tensor.draw().numpy() for tensor in model.layer(layer)}
+    prefix, ours = model.names.layers.format(layer), model.names.of_layer(layer)
+    theirs = GGUF_NAMES.layer
+    _, architecture = GGUF_ARCHITECTURES[ARCHITECTURES[config.family]]
     found = dict[str, np.ndarray]()
     roles = ("norm", "ffn_norm", "q_norm", "k_norm", "out", "gate", "up", "down")
     pairs = [(getattr(ours, role), getattr(theirs, role)) for role in roles]
@@ -172,9 +146,9 @@ def layer_of(shape: SyntheticShape, config: ModelConfig) -> tuple[Json, dict[str
         found |= {target.router: drawn[layout.router]}
         if layout.router_bias in drawn:
             found[target.router_bias] = drawn[layout.router_bias]
-        for role, rows in drawn.experts(layout, config.experts.router.num_experts):
+        for role, rows in _experts(drawn, layout, config.experts.router.num_experts):
             found[getattr(target, role)] = rows
-    return ends, found
+    return found
 
 
 def write(out: Path, shape: SyntheticShape, file_format: str, head: _Kind | None = None) -> None:
@@ -186,7 +160,8 @@ def write(out: Path, shape: SyntheticShape, file_format: str, head: _Kind | None
     writer.add_file_type(FORMATS[file_format])
     writer.add_tokenizer_model("no_vocab")
     with torch.inference_mode():
-        ends, layer = layer_of(shape, config)
+        model = RandomModel(config, shape, _SEED)
+        ends, layer = {"token_embd": model.embedding(), "output": model.head()}, layer_of(model)
     parts: list[tuple[str, np.ndarray, int, _Kind]] = []  # with the layer and the format
     for name, rows in ends.items():
         kind = matrix_kind(name, file_format, 0, config.num_layers)

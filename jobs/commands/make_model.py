@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import click
 
 from hotcold.jobs.support.console import json_option, progress_bar
 from hotcold.model.byte_sizes import size_text
-from hotcold.model.errors import UsageError
 from hotcold.model.synthetic.shape import DTYPES, SHAPES, SYNTHETIC_FAMILIES, resolve_shape
 
 _ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "relu2")
+_COUNT = click.IntRange(min=1)
 
 
 @click.command("make-model")
@@ -23,14 +22,14 @@ _ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "relu2")
     "--shape", "shape_name", default="tiny", help=f"{', '.join(SHAPES)}; the sizes below change it."
 )
 @click.option("--family", type=click.Choice(list(SYNTHETIC_FAMILIES)), help="Kind of model.")
-@click.option("--layers", type=int, help="Number of layers.")
-@click.option("--hidden", type=int, help="Size of the hidden states.")
-@click.option("--ffn", type=int, help="Neurons a layer, or an expert.")
-@click.option("--heads", type=int, help="Attention heads.")
-@click.option("--kv-heads", type=int, help="Key-value heads; falcon: 1 as 7b, else as 40b.")
-@click.option("--head-dim", type=int, help="Size of one head.")
-@click.option("--vocab", type=int, help="Number of tokens.")
-@click.option("--context", type=int, help="Positions.")
+@click.option("--layers", type=_COUNT, help="Number of layers.")
+@click.option("--hidden", type=click.IntRange(min=8), help="Size of the hidden states.")
+@click.option("--ffn", type=_COUNT, help="Neurons a layer, or an expert.")
+@click.option("--heads", type=_COUNT, help="Attention heads.")
+@click.option("--kv-heads", type=_COUNT, help="Key-value heads; falcon: 1 as 7b, else as 40b.")
+@click.option("--head-dim", type=_COUNT, help="Size of one head.")
+@click.option("--vocab", type=click.IntRange(min=2), help="Number of tokens.")
+@click.option("--context", type=_COUNT, help="Positions.")
 @click.option("--activation", type=click.Choice(_ACTIVATIONS), help="Of the FFN.")
 @click.option(
     "--density",
@@ -38,21 +37,22 @@ _ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "relu2")
     help="Mean share of active neurons; in a mixture, of chosen experts'. Only with a ReLU-type "
     "activation are the others exactly zero, and left out in `exact`.",
 )
-@click.option("--experts", type=int, help="Experts a layer.")
-@click.option("--chosen", type=int, help="Experts that a token has.")
-@click.option("--skew", type=float, help="Share of choices that the busier half of experts has.")
-@click.option("--kept", type=float, help="Share of a token's experts that the one before had.")
+@click.option("--experts", type=_COUNT, help="Experts a layer.")
+@click.option("--chosen", type=_COUNT, help="Experts that a token has.")
+@click.option(
+    "--skew", type=click.FloatRange(0.5, 1), help="Choices that the busier half of experts has."
+)
+@click.option(
+    "--kept",
+    type=click.FloatRange(0, 1),
+    help="Share of a token's experts that the one before had.",
+)
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="f16")
-@click.option("--seed", type=int, default=0)
+@click.option("--seed", type=click.IntRange(min=0), default=0)
 @click.option("--force", is_flag=True, help="Replace the model in a directory that is not empty.")
 @json_option
 def make_model(
-    out: Path,
-    shape_name: str,
-    dtype: str,
-    seed: int,
-    force: bool,
-    **sizes: Any,
+    out: Path, shape_name: str, dtype: str, seed: int, force: bool, **sizes: Any
 ) -> dict[str, Any]:
     """Write a Hugging Face directory OUT with random weights.
 
@@ -63,36 +63,21 @@ def make_model(
     """
     from hotcold.model.synthetic.make import make_model as write_model  # imports torch
 
-    if seed < 0:
-        raise UsageError(f"--seed must be 0 or more, not {seed}")
-    shape = resolve_shape(shape_name, sizes)
-    started = time.monotonic()
+    shape, started = resolve_shape(shape_name, sizes), time.monotonic()
     with progress_bar(str(out)) as on_bytes:
-        report = write_model(
-            out, shape, dtype=DTYPES[dtype], seed=seed, force=force, on_bytes=on_bytes
-        )
+        made = write_model(out, shape, DTYPES[dtype], seed, force, on_bytes)
+    facts = {"density": shape.density}
+    if made.routing is not None:  # the nearest to what is asked
+        facts |= {"skew": made.routing.skew, "kept": made.routing.kept}
     seconds = time.monotonic() - started
-    routing, found, asked = "", report.routing, None
-    if found is not None:
-        asked = {"skew": shape.skew, "kept": shape.kept}
-        routing = (
-            f", random routers made so that the busier half of the experts has {found.skew:.2f} of "
-            f"choices (asked {shape.skew}) and {found.kept:.2f} are kept from token to token "
-            f"(asked {shape.kept})"
-        )
     click.echo(
-        f"{out}: {report.num_parameters / 1e6:,.2f} million parameters, "
-        f"{size_text(report.num_bytes)}, density {report.density:.3f} (asked {shape.density})"
-        f"{routing}, {seconds:.1f} s"
+        f"{out}: {made.num_parameters / 1e6:,.2f} million parameters, {size_text(made.num_bytes)}, "
+        f"{', '.join(f'{name} {value:.3g}' for name, value in facts.items())}, {seconds:.1f} s"
     )
     return {
         "path": str(out),
-        "bytes": report.num_bytes,
-        "parameters": report.num_parameters,
+        "bytes": made.num_bytes,
+        "parameters": made.num_parameters,
         "seconds": round(seconds, 3),
-        "asked_density": shape.density,
-        "density": report.density,
-        "asked_routing": asked,
-        "routing": found and asdict(found),
-        "layers": [asdict(layer) for layer in report.layers],
+        **facts,
     }
