@@ -25,6 +25,7 @@ from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.loops.mailbox import OPERATION, WEIGHTS
 
 MAX_FAILURES = 10
+MAX_DEVICE_FAILURES = 3  # of a GPU: what was asked of it was replayed twice then
 WINDOW_S = 60.0
 
 # Returns when new processes serve in the places of services, each of which failed for some cause.
@@ -45,6 +46,7 @@ class RecoveryPolicy:
         self._replacing_s = 0.0  # what replacements have taken
         self._replacing_since: float | None = None
         self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
+        self._device_failures: deque[float] = deque(maxlen=MAX_DEVICE_FAILURES)
         self._num_in_a_row = 0
         self._blamed_s: dict[int, float] = {}
         self._is_out_of_memory = False  # the failure under repair was for lack of memory
@@ -53,9 +55,10 @@ class RecoveryPolicy:
     def count(self, causes: Mapping[str, str]) -> None:
         """Count a failure: of services, by name, that failed together and must be replaced.
 
-        Errors:  ServiceError at the tenth failure within a minute; at the tenth replacement in a
-                 row that failed itself, however long each took; and where a process is killed for
-                 lack of memory within a minute of the replacement of one killed for the same
+        Errors:  ServiceError at the tenth failure within a minute, of a GPU at the third; at the
+                 tenth replacement in a row that failed itself, however long each took; and where
+                 a process is killed for lack of memory within a minute of the replacement of one
+                 killed for the same
         """
         now = self._now()
         self._replacing_since = now + self._replacing_s
@@ -67,10 +70,17 @@ class RecoveryPolicy:
                     "model, --dtype or --context"
                 )
             self._is_out_of_memory = True
+        if failed := next(filter(is_lost_device, causes.values()), None):
+            self._device_failures.append(now)
+            if _within_window(self._device_failures):
+                raise ServiceError(
+                    f"{failed}, {MAX_DEVICE_FAILURES} times in a minute; start again, or with "
+                    "--device cpu"
+                )
         self._failures.append(now)
         self._num_in_a_row += 1
         in_a_row = self._num_in_a_row >= MAX_FAILURES
-        in_a_minute = len(self._failures) == MAX_FAILURES and now - self._failures[0] <= WINDOW_S
+        in_a_minute = _within_window(self._failures)
         if in_a_row or in_a_minute:
             when = "in a row" if in_a_row else "in a minute"
             raise ServiceError(
@@ -104,6 +114,11 @@ class RecoveryPolicy:
         """Seconds without those of replacements."""
         now = self._clock() if self._replacing_since is None else self._replacing_since
         return now - self._replacing_s
+
+
+def _within_window(times: deque[float]) -> bool:
+    """Whether as many as are kept lie within WINDOW_S."""
+    return len(times) == times.maxlen and times[-1] - times[0] <= WINDOW_S
 
 
 class RecoveringExchange(Exchange):

@@ -387,6 +387,8 @@ class NumpyDevice:
     name: str = "a stand-in"
     make_kernels: Callable[[NumpyDevice], Any] = NumpyKernels
     num_launches: int = 0
+    num_copies: int = 0  # between host and device, of steps
+    num_waits: int = 0  # of the host
 
     def __post_init__(self) -> None:
         self.xp: Any = np
@@ -445,12 +447,14 @@ class NumpyDevice:
     def copy_in(self, target, source):
         assert source.flags.c_contiguous and target.flags.c_contiguous
         assert target.dtype == source.dtype and target.size == source.size
+        self.num_copies += 1
         self._put(lambda: np.copyto(target, source.reshape(target.shape)))
 
     def copy_out(self, target, source):
         assert target.shape == source.shape and target.dtype == source.dtype, (
             target.shape, source.shape,
         )  # fmt: skip
+        self.num_copies += 1
         self._put(lambda: np.copyto(target, source))
 
     @contextmanager
@@ -501,6 +505,7 @@ class NumpyDevice:
         return self._stream, self._stream.end
 
     def wait(self, event):
+        self.num_waits += 1
         queue, number = event
         queue.run(number)
 

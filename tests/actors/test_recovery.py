@@ -35,6 +35,7 @@ from hotcold.actors.protocol.messages import (
     SystemConfig,
 )
 from hotcold.actors.protocol.topology import Topology
+from hotcold.cuda_kernels.device import GPU_FAILED
 from hotcold.model.errors import ServiceError
 from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL
 from hotcold.numba_kernels.loops.mailbox import (
@@ -295,6 +296,18 @@ def test_ten_failures_in_a_minute_are_enough_or_ten_that_nothing_mends() -> None
         for _ in range(MAX_FAILURES):
             now[0] += 100
             policy.count({"gpu": "no file"})
+
+
+def test_a_gpu_that_fails_three_times_in_a_minute_is_given_up() -> None:
+    clock, cause = [0.0], f"{GPU_FAILED}: an illegal memory access"
+    policy = RecoveryPolicy(lambda: clock[0])
+    for seconds in (0, 10, 61, 100):
+        clock[0] = seconds
+        policy.count({"gpu": cause})
+        policy.recovered()
+    clock[0] = 110
+    with pytest.raises(ServiceError, match=r"illegal memory access, 3 times.*--device cpu"):
+        policy.count({"gpu": cause})
 
 
 def test_a_service_that_memory_is_taken_from_is_replaced_once() -> None:

@@ -90,6 +90,36 @@ def test_the_same_bits_of_cudas_own_kernels(tiny: Tiny, variant: str, num_servic
         assert_shared(system, checkpoint.ids, WHOLE_STEPS)
 
 
+def a_share(share: float) -> Callable[[int, int], list[np.ndarray]]:
+    """Hot neurons: this share of each layer."""
+    return lambda layers, size: [np.arange(round(share * size), dtype=np.int32)] * layers
+
+
+def token_takes(system: CudaInProcess, shares: bool) -> list[int]:
+    """Requests to the GPU, the host's waits for it, copies and launches of one token."""
+    requests, device, engine = asked(system), system.device, system.engine("exact")
+    engine.joins_layers = engine.shares_layers = shares
+    for at in range(3):
+        before = [device.num_waits, device.num_copies, device.num_launches]
+        requests.clear()
+        engine.step([5], [at], [0])
+    after = [device.num_waits, device.num_copies, device.num_launches]
+    return [len(requests), *(b - a for a, b in zip(before, after, strict=True))]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7, 1.0])
+def test_what_a_token_takes(tiny: Tiny, share: float) -> None:
+    """One request, one wait and a handful of copies, where each layer took two, two and four."""
+    with CudaInProcess(tiny("llama-gqa").path, 2, hot=a_share(share)) as system:
+        num_layers = system.config.num_layers
+        requests, waits, copies, launches = token_takes(system, shares=False)
+        assert (requests, waits) == (2 * num_layers + 1, 2 * num_layers + 1)
+        assert copies == 4 * num_layers + 1 + 2
+        one = token_takes(system, shares=True)
+        assert one[:2] == [1, 1] and one[2] <= 6
+        assert one[3] == launches + (3 * num_layers if share < 1 else 0)
+
+
 def test_memory_that_the_device_cannot_map(tiny: Tiny) -> None:
     """Layers are asked for one by one, and whether it can is not asked with every step."""
     checkpoint, device = tiny("llama-gqa"), NumpyDevice(refuses_registration=True)
