@@ -160,7 +160,7 @@ def _parts(
             "where": "all",
             "count": count_exchanges(problem, assignment)[0],
             **_speed(0, exchange_seconds(problem, assignment)),
-            "why": "two a layer, one for the head, one for layers that a GPU has as a whole",
+            "why": "two a layer, one for the head; one for all that a GPU has or shares",
         }
     )
     return found

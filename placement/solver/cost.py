@@ -26,6 +26,7 @@ from hotcold.model.weights.sizes import (
 from hotcold.placement.profile import Rates
 from hotcold.placement.solver.problem import ATTENTION, GROUP_SIZE, HEAD, PREDICTOR, Problem
 
+_FLAGS_US = 8  # of a shared layer, there and back; by others' figures, not measured
 _FLOAT_BYTES = 4  # of the hidden state, as it is exchanged
 # Measured on random weights at a density of 0.10 and recall 0.96 (docs/decisions.md, "Prediction"):
 # sign predictors of 2 bits a weight choose 0.165 of the gates, low-rank ones of 80 int8 units for
@@ -318,8 +319,10 @@ def make_problem(
     """Put costs and budgets together for the solver.
 
     A token takes two exchanges a layer and one for the head; a layer that uses a GPU for neurons
-    takes one more, and the hidden state's way there and back. Layers that a GPU has as a whole are
-    one request, unless their FFN's output is normed (`actors.driver.engine`).
+    takes one more, and the hidden state's way there and back. Where layers are shared, which they
+    are beside one GPU but for low-rank predictors and where the FFN's output is normed
+    (`actors.driver.engine`), a token takes one: a layer costs its flags and the hidden state's way,
+    and two exchanges where its attention, or its predictor, is on the host.
     Shapes:  devices are the GPUs, then the CPU's
     """
     num_gpus = sum(device.is_gpu for device in devices)
@@ -333,6 +336,15 @@ def make_problem(
         [exchange_us / 1e6 + state_bytes / (c.link_gb_per_s * 1e9) for c in devices[:num_gpus]]
     )
     is_normed = bool(tensor_names(config).of_layer(0).ffn_output_norm)
+    exchange_s, num_exchanges = exchange_us / 1e6, 2 * config.num_layers + 1
+    part_seconds = parts.read_bytes[:, None] / np.array([*bandwidths[:num_gpus], host])
+    shares = num_gpus == 1 and not is_normed and mode != "lowrank"
+    if shares:
+        kinds = np.array(parts.kinds)
+        flags_s = _FLAGS_US / 1e6 + state_bytes / (devices[0].link_gb_per_s * 1e9)
+        part_seconds[kinds == ATTENTION, 0] += flags_s
+        part_seconds[:, -1] += np.where(kinds == HEAD, exchange_s, 2 * exchange_s)
+        sync_s, num_exchanges = np.zeros(num_gpus), 1
     return Problem(
         num_gpus=num_gpus,
         budget_bytes=np.array([device.budget_bytes for device in devices], np.int64),
@@ -342,9 +354,10 @@ def make_problem(
         group_frequency=groups.sums(hotness(config, rates)) / np.maximum(groups.sizes, 1),
         part_kinds=parts.kinds,
         part_bytes=parts.num_bytes,
-        part_seconds=parts.read_bytes[:, None] / np.array([*bandwidths[:num_gpus], host]),
+        part_seconds=part_seconds,
         sync_s=sync_s,
         min_neurons=least_neurons(seconds, layer_sizes, sync_s, num_gpus),
-        fixed_s=(2 * config.num_layers + 1) * exchange_us / 1e6,
-        exchange_s=0.0 if is_normed else exchange_us / 1e6,
+        fixed_s=num_exchanges * exchange_s,
+        exchange_s=0.0 if is_normed or shares else exchange_s,
+        shares=shares,
     )

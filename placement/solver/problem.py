@@ -6,7 +6,8 @@ Devices work on a layer in parallel, layers and parts one after another:
 
 A layer takes two exchanges and one more for neurons on a GPU, the head one. Layers of which a GPU
 has everything take one together, as many of them as follow one another; the head goes with the
-last.
+last. Where a GPU shares layers with the CPU, all are one exchange, and parts that keep a layer from
+it cost what it then takes (`cost.make_problem`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ class Problem:
 
     Groups of a layer are sorted hottest first. A part (a layer's attention with its KV cache, the
     head, a layer's predictor) is on one GPU or on the host; there each CPU device holds a share of
-    it in proportion to the memory that its neurons leave free. Predictors are always on the host,
-    as the driver runs them. Attention on the host is that of the first layers, as a system has it.
+    it in proportion to the memory that its neurons leave free. Predictors are on the host, where
+    the driver runs them, unless a GPU `shares` layers. Attention on the host is that of the first
+    layers, as a system has it.
     Shapes:  L layers, K groups, D devices, of them G GPUs, P parts
     Dtypes:  bytes and counts int64, seconds float64
     Units:   expected seconds a token; layer l has 0 or at least min_neurons[l, j] neurons on GPU j
@@ -47,6 +49,7 @@ class Problem:
     min_neurons: np.ndarray  # (L, G)
     fixed_s: float = 0.0  # of all exchanges but those for neurons on a GPU
     exchange_s: float = 0.0  # of one; 0: whole layers take as many as others
+    shares: bool = False  # a GPU shares layers with the CPU, and may hold predictors
 
     @property
     def num_layers(self) -> int:
@@ -61,7 +64,7 @@ class Problem:
     @property
     def may_leave_host(self) -> np.ndarray:
         """Which parts a GPU may hold: (P,) bool."""
-        return np.array([kind != PREDICTOR for kind in self.part_kinds], bool)
+        return np.array([self.shares or kind != PREDICTOR for kind in self.part_kinds], bool)
 
     @property
     def layer_sizes(self) -> np.ndarray:
@@ -115,6 +118,13 @@ def count_exchanges(problem: Problem, assignment: Assignment) -> tuple[int, np.n
     """Exchanges of a token but those for neurons of layers that a GPU has in part, and of them the
     requests for whole layers to each GPU, which pay its sync: (G,).
     """
+    if problem.shares:
+        on_host, kinds = assignment.part_device == HOST, np.array(problem.part_kinds)
+        layers = on_host[kinds == ATTENTION]
+        if PREDICTOR in problem.part_kinds:
+            layers = layers | on_host[kinds == PREDICTOR]
+        number = 1 + 2 * int(layers.sum()) + int(on_host[kinds == HEAD].sum())
+        return number, np.zeros(problem.num_gpus, np.int64)
     whole = is_whole(problem, assignment)
     num_requests = np.diff(whole.astype(np.int64), axis=0, prepend=0).clip(0).sum(axis=0)
     heads = np.array(problem.part_kinds) == HEAD

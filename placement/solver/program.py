@@ -7,7 +7,7 @@ Variables, in this order:
     w[l, j]  where whole layers are joined: whether GPU j has all of layer l
     s[l, j]  whether a request for such layers begins there
     h[j]     whether the head goes with the last layer
-    p[i, j]  whether part i is on GPU j; on none: on the host, as predictors always are
+    p[i, j]  whether part i is on GPU j; on none: on the host
     one      1, with the constant cost, so that the solver's gap is relative to all seconds
 
     minimise    sum of t + parts + fixed + sync s - exchange (2 w + h)
