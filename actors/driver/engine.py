@@ -390,9 +390,8 @@ def _write_cold(buffers: SharedBuffers, shards: Sequence[Sequence[np.ndarray]]) 
         buffers.cold_bounds[layer, : len(of_services)] = np.cumsum(
             [own.size for own in of_services]
         )
-    buffers.sum_order[-1] = np.int32(
-        crc32(buffers.cold_ids.tobytes()) >> 1 | 1
-    )  # 0: nothing was told yet
+    told = crc32(buffers.cold_bounds.tobytes(), crc32(buffers.cold_ids.tobytes()))
+    buffers.sum_order[-1] = told >> 1 | 1  # 0: nothing was told yet
 
 
 def _ends(topology: Topology, joins: np.ndarray) -> np.ndarray:
