@@ -53,8 +53,8 @@ _PROFILED_TOKENS = 1024
 _SEED = 0
 _LLAMA_RESERVE_BYTES = 384 << 20  # of a budget: context, buffers, KV cache
 _PARTS = ("attention", "head", "hot neurons", "layers")
-_TOLD = ("device", "num_hot_neurons", "num_host_layers", "head_on_host", "gpu_lists", "num_threads",
-         "num_cpu_actors", "neuron_upload_tokens")  # fmt: skip
+_TOLD = ("device", "num_hot_neurons", "num_host_layers", "head_on_host", "gpu_predicts",
+         "num_threads", "num_cpu_actors", "neuron_upload_tokens")  # fmt: skip
 
 
 class Report:

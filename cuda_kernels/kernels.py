@@ -58,6 +58,7 @@ _AWAIT_OUTPUTS = Entry("share", "AWAIT_OUTPUTS")
 _ADD_OUTPUTS = Entry("share", "ADD_OUTPUTS")
 _PACK_PLANES = Entry("predict", "PACK_PLANES")
 _SCORE_NEURONS = Entry("predict", "SCORE_NEURONS")
+_COUNT_MASKS = Entry("predict", "COUNT_MASKS")
 _LIST_NEURONS = Entry("predict", "LIST_NEURONS")
 
 
@@ -276,6 +277,7 @@ class CudaKernels:
         num_fired: Any,
         block_weights: Any = None,
         residual: LayerResidual | None = None,
+        masks: Any = None,
     ) -> None:
         """The FFN of the hot neurons, those on the device, without the layer's down bias.
 
@@ -290,8 +292,9 @@ class CudaKernels:
         for none its gate row;
         one that only fails the product threshold also its up row. num_fired is set to the number of
         neurons that fire for any token, and of up rows read. scratch: `ffn_scratch_items`.
-        Shapes:  x, out (T, d); num_fired (2,) int32; block_weights (T, B) float32; there may be
-                 no neurons
+        masks: of `predict`, of these neurons: others than a token wants count as not firing.
+        Shapes:  x, out (T, d); num_fired (2,) int32; block_weights (T, B) float32; masks (N,)
+                 uint32; there may be no neurons
         """
         layout = FfnLayout(_checked_tokens(x), neurons.num_neurons, neurons.gate.width)
         if layout.num_neurons:
@@ -302,7 +305,8 @@ class CudaKernels:
                 product_threshold=np.float32(thresholds.product),
                 code=np.int32(function.code),
             )
-            self._gates(neurons, vectors, rule, block_weights, self._places_of(scratch, layout))
+            places = self._places_of(scratch, layout)
+            self._gates(neurons, vectors, rule, block_weights, masks, places)
             self._down(neurons.down, layout, self._places_of(scratch, layout))
         cells, places = layout.num_tokens * layout.width, self._places_of(scratch, layout)
         sums = record(
@@ -332,6 +336,7 @@ class CudaKernels:
         vectors: np.ndarray,
         rule: np.ndarray,
         block_weights: Any,
+        masks: Any,
         places: _FfnPlaces,
     ) -> None:
         gate, up = neurons.gate, neurons.up
@@ -350,8 +355,8 @@ class CudaKernels:
             num_blocks=np.int32(max(1, neurons.starts.size - 1)),
         )
         arguments = (
-            rows, vectors, rule, self._at(block_weights), np.int32(tiles.num_tiles), places.h,
-            places.is_fired,
+            rows, vectors, rule, self._at(block_weights), self._at(masks),
+            np.int32(tiles.num_tiles), places.h, places.is_fired,
         )  # fmt: skip
         entry = _entry("gates", "GATES", gate.format, is_vector, tiles.tokens)
         grid = ceil_div(neurons.num_neurons, product_rows_a_block(gate.format, tiles))
@@ -391,40 +396,56 @@ class CudaKernels:
         """float32 items that `hot_ffn` needs as scratch."""
         return ffn_scratch_items(num_tokens, num_neurons, width)
 
-    def list_neurons(
-        self, predictor: DevicePredictor, x: Any, scratch: PredictorScratch, shared: SharedMemory
+    def predict(
+        self,
+        predictor: DevicePredictor,
+        x: Any,
+        num_own: int,
+        scratch: PredictorScratch,
+        num_listed: Any,
     ) -> None:
-        """CPU services get the lists of their neurons that x is expected to make fire.
+        """scratch.masks[n]: bit t where neuron n is expected to fire for x[t].
 
-        As `sign_scores` and `select_kernel` of numba_kernels.decode.predict, to the bit.
+        As `sign_scores` of numba_kernels.decode.predict, to the bit. num_listed (1,) int32 is set
+        to the number of the first `num_own` neurons, the device's, that have a mask.
         Shapes:  x (T, d)
         """
         num_tokens, width = x.shape
         words = scratch.planes.size // scratch.units.size // INPUT_PLANES
         bits = predictor.bits
-        given = record(
-            x=self._at(x),
-            center=self._at(predictor.center),
-            scale=self._at(predictor.scale),
-            planes=self._at(scratch.planes),
-            units=self._at(scratch.units),
-            width=np.int32(width),
-            words=np.int32(words),
-        )
-        self._launcher.launch(_PACK_PLANES, (num_tokens, 1, 1), _PLANE_LANES, (given,))
-        given = given.copy()
-        for name, array in (("planes", scratch.planes), ("units", scratch.units)):
-            given[name] = self._at(array)  # asked again: of this launch
+
+        def given() -> np.ndarray:  # addresses are asked for each launch
+            return record(
+                x=self._at(x),
+                center=self._at(predictor.center),
+                scale=self._at(predictor.scale),
+                planes=self._at(scratch.planes),
+                units=self._at(scratch.units),
+                width=np.int32(width),
+                words=np.int32(words),
+                num_tokens=np.int32(num_tokens),
+            )
+
+        self._launcher.launch(_PACK_PLANES, (num_tokens, 1, 1), _PLANE_LANES, (given(),))
         rows = record(
             bits=self._at(bits),
             thresholds=self._at(predictor.thresholds),
             num_neurons=np.int32(bits.shape[0]),
             num_planes=np.int32(bits.shape[1] // words),
         )
-        told = self._at(shared.told)
         grid = ceil_div(bits.shape[0], _WARPS), 1, 1
-        arguments = rows, given, told, self._at(scratch.masks)
-        self._launcher.launch(_SCORE_NEURONS, grid, THREADS, arguments)
+        masks = self._at(scratch.masks)
+        self._launcher.launch(_SCORE_NEURONS, grid, THREADS, (rows, given(), masks))
+        counted = self._at(scratch.masks), np.int32(num_own), self._at(num_listed)
+        self._launcher.launch(_COUNT_MASKS, (1, 1, 1), _PLANE_LANES, counted)
+
+    def list_neurons(
+        self, predictor: DevicePredictor, scratch: PredictorScratch, shared: SharedMemory
+    ) -> None:
+        """CPU services get the lists of their neurons that have a mask.
+
+        As `select_kernel` of numba_kernels.decode.predict.
+        """
         lists = record(
             ids=self._at(shared.active_ids),
             masks=self._at(shared.active_masks),

@@ -74,11 +74,13 @@ class LayerResidual(NamedTuple):
 
 
 class DevicePredictor(NamedTuple):
-    """A sign predictor of a layer's N neurons that CPU services have, in their order.
+    """A sign predictor of a layer's N neurons: the device's own, then CPU services' as they have
+    them.
 
     bits (N, P * words) uint32: as those of 64 of `predictors.sign`, the lower half first
     thresholds (N,), center, scale (d,) float32
-    bounds (C + 1,) int32: service c has the neurons bounds[c] to bounds[c + 1] - 1
+    bounds (C + 1,) int32: service c has the neurons bounds[c] to bounds[c + 1] - 1, the device
+    those before
     """
 
     bits: Any

@@ -124,7 +124,7 @@ class Engine:
             end_of_whole=_ends(topology, topology.is_whole & adds_up),
             end_of_shared=_ends(topology, self._shared(topology, sums) & adds_up),
             sharing=np.array(topology.sharing, np.int64),
-            giver_lists=topology.gpu_lists,
+            gpu_predicts=topology.gpu_predicts,
             joins_head=topology.joins_head,
             pair_norm=self.embedding.pair_norm,
             pairs=_pairs(config),
@@ -137,7 +137,7 @@ class Engine:
         if order.size >= buffers.sum_order.size:
             return topology.is_whole
         buffers.sum_order[: order.size] = order
-        if topology.gpu_lists:
+        if topology.gpu_predicts.any():
             _write_cold(buffers, topology.shards)
         return topology.is_shared
 

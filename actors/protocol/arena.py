@@ -49,13 +49,13 @@ class ArenaLayout:
     num_buckets: int = NUM_BUCKETS  # in which a layer's neurons are counted
     predictor_words: int = 0  # of 64 bits, where the driver and services share predictors
     state_pages_a_slot: int = 0  # of recurrent layers, whose pages are of fewer positions
-    gpu_lists: bool = False  # neurons for CPU services
+    gpu_predicts: bool = False  # which of CPU services' neurons fire
     bundle_bytes: int = 0  # of each of a CPU service's two places for neurons to upload to a GPU
 
     def _parts(self) -> list[tuple[str, type, tuple[int, ...]]]:
         s, t, d = self.num_services, self.max_tokens, self.width
         pages_a_slot = max(self.pages_a_slot, self.state_pages_a_slot)
-        cold_layers = self.num_layers if self.gpu_lists else 0
+        cold_layers = self.num_layers if self.gpu_predicts else 0
         return [
             ("cells", np.int32, (s * CELLS_A_SERVICE * INTS_A_CELL,)),
             ("requests", np.int64, (s, NUM_REQUEST_WORDS)),

@@ -68,7 +68,8 @@ class SystemConfig:
     num_hot_neurons: int = -1  # in services with attention, of all layers; -1: the plan's
     num_host_layers: int = 0  # the first ones, whose attention "cuda" leaves to the CPU
     head_on_host: bool = False  # the head too
-    gpu_lists: bool = False  # by sign predictors in "cuda" memory, in steps of few tokens
+    # Layers whose neurons are predicted on "cuda", in steps of few tokens; (): none are.
+    gpu_predicts: tuple[bool, ...] = ()
     neuron_upload_tokens: int = 0  # prompts this long have cold neurons uploaded; 0: none
     weight_dtype: str = ""  # of --dtype: matrices are converted while they load; "": as stored
     pin: str = "auto"  # of PIN_CHOICES: whether services stay on their NUMA nodes' cores

@@ -135,10 +135,12 @@ class Topology:
         return [*self.cache_services[:1], *self.cpu_services]
 
     @cached_property
-    def gpu_lists(self) -> bool:
-        """Whether a GPU has the predictors of the CPU services' neurons."""
-        part = self.parts[self.sharing[0]]
-        return isinstance(part, ServiceSpec) and part.on_gpu and part.system.gpu_lists
+    def gpu_predicts(self) -> np.ndarray:
+        """Of which layers a GPU has predictors, of all neurons: (L,) bool."""
+        found, part = np.zeros(self.attention_of.size, bool), self.parts[self.sharing[0]]
+        if isinstance(part, ServiceSpec) and part.on_gpu and part.system.gpu_predicts:
+            found[:] = part.system.gpu_predicts
+        return found
 
     @cached_property
     def joins_head(self) -> bool:

@@ -166,7 +166,8 @@ class GpuParts:
     layer: int  # attention of one, with its KV cache
     head: int
     neuron: int
-    predictor: int = 0  # of a neuron that it lacks, where it lists those of CPU services
+    predictors: int = 0  # of all layers, where it may have them
+    predicts: tuple[bool, ...] = ()  # which layers they are of
 
     @classmethod
     def of(cls, system: SystemConfig, config: ModelConfig) -> GpuParts:
@@ -178,35 +179,37 @@ class GpuParts:
         neuron_padding = (1 + config.has_gate) * _padding(config, width, "gate")
         neuron_padding += _padding(config, width, "down")
         head_padding = config.vocab_size * _padding(config, config.embed_size, "head")
+        predicts = _predicted_layers(system)
         return cls(
             layer=-(-of_all // config.num_layers) + padding,
             head=head_bytes(config) + head_padding,
             neuron=neuron_bytes(config) + neuron_padding,
-            predictor=-(-listing_bytes(system) // config.num_neurons),
+            predictors=Path(system.predictors_path).stat().st_size if any(predicts) else 0,
+            predicts=predicts,
         )
 
     def within(self, num_bytes: int, wanted: SystemConfig, config: ModelConfig) -> SystemConfig:
         """`wanted` with as much of its GPU's share as goes into `num_bytes`.
 
         Layers' attention with its cache goes first, the last layers' before others', then the head,
-        then predictors of what stays with CPU services, then neurons: layers without predictors
-        take two exchanges each.
+        then predictors, then neurons: layers without predictors take two exchanges each. But no
+        neuron stays away for them alone.
         """
         left, most = max(0, num_bytes), config.num_layers - wanted.num_host_layers
         num_layers = min(most, left // self.layer)
         left -= num_layers * self.layer
         has_head = not wanted.head_on_host and num_layers == most and self.head <= left
         left -= self.head * has_head
-        num_hot = min(left // self.neuron, wanted.num_hot_neurons)
-        listing = config.num_neurons * self.predictor
-        lists = 0 < listing <= left and num_layers > 0 and num_hot < config.num_neurons
-        if lists:
-            least = max(1, self.neuron - self.predictor)  # of a hot neuron, which needs none
-            num_hot = min((left - listing) // least, wanted.num_hot_neurons)
+        num_hot, beside = (
+            min(num_bytes // self.neuron, wanted.num_hot_neurons)
+            for num_bytes in (left, left - self.predictors)
+        )
+        predicts = any(self.predicts) and num_layers > 0 and self.predictors <= left
+        predicts &= beside == num_hot or num_hot < config.num_neurons
         return replace(
             wanted,
-            num_hot_neurons=num_hot,
-            gpu_lists=lists,
+            num_hot_neurons=beside if predicts else num_hot,
+            gpu_predicts=self.predicts if predicts else (),
             num_host_layers=config.num_layers - num_layers,
             head_on_host=not has_head,
         )
@@ -219,18 +222,19 @@ def _padding(config: ModelConfig, width: int, kind: MatrixKind) -> int:
     return (padded_items(dtype, items) - items) * dtype.itemsize
 
 
-def listing_bytes(system: SystemConfig) -> int:
-    """Bytes of all predictors where a GPU may list neurons by them: 0 where it may not.
+def _predicted_layers(system: SystemConfig) -> tuple[bool, ...]:
+    """Of which layers a GPU may have the predictors.
 
-    They are sign predictors of services that share the driver's memory.
+    They are sign predictors of the FFN's input, of services that share the driver's memory.
     """
     if system.mode != "sign" or not system.shares_arena or system.storage is not None:
-        return 0
-    facts = check_artifact(
-        Path(system.predictors_path), "predictors", ModelIdentity.of(system.model_path)
-    )
-    is_known = set(facts.get("kinds", ["unknown"])) <= {"sign", "none"}
-    return Path(system.predictors_path).stat().st_size if is_known else 0
+        return ()
+    identity = ModelIdentity.of(system.model_path)
+    facts = check_artifact(Path(system.predictors_path), "predictors", identity)
+    kinds = facts.get("kinds")
+    if facts.get("input") != "ffn_input" or not isinstance(kinds, list) or "lowrank" in kinds:
+        return ()
+    return tuple(kind == "sign" for kind in kinds)
 
 
 def expected_gpu(system: SystemConfig, config: ModelConfig, is_sure: bool = True) -> SystemConfig:

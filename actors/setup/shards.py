@@ -408,6 +408,6 @@ def arena_layout(system: SystemConfig, config: ModelConfig) -> ArenaLayout:
         num_buckets=num_buckets(config),
         predictor_words=system.storage.predictor_words if system.storage is not None else 0,
         state_pages_a_slot=num_state_pages_of(config, system.context_length),
-        gpu_lists=system.gpu_lists,
+        gpu_predicts=bool(system.gpu_predicts),
         bundle_bytes=bundle_bytes(system.num_cpu_actors) if system.neuron_upload_tokens else 0,
     )

@@ -95,18 +95,22 @@ DEVICE u32 rows_that_fire(bool fires, const WarpTile<ROWS, TOKENS>& tile, int ti
 // h (N, T): rows of neurons that fire for no token are left as they are. is_fired (N,): bit 0 where
 // a neuron fires, bit 1 where its up row was read. block_weights (T, B): factors of h; 0: the block
 // is not computed for the token, and rows that no token chose are not read. Null: all are computed.
+// masks (N,): of predictors, bit t where token t wants a neuron, others as those of 0; or null.
 template <int FORMAT, bool VECTOR, int TOKENS>
 DEVICE void gates(
     const GateRows& from, const Input& in, const FiringRule& rule,
-    const float* block_weights, int tiles, float* h, int* is_fired) {
+    const float* block_weights, const u32* masks, int tiles, float* h, int* is_fired) {
     constexpr int ROWS = rows_of(FORMAT, TOKENS);
     WarpTile<ROWS, TOKENS> tile(tiles, from.num_neurons);
     Rows rows = tile.rows(from.gate, from.row_bytes);
     i64 row = tile.first_row + tile.row();
     bool is_valid = tile.is_valid(in.num_tokens), is_active = is_valid;
     float value = 0.0f;
-    if (block_weights) {
-        is_active = is_active && block_weight(from, block_weights, row, tile.token()) != 0.0f;
+    if (block_weights || masks) {
+        if (is_active && masks) is_active = load(masks + row) >> tile.token() & 1;
+        if (is_active && block_weights) {
+            is_active = block_weight(from, block_weights, row, tile.token()) != 0.0f;
+        }
         rows.active &= rows_of_lanes<ROWS, TOKENS>(is_active);
     }
     if (rows.active) {
@@ -144,7 +148,7 @@ DEVICE void gates(
 #define GATES(FORMAT, VECTOR, TOKENS)                                                              \
     ENTRY(THREADS)                                                                                 \
     gates_##FORMAT##_##VECTOR##_##TOKENS(                                                          \
-        GateRows from, Input in, FiringRule rule, const float* block_weights, int tiles, float* h, \
-        int* is_fired) {                                                                           \
-        gates<FORMAT, VECTOR, TOKENS>(from, in, rule, block_weights, tiles, h, is_fired);          \
+        GateRows from, Input in, FiringRule rule, const float* block_weights, const u32* masks,    \
+        int tiles, float* h, int* is_fired) {                                                      \
+        gates<FORMAT, VECTOR, TOKENS>(from, in, rule, block_weights, masks, tiles, h, is_fired);   \
     }

@@ -8,12 +8,12 @@ constexpr int LANES = 256, GROUPS = LANES / WARP;
 constexpr int INPUT_PLANES = 3, TOP = (1 << INPUT_PLANES) - 1;
 constexpr double LEVELS_SPAN = 2.5;
 
-// x, center, scale (width,); planes (3, words) and unit of this token.
+// x, center, scale (width,); planes (3, words) and a unit of each token.
 struct Input {
     const float *x, *center, *scale;
     u32* planes;
     float* units;
-    int width, words;
+    int width, words, num_tokens;
 };
 
 DEVICE float centred(const Input& in, const float* x, int i) {
@@ -90,15 +90,15 @@ DEVICE int count_of(const u32* row, const u32* planes, int num_planes, int words
     return count;
 }
 
-// masks (num_neurons,): bit t where the neuron is expected to fire for token t of the request.
-DEVICE void score_neuron(const Rows& rows, const Input& in, const int* told, u32* masks) {
-    int n = blockIdx.x * WARPS + threadIdx.x / WARP, num_tokens = load(told + 1);
+// masks (num_neurons,): bit t where the neuron is expected to fire for token t.
+DEVICE void score_neuron(const Rows& rows, const Input& in, u32* masks) {
+    int n = blockIdx.x * WARPS + threadIdx.x / WARP;
     if (n >= rows.num_neurons) return;
     const u32* row = rows.bits + static_cast<i64>(n) * rows.num_planes * in.words;
     int most = ((1 << rows.num_planes) - 1) * TOP * in.width;
     float threshold = load(rows.thresholds + n);
     u32 mask = 0;
-    for (int t = 0; t < num_tokens; ++t) {
+    for (int t = 0; t < in.num_tokens; ++t) {
         const u32* planes = in.planes + t * INPUT_PLANES * in.words;
         int count = count_of(row, planes, rows.num_planes, in.words);
         float score = load(in.units + t) * static_cast<float>(most - 2 * count) - threshold;
@@ -110,8 +110,26 @@ DEVICE void score_neuron(const Rows& rows, const Input& in, const int* told, u32
 
 #define SCORE_NEURONS()                                                                            \
     ENTRY(THREADS)                                                                                 \
-    score_neurons(Rows rows, Input in, const int* told, u32* masks) {                              \
-        score_neuron(rows, in, told, masks);                                                       \
+    score_neurons(Rows rows, Input in, u32* masks) { score_neuron(rows, in, masks); }
+
+// out: how many of the neurons have a mask.
+DEVICE void count_of_masks(const u32* masks, int num_neurons, int* out) {
+    __shared__ int counts[GROUPS];
+    int count = 0;
+    for (int first = 0; first < num_neurons; first += LANES) {
+        int n = first + threadIdx.x;
+        count += __popc(__ballot_sync(ALL_LANES, n < num_neurons && load(masks + n) != 0));
+    }
+    if (threadIdx.x % WARP == 0) counts[threadIdx.x / WARP] = count;
+    __syncthreads();
+    for (int group = 1; group < GROUPS; ++group) count += counts[group];
+    if (threadIdx.x == 0) store(out, count);
+}
+
+#define COUNT_MASKS()                                                                              \
+    ENTRY(LANES)                                                                                   \
+    count_masks(const u32* masks, int num_neurons, int* out) {                                     \
+        count_of_masks(masks, num_neurons, out);                                                   \
     }
 
 // Where CPU services find their lists: ids, token masks (S, row_items), and in cells their length.
@@ -130,9 +148,10 @@ DEVICE void list_of_service(
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, count = 0;
     int begin = load(bounds + blockIdx.x), end = load(bounds + blockIdx.x + 1);
     int service = load(told + 3 + blockIdx.x);
+    u32 tokens = ALL_LANES >> (32 - load(told + 1));  // others are copies of the last one
     for (int first = begin; first < end; first += LANES) {
         int n = first + threadIdx.x;
-        u32 mask = n < end ? load(masks + n) : 0;
+        u32 mask = n < end ? load(masks + n) & tokens : 0;
         u32 listed = __ballot_sync(ALL_LANES, mask != 0);
         if (lane == 0) counts[warp] = __popc(listed);
         __syncthreads();

@@ -44,7 +44,7 @@ from hotcold.numba_kernels.loops.mailbox import (
     WEIGHS_BLOCKS,
     send_requests,
 )
-from hotcold.numba_kernels.loops.selector import announce, predicts, select
+from hotcold.numba_kernels.loops.selector import announce, has_predictors, predicts, select
 
 # Words of the loop's state: its position
 AT_LAYER, AT_PHASE, END_LAYER, TOKENS = range(4)
@@ -111,7 +111,7 @@ class LayerFacts(NamedTuple):
     joins_head: whether the head can be requested with the last of these
     end_of_shared (L,) int64: as end_of_whole, of layers that services share or one has as a whole
     sharing (n,) int64: the services that do, that with attention first
-    giver_lists: whether that one has the predictors too
+    gpu_predicts (L,) bool: whether the GPU with a layer's attention has predictors of all neurons
     """
 
     attention_of: np.ndarray
@@ -132,7 +132,7 @@ class LayerFacts(NamedTuple):
     joins_head: bool = False
     end_of_shared: np.ndarray = np.zeros(0, np.int64)
     sharing: np.ndarray = np.zeros(0, np.int64)
-    giver_lists: bool = False
+    gpu_predicts: np.ndarray = np.zeros(0, np.bool_)
     pair_norm: np.ndarray = np.zeros((0, 0), np.float32)
     pairs: np.ndarray = np.zeros(0, np.int64)
 
@@ -253,28 +253,43 @@ def _attend(layer_state, request_state, buffers, facts, selector):
 def _end_of_joined(layer_state, request_state, facts, selector):
     """The end of the layers that are requested at once from here on; this layer where none are.
 
-    And whether services share some of them; by which rule: their experts are _ROUTED, or a GPU's
-    predictors have them _LISTED. A request has one pair of thresholds, and one rule.
+    And whether services share some of them; by which rule: CPU services' experts are _ROUTED, the
+    GPU's predictors choose neurons that are _LISTED. A request has one pair of thresholds, and one
+    rule.
     """
     first = end = layer_state[AT_LAYER]
     if not layer_state[JOINS] or layer_state[OWN_FFN]:
         return end, False, 0
     shares = request_state.shape[0] > 0 and layer_state[SHARES] != 0
     last = facts.end_of_shared[first] if shares else facts.end_of_whole[first]
-    of_all, lists = -1, facts.giver_lists and layer_state[WEIGHTS] == TARGET
+    of_shared = listed = -1
     while (
         end < min(layer_state[END_LAYER], last)
         and selector.thresholds[end, 0] == selector.thresholds[first, 0]
         and selector.thresholds[end, 1] == selector.thresholds[first, 1]
     ):
+        own = _LISTED * _gpu_predicts(layer_state, end, facts, selector)
+        if listed >= 0 and own != listed:
+            break
         if facts.end_of_whole[end] == end:  # it is not whole
-            is_predicted = predicts(selector, end, layer_state[TOKENS])
-            rule = _ROUTED * selector.is_routed[end] + _LISTED * is_predicted
-            if (is_predicted and not lists) or (of_all >= 0 and rule != of_all):
+            routed = _ROUTED * selector.is_routed[end]
+            if (of_shared >= 0 and routed != of_shared) or (
+                not own and predicts(selector, end, layer_state[TOKENS])
+            ):
                 break
-            of_all = rule
-        end += 1
-    return end, of_all >= 0, max(of_all, 0)
+            of_shared = routed
+        listed, end = own, end + 1
+    return end, of_shared >= 0, max(of_shared, 0) + max(listed, 0)
+
+
+@njit(nogil=True, cache=True)
+def _gpu_predicts(layer_state, layer, facts, selector):
+    """Whether the GPU's predictors choose a layer's neurons in this step."""
+    return (
+        facts.gpu_predicts[layer]
+        and layer_state[WEIGHTS] == TARGET
+        and has_predictors(selector, layer_state[TOKENS])
+    )
 
 
 @njit(nogil=True, cache=True)
@@ -304,13 +319,13 @@ def _end(layer_state, buffers, facts, selector):
     for service in requested_services(layer_state, facts):
         layer_state[SUM_COMPUTED] += buffers.replies[service, NUM_COMPUTED]
         layer_state[SUM_UPS] += buffers.replies[service, NUM_UP]
-        if service != giver and buffers.requests[service, NUM_IDS] == LISTED:
+        if request[NUM_IDS] == LISTED:
             layer_state[SUM_GATES] += buffers.replies[service, NUM_LISTED]
     for layer in range(first, end):
         is_routed = selector.is_routed[layer]
         for service in requested_services(layer_state, facts):
-            if service != giver and buffers.requests[service, NUM_IDS] == LISTED:
-                continue
+            if request[NUM_IDS] == LISTED:
+                break
             sizes = facts.num_neurons[layer, service]
             for block in range(sizes.shape[0]):
                 if not is_routed or buffers.block_tokens[layer, block]:
@@ -361,6 +376,9 @@ def _choose(layer_state, buffers, facts, selector):
     started_ns, layer, num_tokens = now_ns(), layer_state[AT_LAYER], layer_state[TOKENS]
     asked = requested_services(layer_state, facts)
     select(selector, layer, num_tokens, buffers, asked, facts.cpu_services)
+    giver = facts.attention_of[layer]
+    if _gpu_predicts(layer_state, layer, facts, selector):
+        buffers.requests[giver, NUM_IDS] = LISTED
     if predicts(selector, layer, num_tokens):
         layer_state[PREDICTOR_NS] += now_ns() - started_ns
     return DONE
@@ -595,6 +613,8 @@ def _count_ffn(layer_state, buffers, facts):
 def _num_gates(buffers, service, sizes):
     """How many gates the service was asked for, of `sizes` (B,) neurons in each block."""
     request = buffers.requests[service]
+    if request[NUM_IDS] == LISTED:
+        return buffers.replies[service, NUM_LISTED]
     if request[NUM_IDS] != ALL_NEURONS:
         return request[NUM_IDS]
     num_gates = np.int64(0)

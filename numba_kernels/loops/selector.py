@@ -49,6 +49,19 @@ def predicts(selector, layer, num_tokens):
     return _predicts(selector.team, layer, num_tokens)
 
 
+@njit(nogil=True, cache=True)
+def has_predictors(selector, num_tokens):
+    """Whether predictors choose neurons of any layer in a step of so many tokens."""
+    return _has_predictors(selector.team, num_tokens)
+
+
+@njit(nogil=True, cache=True)
+def _has_predictors(team, num_tokens):
+    if team is None:
+        return False
+    return num_tokens <= team.work.scores.shape[0]
+
+
 # Numba leaves out what follows `is None` only where an argument of its own is tested.
 
 

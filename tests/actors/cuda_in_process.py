@@ -19,6 +19,8 @@ from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.cuda_kernels.kernels import CudaKernels
 from hotcold.cuda_kernels.launch import Argument
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.predictors.predictor_file import read_predictors
 from tests.actors.in_process import InProcessSystem
 from tests.actors.numpy_device import NumpyDevice
 from tests.kernels.backends import emulated_library
@@ -45,11 +47,19 @@ class CudaInProcess(InProcessSystem):
             num_host_layers=self.first_layer,
             head_on_host=not self.has_head,
             predictors_path=self.predictors_path,
-            gpu_lists=bool(self.predictors_path),
+            gpu_predicts=self._predicts(),
         )
 
+    def _predicts(self) -> tuple[bool, ...]:
+        """Which layers have a predictor."""
+        if not self.predictors_path:
+            return ()
+        identity = ModelIdentity.of(self.path)
+        found = read_predictors(Path(self.predictors_path), identity, self.config)
+        return tuple(layer is not None for layer in found.layers)
+
     def _layout(self, **others: Any) -> ArenaLayout:
-        return replace(super()._layout(**others), gpu_lists=bool(self.predictors_path))
+        return replace(super()._layout(**others), gpu_predicts=bool(self.predictors_path))
 
     def hot_ids(self) -> list[np.ndarray] | None:
         """In the order of `hot`, which of a mixture gets the neurons of each layer."""

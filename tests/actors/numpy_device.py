@@ -222,7 +222,7 @@ class NumpyKernels:
 
     def hot_ffn(
         self, neurons, x, function, thresholds, scratch, out, num_fired, block_weights=None,
-        residual=None,
+        residual=None, masks=None,
     ):  # fmt: skip
         size = neurons.num_neurons
         assert x.shape[0] <= 32
@@ -234,13 +234,15 @@ class NumpyKernels:
         def run() -> None:
             h = activated(function, linear(neurons.gate, neurons.gate_bias))
             fires = ~(np.abs(h) <= thresholds.gate)
+            if masks is not None:
+                fires &= (masks >> np.arange(len(x))[:, None] & 1) != 0
             weights = block_weights
             of_blocks = weights
             if weights is not None:
                 starts = neurons.starts if neurons.starts.size else [0, size]
                 weights = weights.repeat(np.diff(starts), axis=1)
                 fires &= weights != 0
-            num_fired[:] = np.count_nonzero(fires.any(axis=0))
+            num_fired[:2] = np.count_nonzero(fires.any(axis=0))
             if neurons.up is not None:
                 h = h * activated_up(function, linear(neurons.up, neurons.up_bias))
             if weights is not None:
@@ -315,13 +317,20 @@ class NumpyKernels:
 
         self._device.run(run)
 
-    def list_neurons(self, predictor, x, scratch, shared):
+    def predict(self, predictor, x, num_own, scratch, num_listed):
+        def run() -> None:
+            bits, vectors = predictor.bits.view(np.uint64), (predictor.center, predictor.scale)
+            chosen = ~(sign_scores(bits, x, predictor.thresholds, *vectors) <= 0)
+            masks = (chosen.T << np.arange(len(x))).sum(axis=1)
+            scratch.masks[: masks.size] = masks
+            num_listed[0] = np.count_nonzero(masks[:num_own])
+
+        self._device.run(run)
+
+    def list_neurons(self, predictor, scratch, shared):
         def run() -> None:
             num_tokens, count = shared.told[1:3]
-            bits, vectors = predictor.bits.view(np.uint64), (predictor.center, predictor.scale)
-            scores = sign_scores(bits, x[:num_tokens], predictor.thresholds, *vectors)
-            chosen = ~(scores <= 0)
-            masks = (chosen.T << np.arange(num_tokens)).sum(axis=1).astype(np.uint32)
+            masks = scratch.masks & np.uint32((1 << int(num_tokens)) - 1)
             lengths = shared.cells.reshape(-1, shared.cell_words)[:, shared.length]
             for service, begin, end in zip(
                 shared.told[3 : 3 + count], predictor.bounds[:-1], predictor.bounds[1:], strict=True

@@ -102,19 +102,22 @@ def test_the_budget_is_kept_and_used(system: SystemConfig) -> None:
 
 
 def test_predictors_come_before_neurons(system: SystemConfig, tmp_path: Path) -> None:
-    """Unless everything fits; where memory is too short for them the driver predicts."""
+    """Unless all neurons fit without them; where memory is too short the driver predicts."""
     config, whole = read_config(system.model_path), bytes_of_all(system)
     layers = [random_sign(np.random.default_rng(1), config) for _ in range(config.num_layers)]
     path, identity = tmp_path / "predictors", ModelIdentity.of(system.model_path)
     write_predictors(path, identity, Predictors(layers, "ffn_input"))
     predicted = replace(system, mode="sign", predictors_path=str(path))
-    assert not fit(predicted)[1].system.gpu_lists
+    every = fit(predicted)[1].system
+    assert all(every.gpu_predicts) and every.num_hot_neurons == config.num_neurons
     parts = GpuParts.of(predicted, served_config(predicted, config))
-    listing, neurons = config.num_neurons * parts.predictor, config.num_neurons * parts.neuron
+    listing, neurons = parts.predictors, config.num_neurons * parts.neuron
+    assert not fit(replace(predicted, gpu_memory_bytes=whole))[1].system.gpu_predicts
     least = whole - neurons + listing
     for budget, lists in ((whole - neurons // 2, True), (least - listing // 2, False)):
         device, fitted, loading = fit(replace(predicted, gpu_memory_bytes=budget))
-        assert loading and fitted.system.gpu_lists == lists and device.used_bytes() <= budget
+        assert loading and bool(fitted.system.gpu_predicts) == lists
+        assert device.used_bytes() <= budget
         without = fit(replace(system, gpu_memory_bytes=budget))[1].system
         assert (fitted.system.num_hot_neurons < without.num_hot_neurons) == lists
 

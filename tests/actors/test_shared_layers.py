@@ -38,9 +38,11 @@ from hotcold.numba_kernels.loops.mailbox import (
 from hotcold.predictors.predictor_file import Predictors, write_predictors
 from tests.actors.batching import random_sign
 from tests.actors.cuda_in_process import CudaInProcess, a_third, emulated_devices
+from tests.actors.in_process import InProcessSystem
 from tests.actors.numpy_device import NumpyDevice, NumpyKernels
 from tests.actors.test_cuda_whole_layers import SIZES, WHOLE_STEPS, asked, counts_of, steps
 from tests.conftest import TinyCheckpoint
+from tests.reference import relative_difference
 
 Tiny = Callable[..., TinyCheckpoint]
 # Parallel layers with biases, a factor of the residual, mixtures, up to 5 CPU services.
@@ -138,7 +140,7 @@ class Predicted:
     predictors: Predictors
     path: str
 
-    def engine(self, system: CudaInProcess, shares: bool) -> Engine:
+    def engine(self, system: InProcessSystem, shares: bool) -> Engine:
         """An engine that computes what they choose."""
         engine = system.engine("exact", self.predictors.arranged(system.topology.shards))
         engine.shares_layers = shares
@@ -164,7 +166,10 @@ LISTED = [("llama-gqa", 1, 1, 1), ("llama-relu", 3, 2, 1), ("falcon-relu", 2, 1,
 def test_neurons_that_the_gpu_lists(
     tiny: Tiny, variant: str, num_services: int, num_threads: int, without: int, tmp_path: Path
 ) -> None:
-    """The same as by the driver's predictors; a layer without one is a request of its own."""
+    """The same as by the driver's predictors, and on the CPU alone, but for the last bits.
+
+    A layer without a predictor is a request of its own.
+    """
     checkpoint, found, counts = tiny(variant), [], []
     predicted, is_emulated = random_predictors(checkpoint, tmp_path, without), without < 0
     device = emulated_devices()() if is_emulated else NumpyDevice()
@@ -184,6 +189,9 @@ def test_neurons_that_the_gpu_lists(
             of_token = [0] if without < 0 else [0, 1, 2]
             assert joined == (of_token * len(sizes) if shares else [])
         everything = steps(system.engine("exact"), ids, sizes)
+    with InProcessSystem(checkpoint.path) as system:
+        on_cpu = steps(predicted.engine(system, False), ids, sizes)
+    assert relative_difference(np.concatenate(found[1]), np.concatenate(on_cpu)) < 1e-3
     for one_by_one, together, unchosen in zip(*found, everything, strict=True):
         np.testing.assert_array_equal(together, one_by_one)
         assert (together != unchosen).any()

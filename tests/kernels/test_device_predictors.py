@@ -1,4 +1,4 @@
-"""Lists of neurons by a device's sign predictors: those of the CPU, to the bit."""
+"""A device's sign predictors, and lists of neurons by them: those of the CPU, to the bit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def test_lists(
     """Of three services, one without neurons; a token is not finite, one is the center itself."""
     device = calls(name, request)
     put, bounds = device.to_device, np.array([0, 300, 300, 611], np.int32)
-    count, services = int(bounds[-1]), [1, 3, 2]
+    count, services, own = int(bounds[-1]), [1, 3, 2], 70
+    bounds += own
+    count += own
     bits = pack_weights(random_floats(1, count, width), planes)
     center, scale = random_floats(2, width), np.abs(random_floats(3, width)) + 0.1
     x, thresholds = random_floats(4, num_tokens, width), random_floats(5, count)
@@ -65,7 +67,12 @@ def test_lists(
         *map(put, (bits.view(np.uint32), thresholds, center, scale, bounds))
     )
     whole = np.concatenate([x, np.repeat(x[-1:], padded - num_tokens, axis=0)])
-    device.kernels.list_neurons(predictor, put(whole), scratch, shared)
+    num_listed = put(np.zeros(1, np.int32))
+    device.kernels.predict(predictor, put(whole), own, scratch, num_listed)
+    masks = (~(sign_scores(bits, whole, thresholds, center, scale) <= 0)).T << np.arange(padded)
+    np.testing.assert_array_equal(device.to_host(scratch.masks), masks.sum(axis=1))
+    assert device.to_host(num_listed)[0] == np.count_nonzero(masks[:own].any(axis=1))
+    device.kernels.list_neurons(predictor, scratch, shared)
     for service, begin, end in zip(services, bounds[:-1], bounds[1:], strict=True):
         ids, masks = np.empty(end - begin, np.int32), np.empty(end - begin, np.uint32)
         size = select_kernel(scores, begin, end, ids, masks)

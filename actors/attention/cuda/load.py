@@ -42,7 +42,7 @@ class CudaLoading:
         self._cache: CacheSpec = spec.cache
         self._model = CudaModel(device, config, spec)
         predictors = None
-        if spec.system.gpu_lists:
+        if spec.system.gpu_predicts:
             predictors = GpuPredictors(device, config, spec, KERNEL_TOKENS)
         self._service = CudaAttentionService(
             spec.name, spec.index, device, self._model, spec.gpu_layout, predictors

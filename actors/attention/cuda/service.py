@@ -42,6 +42,7 @@ from hotcold.numba_kernels.loops.mailbox import (
     LISTED,
     NUM_COMPUTED,
     NUM_IDS,
+    NUM_LISTED,
     NUM_TOKENS,
     NUM_UP,
     OPERATION,
@@ -55,6 +56,8 @@ from hotcold.numba_kernels.loops.mailbox import (
     next_request,
 )
 
+_COUNTS = [NUM_COMPUTED, NUM_UP, NUM_LISTED]
+
 
 @dataclass(frozen=True)
 class _Begun:
@@ -63,7 +66,8 @@ class _Begun:
     All of a layer, or of the experts that its router has just chosen.
     """
 
-    request: tuple[int, int, Thresholds, bool]  # layer, tokens, which fire, whether blocks weigh
+    # layer, tokens, which fire, whether blocks weigh, whether predictors choose
+    request: tuple[int, int, Thresholds, bool, bool]
     event: Any
     land: Callable[[], None]
 
@@ -105,6 +109,7 @@ class CudaAttentionService(Service):
         self.fired_counts = np.zeros(int(self._offsets[-1]), np.int64)
         self._counts = device.pinned((max(sizes),), np.int64)
         self._begun: _Begun | None = None
+        self._was_listed = False  # the last request's FFN
         self.times = DeviceTimes(device)
 
     def try_out(self) -> None:
@@ -236,7 +241,8 @@ class CudaAttentionService(Service):
         is_known = numbers.num_experts > 0 or numbers.num_blocks == 1  # else by the request
         if self._model.ffn[layer] is not None and is_known:
             weighs = numbers.num_experts > 0
-            self._begun = self._launch_hot(layer, num_tokens, thresholds, weighs)
+            listed = self._was_listed
+            self._begun = self._launch_hot(layer, num_tokens, thresholds, weighs, listed)
         self._device.wait(done)
         land()
         land_weights()
@@ -257,16 +263,13 @@ class CudaAttentionService(Service):
         return int(self.buffers.cells[cell_index(self.index, REQUEST) * INTS_A_CELL])
 
     def _listing(self) -> GpuPredictors | None:
-        """The predictors, where the request in the mailbox wants them."""
-        is_listed = self.buffers.requests[self.index, NUM_IDS] == LISTED
-        return self._predictors if is_listed else None
-
-    def _is_arranged(self, predictors: GpuPredictors | None) -> bool:
-        """Whether predictors, if any, are in the order of the CPU services' neurons, as of now."""
-        if predictors is None or not predictors.has_new_order(self.buffers):
-            return True
-        self._graphs.clear()
-        return predictors.arrange(self.buffers)
+        """The predictors, as of now, where the request in the mailbox wants them."""
+        self._was_listed = self.buffers.requests[self.index, NUM_IDS] == LISTED
+        if not self._was_listed or self._predictors is None:
+            return None
+        if self._predictors.arrange(self.buffers):
+            self._graphs.clear()
+        return self._predictors
 
     def _layers(
         self, layers: range, has_head: bool, num_tokens: int, thresholds: Thresholds
@@ -274,10 +277,10 @@ class CudaAttentionService(Service):
         self._begun, work, number = None, self._work, self._number
         are_shared = not all(map(self._model.is_whole, layers))
         memory = self._shared.memory if are_shared else None
-        predictors = self._listing() if are_shared else None
+        predictors = self._listing()
         if are_shared:
             self._shared.tell(number, num_tokens)
-            if memory is None or not self._is_arranged(predictors):
+            if memory is None:
                 self._shared.stop(number)
                 self.buffers.replies[self.index, NUM_COMPUTED] = GAVE_UP
                 return
@@ -310,7 +313,7 @@ class CudaAttentionService(Service):
             of_tokens = weights.reshape(len(layers), num_tokens, -1)
             np.sum(of_tokens != 0, axis=1, out=block_tokens)
         hot = [at for at, layer in enumerate(layers) if self._model.ffn[layer] is not None]
-        self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = fired[hot].sum(axis=0)
+        self.buffers.replies[self.index, _COUNTS] = fired[hot].sum(axis=0)
 
     def _download_weights(self, layer: int, num_tokens: int, found: Any) -> Callable[[], None]:
         """Put a copy of what the layer's blocks weigh on the stream, if it has experts."""
@@ -335,16 +338,21 @@ class CudaAttentionService(Service):
             self._link.upload(
                 "block_weights", self._work.block_weights(layer, whole), weights, whole
             )
-        return self._launch_hot(layer, num_tokens, thresholds, weighs)
+        return self._launch_hot(layer, num_tokens, thresholds, weighs, self._was_listed)
 
     def _launch_hot(
-        self, layer: int, num_tokens: int, thresholds: Thresholds, weighs: bool
+        self, layer: int, num_tokens: int, thresholds: Thresholds, weighs: bool, listed: bool
     ) -> _Begun:
-        """`weighs`: by weights of blocks, which are on the device."""
+        """`weighs`: by weights of blocks, which are on the device; `listed`: by predictors."""
         work, whole = self._work, whole_step(num_tokens)
-        key = "hot", layer, whole, thresholds, weighs
+        predictors = self._predictors if listed else None
+
+        def launch() -> None:
+            masks = work.predict(layer, whole, predictors)
+            work.hot(layer, whole, thresholds, weighs, masks=masks)
+
         self.times.mark("")
-        self._graphs.run(key, lambda: work.hot(layer, whole, thresholds, weighs))
+        self._graphs.run(("hot", layer, whole, thresholds, weighs, listed), launch)
         self.times.mark("hot neurons")
         target = self.buffers.partials[self.index, :num_tokens].reshape(-1)
         found = work.partial.reshape(-1)[: target.size]
@@ -353,16 +361,18 @@ class CudaAttentionService(Service):
         self.times.mark("copies")
         # CPU services work now: spinning would take a core from them.
         event = self._device.record(spin=False)
-        return _Begun((layer, num_tokens, thresholds, weighs), event, land)
+        return _Begun((layer, num_tokens, thresholds, weighs, listed), event, land)
 
     def _hot(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
         begun, self._begun = self._begun, None
-        if begun is None or begun.request != (layer, num_tokens, thresholds, self._weighs):
+        listed = self._listing() is not None
+        asked = layer, num_tokens, thresholds, self._weighs, listed
+        if begun is None or begun.request != asked:
             begun = self._begin_hot(layer, num_tokens, thresholds)
         self._device.wait(begun.event)
         begun.land()
         self.times.collect()
-        self.buffers.replies[self.index, [NUM_COMPUTED, NUM_UP]] = self._num_fired[layer]
+        self.buffers.replies[self.index, _COUNTS] = self._num_fired[layer]
 
     def _head(self, first: int, last: int) -> None:
         if self._model.head is None:

@@ -52,7 +52,8 @@ class StepWork:
     """The buffers of a step on the device, and the launches over them.
 
     For T tokens: hidden (T, d); residual_and_input (2, T * d) with ffn_residual and ffn_input;
-    partial (T, d); logits (T, V); num_fired (L, 2) int32. positions and slots (32,) and page_tables
+    partial (T, d); logits (T, V); num_fired (L, 3) int32: those that fire, whose up rows
+    are read, that predictors listed. positions and slots (32,) and page_tables
     (groups, slots, pages) int32 are one array, `place`. all_weights (L, T * B) has what each
     layer's blocks weigh (`block_weights`), which its router writes, or a request brings.
     """
@@ -76,7 +77,7 @@ class StepWork:
         self.residual_and_input = floats(2, tokens * width)
         self.input = self.residual_and_input[1]
         self.partial = floats(tokens, width)
-        self.num_fired = device.empty((config.num_layers, 2), np.int32)
+        self.num_fired = device.empty((config.num_layers, 3), np.int32)
         self._projected = floats(tokens, config.embed_size)
         self.logits = floats(tokens, config.vocab_size if model.head else 0)
         tables = NUM_GROUPS, layout.num_slots, layout.pages_a_slot
@@ -168,8 +169,9 @@ class StepWork:
         thresholds: Thresholds,
         has_weights: bool = False,
         ends_layer: bool = False,
+        masks: Any = None,
     ) -> None:
-        """ffn_input → partial, num_fired; by weights of blocks, or of all.
+        """ffn_input → partial, num_fired; by weights of blocks, or of all; by masks, if any.
 
         `ends_layer`: ffn_residual and ffn_input → hidden, the layer's output, instead of partial.
         """
@@ -189,7 +191,15 @@ class StepWork:
             self.num_fired[layer],
             self.block_weights(layer, num_tokens) if has_weights else None,
             residual if ends_layer else None,
+            masks,
         )
+
+    def predict(self, layer: int, num_tokens: int, predictors: GpuPredictors | None) -> Any:
+        """ffn_input → the masks of the layer's own neurons; None without predictors."""
+        if predictors is None:
+            return None
+        ffn_input = self.outputs(num_tokens)[1]
+        return predictors.predict(layer, ffn_input, self.num_fired[layer, 2:])
 
     def layers(
         self,
@@ -204,7 +214,7 @@ class StepWork:
         """hidden → hidden, num_fired, layer by layer; logits.
 
         With `shared` CPU services have neurons of some of the layers, else of none; with
-        `predictors` they compute those that are listed.
+        `predictors` all compute those that these expect to fire.
         """
         for layer in layers:
             weighs = self._model.layers[layer].numbers.num_experts > 0
@@ -212,26 +222,16 @@ class StepWork:
             if shared is not None and is_whole:
                 self._device.kernels.give_input(layer, shared)
             self.attention(layer, num_tokens, max_length)
+            masks = self.predict(layer, num_tokens, predictors)
             if is_whole:
-                self.hot(layer, num_tokens, thresholds, has_weights=weighs, ends_layer=True)
-            else:
-                assert shared is not None
-                if predictors is not None:
-                    self._list(layer, num_tokens, predictors, shared)
-                self._shared_ffn(layer, num_tokens, thresholds, weighs, shared)
+                self.hot(layer, num_tokens, thresholds, weighs, ends_layer=True, masks=masks)
+                continue
+            assert shared is not None
+            if predictors is not None:
+                predictors.list_for_services(layer, shared)
+            self._shared_ffn(layer, num_tokens, thresholds, weighs, shared, masks)
         if has_head:
             self.head(num_tokens)
-
-    def _list(
-        self, layer: int, num_tokens: int, predictors: GpuPredictors, shared: SharedMemory
-    ) -> None:
-        """ffn_input, or the residual stream → the CPU services' lists."""
-        ffn_residual, x = self.outputs(num_tokens)
-        if predictors.reads_residual:
-            is_parallel = self._model.layers[layer].numbers.is_parallel
-            x = self.hidden[:num_tokens] if is_parallel else ffn_residual
-        kernels, scratch = self._device.kernels, predictors.scratch
-        kernels.list_neurons(predictors.of(layer), x, scratch, shared)
 
     def _shared_ffn(
         self,
@@ -240,6 +240,7 @@ class StepWork:
         thresholds: Thresholds,
         weighs: bool,
         shared: SharedMemory,
+        masks: Any,
     ) -> None:
         """ffn_residual and ffn_input → hidden, the layer's output, with what CPU services have."""
         kernels, own = self._device.kernels, self._model.layers[layer]
@@ -248,7 +249,7 @@ class StepWork:
         kernels.give_input(layer, shared, ffn_input, weights)
         partial = None
         if self._model.ffn[layer] is not None:
-            self.hot(layer, num_tokens, thresholds, weighs)
+            self.hot(layer, num_tokens, thresholds, weighs, masks=masks)
             partial = self.partial[:num_tokens]
         kernels.await_outputs(layer, shared)
         residual = LayerResidual(ffn_residual, None, own.numbers.residual_scale)

@@ -12,6 +12,7 @@ from hotcold.cuda_kernels.source import Entry, plain_source
 from hotcold.numba_kernels.formats import FORMATS, is_quantized, summed_dtype
 
 FOLDER = Path(__file__).parent
+_PREDICTING = ("PACK_PLANES", "SCORE_NEURONS", "COUNT_MASKS", "LIST_NEURONS")
 _FORMATS = {kind.short.upper(): dtype for dtype, kind in FORMATS.items()}
 _FLAGS = [
     "-std=c++17",
@@ -42,7 +43,7 @@ def all_entries() -> list[Entry]:
         Entry("attention", "MERGE_SPLITS"),
         Entry("sum_parts", "SUM_PARTS"),
         Entry("router", "CHOOSE_EXPERTS"),
-        *(Entry("predict", each) for each in ("PACK_PLANES", "SCORE_NEURONS", "LIST_NEURONS")),
+        *(Entry("predict", each) for each in _PREDICTING),
         *(Entry("share", each) for each in ("GIVE_INPUT", "AWAIT_OUTPUTS", "ADD_OUTPUTS")),
     ]
 
