@@ -453,6 +453,7 @@ class CudaKernels:
             row_items=np.int64(shared.active_ids.shape[1]),
             cell_words=np.int32(shared.cell_words),
             length=np.int32(shared.length),
+            stopped=np.int32(shared.stopped),
         )
         at = self._at(scratch.masks), self._at(predictor.bounds), self._at(shared.told)
         grid = predictor.bounds.shape[0] - 1, 1, 1
@@ -475,6 +476,7 @@ class CudaKernels:
         arguments = (
             vectors(x, shared.ffn_input), vectors(weights, shared.block_weights),
             self._at(shared.told), np.int32(layer), self._at(shared.cells[shared.given :]),
+            self._at(shared.cells[shared.stopped :]),
         )  # fmt: skip
         self._launcher.launch(_GIVE_INPUT, (1, 1, 1), _GIVING_THREADS, arguments)
 

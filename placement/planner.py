@@ -99,8 +99,9 @@ class Planner:
 
     def _expected(self, neuron_device: np.ndarray) -> Expected:
         rows, rates, mode = RowBytes.of(self._config), self._rates, self._request.mode
-        on_gpu = gpu_read_bytes(rows, rates, mode)
-        first, rest = read_bytes(rows, rates, mode, self._selected_factor)
+        factor = self._selected_factor
+        on_gpu = gpu_read_bytes(rows, rates, mode, factor if self._problem.shares else None)
+        first, rest = read_bytes(rows, rates, mode, factor)
         held = [neuron_device == index for index in range(len(self._devices))]
         read = [
             (on_gpu if device.is_gpu else first + rest)[mask].sum()

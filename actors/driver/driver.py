@@ -322,7 +322,9 @@ class Driver:
             if trial.fastest == other.name and predictor is not None:
                 engine.mode = other
                 predictor.close()
-                self._system = replace(self._system, mode=other.name, predictors_path="")
+                self._system = replace(
+                    self._system, mode=other.name, predictors_path="", gpu_predicts=()
+                )
                 self._use_arithmetic(engine.topology)
             return trial
 

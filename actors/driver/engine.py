@@ -12,7 +12,7 @@ import numpy as np
 
 from hotcold.actors.driver.modes import StepMode
 from hotcold.actors.exchange.doorbell_exchange import Exchange
-from hotcold.actors.protocol.failures import NotFiniteError
+from hotcold.actors.protocol.failures import AnswerFailed, NotFiniteError
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, cut_tokens
 from hotcold.actors.protocol.stripes import sum_order, sums_of_services
 from hotcold.actors.protocol.topology import Topology
@@ -134,12 +134,11 @@ class Engine:
         """Which layers services may share, (L,) bool, to which it says how to add up."""
         buffers = self.exchange.buffers
         order = sum_order(topology.parts, sums, 1 + buffers.more_partials.shape[1])
-        if order.size >= buffers.sum_order.size:
-            return topology.is_whole
-        buffers.sum_order[: order.size] = order
+        is_short = order.size < buffers.sum_order.size
+        buffers.sum_order[: order.size] = order if is_short else 0
         if topology.gpu_predicts.any():
             _write_cold(buffers, topology.shards)
-        return topology.is_shared
+        return topology.is_shared if is_short else topology.is_whole
 
     def step(
         self,
@@ -167,12 +166,17 @@ class Engine:
             layers = range(self.config.num_layers)
             joins = self.joins_layers and num_tokens <= self.kernel_tokens
             shares = self.shares_layers and not self._unshared_steps
-            self._run_layers(
-                layers, num_tokens, mode, num_logits=num_logits, joins=joins, shares=shares
-            )
-            if joins and shares and not self._layer_state[layer_loop.SHARES]:
-                self._unshared_steps = _UNSHARED_STEPS
-            self._unshared_steps = max(0, self._unshared_steps - 1)
+            try:
+                self._run_layers(
+                    layers, num_tokens, mode, num_logits=num_logits, joins=joins, shares=shares
+                )
+            except AnswerFailed:
+                self._layer_state[layer_loop.SHARES] = False
+                raise
+            finally:
+                if joins and shares and not self._layer_state[layer_loop.SHARES]:
+                    self._unshared_steps = _UNSHARED_STEPS
+                self._unshared_steps = max(0, self._unshared_steps - 1)
             self.num_steps += mode.weights == TARGET
             self._count_reads()
             return self.exchange.buffers.logits[:num_logits]

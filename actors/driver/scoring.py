@@ -17,7 +17,13 @@ from hotcold.actors.protocol.messages import THRESHOLD
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.numba_kernels.decode.activations import Thresholds
 from hotcold.numba_kernels.decode.scoring import compare_logits, negative_log_likelihood
-from hotcold.numba_kernels.loops.mailbox import ALL_NEURONS, NUM_IDS, WEIGHS_BLOCKS
+from hotcold.numba_kernels.loops.mailbox import (
+    ALL_NEURONS,
+    LISTED,
+    NUM_IDS,
+    NUM_LISTED,
+    WEIGHS_BLOCKS,
+)
 
 _Score = TypeVar("_Score")
 
@@ -87,15 +93,19 @@ class AuditedEngine(Engine):
             raise ValueError("an audited step takes one token")
         buffers, cpus = self.exchange.buffers, self.topology.cpu_services
         num_ids, num_listed = buffers.requests[cpus, NUM_IDS], self._num_chosen(layer)
-        is_listed = num_ids[0] != ALL_NEURONS
+        asked, is_listed = self._requested(), bool(num_ids[0] != ALL_NEURONS)
+        num_fired_listed, num_up = self._request_ffn(num_listed)
         if is_listed:
             num_listed = int(num_ids.sum() + self.topology.num_hot[layer])
-        num_fired_listed, num_up = self._request_ffn(num_listed)
+            for service in asked:  # a GPU, which may have predicted its own
+                if buffers.requests[service, NUM_IDS] == LISTED:
+                    num_listed += int(buffers.replies[service, NUM_LISTED])
+                    num_listed -= int(self.topology.num_hot[layer])
         num_fired = num_fired_listed
         if is_listed:
             partials = buffers.partials[:, :num_tokens], buffers.more_partials[:, :, :num_tokens]
             chosen = [part.copy() for part in partials]
-            buffers.requests[cpus, NUM_IDS] = ALL_NEURONS
+            buffers.requests[asked, NUM_IDS] = ALL_NEURONS
             num_fired, _ = self._request_ffn(self.config.ffn_sizes[layer])
             for part, kept in zip(partials, chosen, strict=True):
                 part[:] = kept

@@ -211,7 +211,9 @@ class SystemServices:
         trial = driver.choose_mode()
         self.notes += (trial.line,)
         if trial.fastest != self.system.mode:
-            self.system = replace(self.system, mode=trial.fastest, predictors_path="")
+            self.system = replace(
+                self.system, mode=trial.fastest, predictors_path="", gpu_predicts=()
+            )
 
     def _fit_gpu(self) -> None:
         """Let the attention service fill its GPU; the CPU services then load the rest."""

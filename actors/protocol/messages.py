@@ -70,6 +70,7 @@ class SystemConfig:
     head_on_host: bool = False  # the head too
     # Layers whose neurons are predicted on "cuda", in steps of few tokens; (): none are.
     gpu_predicts: tuple[bool, ...] = ()
+    predictors_digest: str = ""  # of the file that these are of; "": any
     neuron_upload_tokens: int = 0  # prompts this long have cold neurons uploaded; 0: none
     weight_dtype: str = ""  # of --dtype: matrices are converted while they load; "": as stored
     pin: str = "auto"  # of PIN_CHOICES: whether services stay on their NUMA nodes' cores
@@ -128,7 +129,8 @@ class SystemConfig:
             from hotcold.actors.protocol.offloaded_neurons import NeuronStorage  # NumPy
 
             values["storage"] = NeuronStorage(**storage)
-        return cls(**values | {"hosts": tuple(values["hosts"])})
+        tuples = {name: tuple(values[name]) for name in ("hosts", "gpu_predicts")}
+        return cls(**values | tuples)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from hotcold.predictors.predictor_file import predictors_path, write_predictors
 NUMA_ROOT = "HOTCOLD_NUMA_ROOT"
 _DEFAULT_CONTEXT, _DEFAULT_BATCH = 4096, 8
 _MAX_KV_POSITIONS = 1 << 31
+_CORES_OF_A_GPU = 2  # for its service and the driver, while CPU services wait for its flags
 
 
 def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> SystemConfig:
@@ -52,8 +53,10 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
     """
     _require_kernels()
     root = Path(os.environ.get(NUMA_ROOT, "/"))
+    device = choose_device(options.device, options.gpu_memory_bytes, only_on_cpu(config))
     cores = usable_cores(root)
-    num_threads = within("--threads", options.num_threads, 1, num_cpus(root), len(cores))
+    spared = _CORES_OF_A_GPU if device == "cuda" and len(cores) > 2 * _CORES_OF_A_GPU else 0
+    num_threads = within("--threads", options.num_threads, 1, num_cpus(root), len(cores) - spared)
     cores = usable_cores(root, num_threads)
     nodes = read_numa_nodes(root)
     num_nodes = len(nodes_with_memory(nodes, cores))
@@ -85,7 +88,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         pin=options.pin,
         hosts=options.hosts,
         numa_root=str(root),
-        device=choose_device(options.device, options.gpu_memory_bytes, only_on_cpu(config)),
+        device=device,
         requires_gpu=options.device == "cuda" or bool(options.gpu_memory_bytes),
         gpu_memory_bytes=options.gpu_memory_bytes or 0,
     )

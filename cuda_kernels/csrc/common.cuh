@@ -91,6 +91,14 @@ DEVICE u16 float_to_finite_half(float value) {
     return float_to_half(fabsf(value) < 65520.0f ? value : __uint_as_float(0x7fc00000u));
 }
 
+// Whether request `number` was given up; the same for all threads of a block.
+DEVICE bool is_stopped(const int* stopped, int number) {
+    __shared__ int is_so;
+    if (threadIdx.x == 0) is_so = load_flag(stopped) == number;
+    __syncthreads();
+    return is_so;
+}
+
 // Written by cuda_kernels/format_header.py: it is in no file.
 #include "format_table.cuh"
 

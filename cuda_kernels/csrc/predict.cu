@@ -139,12 +139,14 @@ struct Lists {
     int* cells;
     i64 row_items;
     int cell_words, length;  // of a service's cells, and which of them
+    int stopped;
 };
 
 // A block a service: those of its neurons bounds[c] .. bounds[c + 1] - 1 that have a mask, in order.
 DEVICE void list_of_service(
     const u32* masks, const int* bounds, const int* told, const Lists& lists) {
     __shared__ int counts[GROUPS];
+    if (is_stopped(lists.cells + lists.stopped, load(told))) return;
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, count = 0;
     int begin = load(bounds + blockIdx.x), end = load(bounds + blockIdx.x + 1);
     int service = load(told + 3 + blockIdx.x);

@@ -98,9 +98,13 @@ DEVICE float sum_of(const Outputs& from, const Added& to, const int* told, i64 c
     return sum + (input - input);
 }
 
+// A request that was given up goes on to nobody: others may still read what came before.
 #define GIVE_INPUT()                                                                               \
     ENTRY(GIVING_THREADS)                                                                          \
-    give_input(Vectors input, Vectors weights, const int* told, int layer, int* given) {           \
+    give_input(                                                                                    \
+        Vectors input, Vectors weights, const int* told, int layer, int* given,                    \
+        const int* stopped) {                                                                      \
+        if (is_stopped(stopped, load(told))) return;                                               \
         give(input);                                                                               \
         give(weights);                                                                             \
         fence_all();                                                                               \

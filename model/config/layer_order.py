@@ -87,16 +87,22 @@ def ffn_residual_and_input(
     norm: Callable[[_Rows], _Rows],
     ffn_norm: Callable[[_Rows], _Rows],
     add_attention: Callable[[_Rows, _Rows], _Rows],
+    on_input: Callable[[_Rows], None] = lambda ffn_input: None,
 ) -> tuple[_Rows, _Rows]:
     """Return `ffn_residual`, to which the FFN's output is added, and the FFN's input; maybe one.
 
     add_attention(x, residual) = residual + attention(x), or with `norms_added`
     residual + attention_norm(attention(x))
+    on_input is called with the FFN's input once that is known: of parallel layers before attention
     """
     x = norm(residual) if order.norms_input else residual
+    if order.is_parallel:
+        ffn_input = ffn_norm(residual) if order.norms_ffn_input else x
+        on_input(ffn_input)
     ffn_residual = add_attention(x, residual)
     if order.norms_sum:
         ffn_residual = norm(ffn_residual)
-    if order.norms_ffn_input:
-        return ffn_residual, ffn_norm(residual if order.is_parallel else ffn_residual)
-    return ffn_residual, x if order.is_parallel else ffn_residual
+    if not order.is_parallel:
+        ffn_input = ffn_norm(ffn_residual) if order.norms_ffn_input else ffn_residual
+        on_input(ffn_input)
+    return ffn_residual, ffn_input

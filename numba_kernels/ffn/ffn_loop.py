@@ -84,7 +84,8 @@ def ffn_request(
     num_tokens = request[NUM_TOKENS]
     x = buffers.ffn_input[:num_tokens]
     selection = _chosen(
-        thread, num_threads, buffers.cells, service, layer, read_selection(buffers, service),
+        thread, num_threads, buffers.cells, service, layer,
+        read_selection(buffers, service, buckets.starts[layer, -1] > buckets.starts[layer, 0]),
         buckets.starts, x, predictors, predictor_scratch,
     )  # fmt: skip
     is_done = layer_ffn(
@@ -159,7 +160,9 @@ def serve_ffn(
         elif request[OPERATION] != FFN or request[NUM_TOKENS] > scratch.sums.shape[1]:
             return number
         for layer in range(first, end):
-            if is_shared and not await_input(buffers.cells, service, request[GIVER], number, layer):
+            if is_shared and not await_input(
+                buffers.cells, service, request[GIVER], number, layer, thread
+            ):
                 break
             ffn_request(
                 thread, team, service, layer, buffers, source, scratch, predictors,

@@ -59,6 +59,7 @@ LENGTH = 5  # word of OUTPUT's cell: of the list of a shared layer's neurons
 # Words of ARRIVED's cell: the shared layer that a service's threads came to, plus 1, times 2, and 1
 # more if they end there; how many have done their part of it.
 TURN, HAVE_DONE = 5, 6
+AWAITED_US = 7  # what one thread of a request has waited for other services' layers
 MOST_SHARED = 1000  # layers
 _MARK_BITS = 10
 _MAX_DELAYED_US = 10_000  # of one request; longer delays have other causes, such as suspension
@@ -203,12 +204,16 @@ def decode_thresholds(request):
 
 
 @njit(nogil=True, cache=True)
-def read_selection(buffers, service):
-    """The `Selection` of the FFN request in a service's request words."""
+def read_selection(buffers, service, has_rows=True):
+    """The `Selection` of the FFN request in a service's request words.
+
+    has_rows: whether the service has neurons of the layer, else nobody lists any
+    """
     request = buffers.requests[service]
     num_tokens, num_ids = request[NUM_TOKENS], request[NUM_IDS]
     if num_ids == LISTED:
-        num_ids = np.int64(buffers.cells[cell(service, OUTPUT) * INTS_A_CELL + LENGTH])
+        length = buffers.cells[cell(service, OUTPUT) * INTS_A_CELL + LENGTH]
+        num_ids = np.int64(length if has_rows else 0)
     ids = buffers.active_ids[service, :num_ids] if num_ids > 0 else NO_IDS
     masks, weights = NO_MASKS, NO_WEIGHTS
     if num_ids > 0 and num_tokens > 1:
@@ -317,18 +322,21 @@ _mark = njit(nogil=True, cache=True)(layer_mark)
 
 
 @njit(nogil=True, cache=True)
-def await_input(cells, service, giver, number, layer):
+def await_input(cells, service, giver, number, layer, thread):
     """Wait for a shared layer's FFN input from service `giver`; False where they were stopped.
 
     That of a later one says that the giver has all neurons of this one. The first of a service's
     threads that knows decides for all.
     """
-    turn = cell(service, ARRIVED) * INTS_A_CELL + TURN
+    turn, started_ns = cell(service, ARRIVED) * INTS_A_CELL + TURN, now_ns()
     given = cell(giver, INPUT) * INTS_A_CELL
     wanted, polls = np.int32(_mark(np.int64(number), layer)), 0
     while True:
         decided = atomic_load(cells, turn)
         if decided >> 1 == layer + 1:
+            if thread == 0:
+                waited_us = np.int32((now_ns() - started_ns) // 1000)
+                cells[turn - TURN + AWAITED_US] += waited_us
             return decided & 1 == 0
         mark, decision = atomic_load(cells, given), np.int32(layer + 1 << 1)
         if mark >= wanted and mark >> _MARK_BITS == wanted >> _MARK_BITS:
@@ -395,7 +403,10 @@ def finish_request(
     """
     if atomic_add(cells, cell(service, ARRIVED) * INTS_A_CELL, np.int32(1)) == num_threads - 1:
         atomic_store(cells, cell(service, ARRIVED) * INTS_A_CELL, np.int32(0))
-        atomic_store(cells, cell(service, ARRIVED) * INTS_A_CELL + TURN, np.int32(0))
+        arrived = cell(service, ARRIVED) * INTS_A_CELL
+        atomic_store(cells, arrived + TURN, np.int32(0))
+        atomic_store(cells, arrived + HAVE_DONE, np.int32(0))
+        awaited_us, cells[arrived + AWAITED_US] = cells[arrived + AWAITED_US], 0
         ended_ns = now_ns()
         posted_us = cells[cell(service, REQUEST) * INTS_A_CELL + RUNG_US]
         waited = cell(service, BARRIER_COUNT) * INTS_A_CELL + WAITED_US
@@ -405,8 +416,11 @@ def finish_request(
         counters[:] = 0
         _change_team(cells, service, number, requests[service, OPERATION])
         reply = replies[service]
-        reply[DELAYED_US] += min(late_us, _MAX_DELAYED_US) + min(waited_us, _MAX_DELAYED_US)
-        reply[TAKEN_US] += (ended_ns // 1000 - posted_us) & CLOCK_US
+        request, most_us = requests[service], _MAX_DELAYED_US
+        if request[OPERATION] == LAYERS:
+            most_us *= request[END_LAYER] - request[LAYER]
+        reply[DELAYED_US] += min(late_us, _MAX_DELAYED_US) + min(waited_us, most_us)
+        reply[TAKEN_US] += ((ended_ns // 1000 - posted_us) & CLOCK_US) - awaited_us
         reply[NUM_ANSWERED] += 1
         reply[BUSY_NS] = ended_ns - started_ns
         ring_following(cells, requests[service], number)

@@ -143,12 +143,14 @@ def read_bytes(
     return picked * rows.first, rates.fired * rows.rest
 
 
-def gpu_read_bytes(rows: RowBytes, rates: Rates, mode: str) -> np.ndarray:
-    """Bytes that a GPU reads of each neuron for one token: (L, N).
+def gpu_read_bytes(
+    rows: RowBytes, rates: Rates, mode: str, selected_factor: np.ndarray | None = None
+) -> np.ndarray:
+    """Bytes that a GPU reads of each neuron for one token: (L, N), as `read_bytes`.
 
-    c * first + f * rest; in dense mode c * rest. A GPU holds hot neurons, so it uses no predictor.
+    `selected_factor` where the GPU predicts its neurons, too.
     """
-    first, rest = read_bytes(rows, rates, "dense" if mode == "dense" else "exact")
+    first, rest = read_bytes(rows, rates, "dense" if mode == "dense" else "exact", selected_factor)
     return first + rest
 
 
@@ -167,13 +169,14 @@ def neuron_seconds(
     rates: Rates,
     mode: str,
     selected_factor: np.ndarray | None = None,
+    gpu_predicts: bool = False,
 ) -> np.ndarray:
     """Expected seconds of each neuron on each device, alone: (L, N, D).
 
     bytes / bandwidth; a CPU reads contiguous rows (first rows without a predictor, all rows in
     dense mode) at rows_gb_per_s, selected rows at gather_gb_per_s.
     """
-    on_gpu = gpu_read_bytes(rows, rates, mode)
+    on_gpu = gpu_read_bytes(rows, rates, mode, selected_factor if gpu_predicts else None)
     first, rest = read_bytes(rows, rates, mode, selected_factor)
     seconds = np.empty((*rates.fired.shape, len(devices)))
     for index, device in enumerate(devices):
@@ -327,7 +330,9 @@ def make_problem(
     """
     num_gpus = sum(device.is_gpu for device in devices)
     rows = RowBytes.of(config)
-    seconds = neuron_seconds(rows, devices, rates, mode, selected_factor)
+    is_normed = bool(tensor_names(config).of_layer(0).ffn_output_norm)
+    shares = num_gpus == 1 and not is_normed and mode != "lowrank"
+    seconds = neuron_seconds(rows, devices, rates, mode, selected_factor, gpu_predicts=shares)
     layer_sizes = np.array(config.ffn_sizes, np.int64)
     bandwidths = [device.rows_gb_per_s * 1e9 for device in devices]
     host = sum(bandwidths[num_gpus:])
@@ -335,10 +340,8 @@ def make_problem(
     sync_s = np.array(
         [exchange_us / 1e6 + state_bytes / (c.link_gb_per_s * 1e9) for c in devices[:num_gpus]]
     )
-    is_normed = bool(tensor_names(config).of_layer(0).ffn_output_norm)
     exchange_s, num_exchanges = exchange_us / 1e6, 2 * config.num_layers + 1
     part_seconds = parts.read_bytes[:, None] / np.array([*bandwidths[:num_gpus], host])
-    shares = num_gpus == 1 and not is_normed and mode != "lowrank"
     if shares:
         kinds = np.array(parts.kinds)
         flags_s = _FLAGS_US / 1e6 + state_bytes / (devices[0].link_gb_per_s * 1e9)

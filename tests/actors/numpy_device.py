@@ -309,6 +309,8 @@ class NumpyKernels:
 
     def give_input(self, layer, shared, x=None, weights=None):
         def run() -> None:
+            if shared.cells[shared.stopped] == shared.told[0]:
+                return
             for source, target in ((x, shared.ffn_input), (weights, shared.block_weights)):
                 if source is not None:
                     count = min(len(source), len(target))
@@ -329,7 +331,9 @@ class NumpyKernels:
 
     def list_neurons(self, predictor, scratch, shared):
         def run() -> None:
-            num_tokens, count = shared.told[1:3]
+            number, num_tokens, count = shared.told[:3]
+            if shared.cells[shared.stopped] == number:
+                return
             masks = scratch.masks & np.uint32((1 << int(num_tokens)) - 1)
             lengths = shared.cells.reshape(-1, shared.cell_words)[:, shared.length]
             for service, begin, end in zip(

@@ -112,7 +112,12 @@ def test_predictors_come_before_neurons(system: SystemConfig, tmp_path: Path) ->
     assert all(every.gpu_predicts) and every.num_hot_neurons == config.num_neurons
     parts = GpuParts.of(predicted, served_config(predicted, config))
     listing, neurons = parts.predictors, config.num_neurons * parts.neuron
-    assert not fit(replace(predicted, gpu_memory_bytes=whole))[1].system.gpu_predicts
+    of_all = config.num_layers * parts.layer + parts.head + neurons
+    for num_bytes in (of_all, of_all + listing - 1, of_all + listing):
+        wanted = replace(predicted, num_hot_neurons=config.num_neurons)
+        found = parts.within(num_bytes, wanted, config)
+        assert found.num_hot_neurons == config.num_neurons
+        assert bool(found.gpu_predicts) == (num_bytes == of_all + listing)
     least = whole - neurons + listing
     for budget, lists in ((whole - neurons // 2, True), (least - listing // 2, False)):
         device, fitted, loading = fit(replace(predicted, gpu_memory_bytes=budget))

@@ -143,7 +143,7 @@ class Predicted:
     def engine(self, system: InProcessSystem, shares: bool) -> Engine:
         """An engine that computes what they choose."""
         engine = system.engine("exact", self.predictors.arranged(system.topology.shards))
-        engine.shares_layers = shares
+        engine.joins_layers = engine.shares_layers = shares
         return engine
 
 
@@ -162,6 +162,12 @@ def random_predictors(checkpoint: TinyCheckpoint, folder: Path, without: int) ->
 LISTED = [("llama-gqa", 1, 1, 1), ("llama-relu", 3, 2, 1), ("falcon-relu", 2, 1, -1)]
 
 
+def of_each_layer(num_layers: int, ffn_size: int) -> list[np.ndarray]:
+    """Hot neurons: a third of the first layers, all of the last."""
+    ids = np.arange(ffn_size, dtype=np.int32)
+    return [*[ids[::3]] * (num_layers - 1), ids]
+
+
 @pytest.mark.parametrize(("variant", "num_services", "num_threads", "without"), LISTED)
 def test_neurons_that_the_gpu_lists(
     tiny: Tiny, variant: str, num_services: int, num_threads: int, without: int, tmp_path: Path
@@ -176,9 +182,8 @@ def test_neurons_that_the_gpu_lists(
     sizes = WHOLE_STEPS if is_emulated else SIZES
     ids = np.resize(checkpoint.ids, sum(sizes)).tolist()
     options: dict[str, Any] = {"device": device, "predictors_path": predicted.path}
-    with CudaInProcess(
-        checkpoint.path, num_services, num_threads, hot=a_third, **options
-    ) as system:
+    services = num_services, num_threads
+    with CudaInProcess(checkpoint.path, *services, hot=of_each_layer, **options) as system:
         requests = asked(system)
         for shares in (False, True):
             engine = predicted.engine(system, shares)
@@ -196,6 +201,35 @@ def test_neurons_that_the_gpu_lists(
         np.testing.assert_array_equal(together, one_by_one)
         assert (together != unchosen).any()
     assert counts[0] == counts[1]
+
+
+@dataclass
+class KeptGpu(CudaInProcess):
+    """With the GPU service of another system."""
+
+    gpu: Service | None = None
+
+    def _gpu(self) -> Service:
+        return self.gpu or super()._gpu()
+
+
+def test_another_number_of_services(tiny: Tiny, tmp_path: Path) -> None:
+    """The GPU's predictors stay, in another order, though the neurons' may be the same.
+
+    Their file is read no more.
+    """
+    checkpoint, options = tiny("llama-gqa"), dict[str, Any]()
+    predicted, ids = random_predictors(checkpoint, tmp_path, -1), checkpoint.ids[:5].tolist()
+    file, away = Path(predicted.path), tmp_path / "away"
+    for num_services in (2, 3, 1):
+        options["predictors_path"], found = predicted.path, []
+        with KeptGpu(checkpoint.path, num_services, hot=a_third, **options) as system:
+            options["gpu"] = system.services[0]
+            file.rename(away)
+            for shares in (False, True):
+                found.append(np.concatenate(steps(predicted.engine(system, shares), ids, [1] * 5)))
+            away.rename(file)
+        np.testing.assert_array_equal(found[1], found[0])
 
 
 @dataclass
@@ -247,7 +281,7 @@ class ScheduledSystem(CudaInProcess):
             if request[OPERATION] != LAYERS:
                 return compiled(thread, seen)
             for layer in range(request[LAYER], request[END_LAYER]):
-                if not await_input(cells, index, request[GIVER], np.int32(number), layer):
+                if not await_input(cells, index, request[GIVER], np.int32(number), layer, thread):
                     break
                 self.schedule.sleep()
                 if self.schedule.is_careless:

@@ -22,6 +22,7 @@ from hotcold.actors.setup.shards import arena_layout, attention_spec, served_con
 from hotcold.model.byte_sizes import binary_text
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError
+from hotcold.model.files.artifact import sampled_digest
 from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.placement.solver.plan_devices import gpu_budget
@@ -84,6 +85,9 @@ def fit_system(
         loading = _try(device, config, attention_spec(found, served), budget)
         if loading is not None:
             note = _note(device, config, wanted, found)
+            if found.gpu_predicts:
+                digest = sampled_digest(found.predictors_path)
+                found = replace(found, predictors_digest=digest)
             return loading, Fitted(found, note, f"cuda ({device.name})")
         gc.collect()
         device.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -41,11 +42,12 @@ class CudaLoading:
         self.spec, self._config = spec, config
         self._cache: CacheSpec = spec.cache
         self._model = CudaModel(device, config, spec)
-        predictors = None
+        self._predictors: GpuPredictors | None = None
         if spec.system.gpu_predicts:
-            predictors = GpuPredictors(device, config, spec, KERNEL_TOKENS)
+            self._predictors = GpuPredictors(device, config, spec, KERNEL_TOKENS)
+        has_core = len(os.sched_getaffinity(0)) > spec.system.num_threads
         self._service = CudaAttentionService(
-            spec.name, spec.index, device, self._model, spec.gpu_layout, predictors
+            spec.name, spec.index, device, self._model, spec.gpu_layout, self._predictors, has_core
         )
         self._service.try_out()
 
@@ -65,6 +67,8 @@ class CudaLoading:
                 arrays.out.matrix(layer)[:] = weights.out.matrix(0)
 
         head = self._model.fill(on_bytes, keep)
+        if self._predictors is not None:
+            self._predictors.fill()
         if arrays is not None:
             if head is not None:
                 arrays = arrays._replace(**vars(head))

@@ -1,11 +1,12 @@
 """Sign predictors on the GPU: of its own neurons and of those that CPU services have.
 
 Behind the GPU's they are in the order of the services' neurons, which the driver tells in the arena
-and which changes with the number of services.
+and which changes with the number of services. The file is read once: the driver has another copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.cuda_kernels.kernels import INPUT_PLANES
 from hotcold.cuda_kernels.neurons import DevicePredictor, PredictorScratch, SharedMemory
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.errors import ArtifactError
+from hotcold.model.files.artifact import ModelIdentity, sampled_digest
 from hotcold.numba_kernels.loops.mailbox import SharedBuffers
-from hotcold.predictors.predictor_file import Predictors, read_predictors
+from hotcold.predictors.predictor_file import read_predictors
 from hotcold.predictors.sign import SignLayer
+from hotcold.predictors.stacked import AnyLayer
 
 _NOTHING_TOLD = 0
 
@@ -30,14 +33,31 @@ class GpuPredictors:
     def __init__(
         self, device: Device, config: ModelConfig, spec: ServiceSpec, num_tokens: int
     ) -> None:
-        """Room for all, in steps of so many tokens. Errors: DeviceMemoryError, ArtifactError."""
-        self._device, self._told = device, _NOTHING_TOLD
-        self._path, self._spec, self._config = Path(spec.system.predictors_path), spec, config
-        self._own = spec.neuron_ids or [np.empty(0, np.int32)] * config.num_layers
+        """Room for all, in steps of so many tokens; `fill` reads them.
+
+        Errors:  DeviceMemoryError, ArtifactError
+        """
+        self._device, self._config = device, config
+        path, digest = Path(spec.system.predictors_path), spec.system.predictors_digest
+        if digest and sampled_digest(path) != digest:
+            raise ArtifactError(f"{path}: has changed since the system started; start it again")
+        identity = ModelIdentity.of(spec.path)
+        self._source: Sequence[AnyLayer | None] = read_predictors(
+            path, identity, config, spec.keeps_pages
+        ).layers
         self._layers = [
             self._room_for(layer) if isinstance(layer, SignLayer) else None
-            for layer in self._read().layers
+            for layer in self._source
         ]
+        every = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
+        own = spec.neuron_ids or [np.empty(0, np.int32)] * config.num_layers
+        self._num_own = [ids.size for ids in own]
+        # Of each layer which neuron each row is of: the GPU's come first, now and later.
+        self._ids = [
+            np.concatenate([ids, np.setdiff1d(of_layer, ids)])
+            for ids, of_layer in zip(own, every, strict=True)
+        ]
+        self._told = _NOTHING_TOLD
         words = -(-config.hidden_size // 64) * 2
         self._scratch = PredictorScratch(
             planes=device.empty((num_tokens * INPUT_PLANES * words,), np.uint32),
@@ -45,53 +65,77 @@ class GpuPredictors:
             masks=device.empty((config.largest_ffn,), np.uint32),
         )
 
-    def predict(self, layer: int, x: Any, num_listed: Any) -> Any:
-        """Put the layer's predictions for x (T, d) on the stream: the masks of its own neurons.
+    def fill(self) -> None:
+        """Read all, layer by layer. Errors: ArtifactError"""
+        for number, (room, ids) in enumerate(zip(self._layers, self._ids, strict=True)):
+            if room is None:
+                continue
+            layer = self._source[number]
+            if not isinstance(layer, SignLayer):
+                raise ArtifactError(f"the predictor of layer {number} has changed; start again")
+            new = layer.arranged(ids)
+            arrays = new.bits.view(np.uint32), new.thresholds, new.center, new.scale
+            for target, source in zip(room, arrays, strict=False):
+                self._device.upload(target, source)
+        self._source = ()
 
-        num_listed (1,) int32: of how many any token is expected to make fire
+    def has(self, layer: int) -> bool:
+        """Whether a layer has one."""
+        return self._layers[layer] is not None
+
+    def predict(self, layer: int, x: Any, num_listed: Any) -> None:
+        """Put a layer's predictions for x (T, d) on the stream.
+
+        num_listed (1,) int32: how many of the GPU's neurons any token is expected to make fire
         """
-        num_own = self._own[layer].size
-        found, scratch = self._of(layer), self._scratch
-        self._device.kernels.predict(found, x, num_own, scratch, num_listed)
-        return scratch.masks[:num_own]
+        num_own, scratch = self._num_own[layer], self._scratch
+        self._device.kernels.predict(self._of(layer), x, num_own, scratch, num_listed)
+
+    def own_masks(self, layer: int) -> Any:
+        """For which tokens each of the GPU's neurons is expected to fire, as predicted last."""
+        return self._scratch.masks[: self._num_own[layer]]
 
     def list_for_services(self, layer: int, shared: SharedMemory) -> None:
         """Put the CPU services' lists of what was predicted last on the stream."""
         self._device.kernels.list_neurons(self._of(layer), self._scratch, shared)
 
     def arrange(self, buffers: SharedBuffers) -> bool:
-        """Read all in the order that the driver tells, where that is new; whether it was.
+        """Take the order that the driver tells, where that is new; whether it was.
 
-        Graphs that were captured before are of no use then. Errors: ArtifactError
+        Graphs that were captured before are of no use then.
         """
         told, count = int(buffers.sum_order[-1]), int(buffers.sum_order[0])
         if told == self._told:
             return False
-        layers = self._read().layers
-        for number, (room, own) in enumerate(zip(self._layers, self._own, strict=True)):
+        for number, (room, before) in enumerate(zip(self._layers, self._ids, strict=True)):
             if room is None:
                 continue
-            bounds = np.append(0, buffers.cold_bounds[number, :count]).astype(np.int32)
-            layer, cold = layers[number], buffers.cold_ids[number, : bounds[-1]]
-            assert isinstance(layer, SignLayer)
-            new = layer.arranged(np.concatenate([own, cold]))
-            bounds += own.size
-            found = room._replace(bounds=self._device.empty(bounds.shape, np.int32))
-            arrays = new.bits.view(np.uint32), new.thresholds, new.center, new.scale, bounds
-            for target, source in zip(found, arrays, strict=True):
-                self._device.upload(target, source)
-            self._layers[number] = found
+            num_own = self._num_own[number]
+            ends = buffers.cold_bounds[number, :count]
+            cold = buffers.cold_ids[number, : before.size - num_own]
+            self._ids[number] = now = np.concatenate([before[:num_own], cold])
+            by_id = np.argsort(before)
+            rows = by_id[np.searchsorted(before, now, sorter=by_id)]
+            self._reorder(room.bits, rows)
+            self._reorder(room.thresholds, rows)
+            bounds = (np.append(0, ends) + num_own).astype(np.int32)
+            target = self._device.empty(bounds.shape, np.int32)
+            self._device.upload(target, bounds)
+            self._layers[number] = room._replace(bounds=target)
         self._told = told
         return True
+
+    def _reorder(self, array: Any, rows: np.ndarray) -> None:
+        """array = array[rows], by way of the host: the device need not have room for both."""
+        held = self._device.pinned(array.shape, array.dtype)
+        self._device.copy_out(held.reshape(-1), array.reshape(-1))
+        self._device.wait(self._device.record(spin=False))
+        self._device.upload(array, held[rows])
 
     def _of(self, layer: int) -> DevicePredictor:
         found = self._layers[layer]
         assert found is not None
         return found
-
-    def _read(self) -> Predictors:
-        identity = ModelIdentity.of(self._spec.path)
-        return read_predictors(self._path, identity, self._config, self._spec.keeps_pages)
 
     def _room_for(self, layer: SignLayer) -> DevicePredictor:
         def empty(*shape: int, dtype: Any = np.float32) -> Any:

@@ -83,8 +83,11 @@ class CudaAttentionService(Service):
         model: CudaModel,
         layout: ArenaLayout,
         predictors: GpuPredictors | None = None,
+        has_core: bool = False,
     ) -> None:
         """Allocates the workspace for `layout`; `host` must be set unless `model` has all parts.
+
+        `has_core`: for its thread, while CPU services work.
 
         Errors:  DeviceMemoryError
         """
@@ -108,6 +111,7 @@ class CudaAttentionService(Service):
         self._offsets = np.concatenate([[0], np.cumsum(sizes)])
         self.fired_counts = np.zeros(int(self._offsets[-1]), np.int64)
         self._counts = device.pinned((max(sizes),), np.int64)
+        self._has_core = has_core
         self._begun: _Begun | None = None
         self._was_listed = False  # the last request's FFN
         self.times = DeviceTimes(device)
@@ -152,6 +156,9 @@ class CudaAttentionService(Service):
         self._link = Link(self._device, self._arena)
         self._positions.forget()
         self._shared.attach(self.buffers, self.index, self._link)
+        if self._link.refusal:
+            name = self._device.name
+            self.device_name = f"cuda ({name}; through pinned memory: {self._link.refusal})"
         self._graphs.clear()
         self._begun = None
         if self._neuron_upload is not None:
@@ -241,7 +248,7 @@ class CudaAttentionService(Service):
         is_known = numbers.num_experts > 0 or numbers.num_blocks == 1  # else by the request
         if self._model.ffn[layer] is not None and is_known:
             weighs = numbers.num_experts > 0
-            listed = self._was_listed
+            listed = self._was_listed and self._predicts(layer)
             self._begun = self._launch_hot(layer, num_tokens, thresholds, weighs, listed)
         self._device.wait(done)
         land()
@@ -303,8 +310,8 @@ class CudaAttentionService(Service):
         if weights.size:
             self._device.copy_out(weights, work.all_weights[own, : weights.shape[1]])
         self.times.mark("copies")
-        # CPU services work meanwhile: spinning would take a core from them.
-        self._finish(*lands, spin=not are_shared)
+        # CPU services work meanwhile: spinning may take a core from them.
+        self._finish(*lands, spin=self._has_core or not are_shared)
         self.times.collect()
         if are_shared and self._shared.is_stopped(number):
             self.buffers.replies[self.index, NUM_COMPUTED] = GAVE_UP
@@ -338,7 +345,11 @@ class CudaAttentionService(Service):
             self._link.upload(
                 "block_weights", self._work.block_weights(layer, whole), weights, whole
             )
-        return self._launch_hot(layer, num_tokens, thresholds, weighs, self._was_listed)
+        listed = self._was_listed and self._predicts(layer)
+        return self._launch_hot(layer, num_tokens, thresholds, weighs, listed)
+
+    def _predicts(self, layer: int) -> bool:
+        return self._predictors is not None and self._predictors.has(layer)
 
     def _launch_hot(
         self, layer: int, num_tokens: int, thresholds: Thresholds, weighs: bool, listed: bool

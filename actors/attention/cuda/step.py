@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -98,8 +100,18 @@ class StepWork:
         most_experts = max(layer.numbers.num_experts for layer in model.layers)
         self.router_scratch = floats(kernels.router_scratch_items(tokens, most_experts))
 
-    def attention(self, layer: int, num_tokens: int, max_length: int) -> None:
-        """hidden → residual_and_input, and weights of blocks of a layer with experts."""
+    def attention(
+        self,
+        layer: int,
+        num_tokens: int,
+        max_length: int,
+        on_input: Callable[[], None] = lambda: None,
+    ) -> None:
+        """hidden → residual_and_input, and weights of blocks of a layer with experts.
+
+        on_input: called when ffn_input and these weights are on the stream; of a parallel layer
+        that is before attention
+        """
         own, normed = self._model.layers[layer], self._normed[:num_tokens]
         ffn_residual, ffn_input = self.outputs(num_tokens)
 
@@ -111,19 +123,26 @@ class StepWork:
             self._add_attention(layer, x, residual, max_length, ffn_residual)
             return ffn_residual
 
+        def put(source: Any, target: Any) -> None:
+            nothing = self.place[:0]
+            if source is not target:  # a norm without weights copies, and can be in a graph
+                self._norm(own, source, nothing, nothing, target)
+
+        def is_known(found: Any) -> None:
+            put(found, ffn_input)
+            self._route(layer, residual, ffn_input)
+            on_input()
+
         residual = self._layer_input(layer, num_tokens)
-        found = ffn_residual_and_input(
+        found, _ = ffn_residual_and_input(
             own.numbers,
             residual,
             norm=norm,
             ffn_norm=lambda x: self._ffn_norm(layer, x, ffn_input),
             add_attention=add_attention,
+            on_input=is_known,
         )
-        nothing = self.place[:0]
-        for source, target in zip(found, (ffn_residual, ffn_input), strict=True):
-            if source is not target:  # a norm without weights copies, and can be in a graph
-                self._norm(own, source, nothing, nothing, target)
-        self._route(layer, residual, ffn_input)
+        put(found, ffn_residual)
 
     def _route(self, layer: int, residual: Any, ffn_input: Any) -> None:
         """What the layer reads, (T, d) each → weights of its blocks, where it has experts."""
@@ -199,7 +218,8 @@ class StepWork:
         if predictors is None:
             return None
         ffn_input = self.outputs(num_tokens)[1]
-        return predictors.predict(layer, ffn_input, self.num_fired[layer, 2:])
+        predictors.predict(layer, ffn_input, self.num_fired[layer, 2:])
+        return predictors.own_masks(layer)
 
     def layers(
         self,
@@ -221,17 +241,34 @@ class StepWork:
             is_whole = self._model.is_whole(layer)
             if shared is not None and is_whole:
                 self._device.kernels.give_input(layer, shared)
-            self.attention(layer, num_tokens, max_length)
-            masks = self.predict(layer, num_tokens, predictors)
+            given = partial(self._give, layer, num_tokens, weighs, shared, predictors)
+            self.attention(layer, num_tokens, max_length, given)
+            masks = None if predictors is None else predictors.own_masks(layer)
             if is_whole:
                 self.hot(layer, num_tokens, thresholds, weighs, ends_layer=True, masks=masks)
                 continue
             assert shared is not None
-            if predictors is not None:
-                predictors.list_for_services(layer, shared)
             self._shared_ffn(layer, num_tokens, thresholds, weighs, shared, masks)
         if has_head:
             self.head(num_tokens)
+
+    def _give(
+        self,
+        layer: int,
+        num_tokens: int,
+        weighs: bool,
+        shared: SharedMemory | None,
+        predictors: GpuPredictors | None,
+    ) -> None:
+        """ffn_input, and weights of blocks → masks of neurons, and what CPU services get."""
+        self.predict(layer, num_tokens, predictors)
+        if shared is None or self._model.is_whole(layer):
+            return
+        if predictors is not None:
+            predictors.list_for_services(layer, shared)
+        weights = self.block_weights(layer, num_tokens) if weighs else None
+        ffn_input = self.outputs(num_tokens)[1]
+        self._device.kernels.give_input(layer, shared, ffn_input, weights)
 
     def _shared_ffn(
         self,
@@ -245,15 +282,13 @@ class StepWork:
         """ffn_residual and ffn_input → hidden, the layer's output, with what CPU services have."""
         kernels, own = self._device.kernels, self._model.layers[layer]
         ffn_residual, ffn_input = self.outputs(num_tokens)
-        weights = self.block_weights(layer, num_tokens) if weighs else None
-        kernels.give_input(layer, shared, ffn_input, weights)
-        partial = None
+        found = None
         if self._model.ffn[layer] is not None:
             self.hot(layer, num_tokens, thresholds, weighs, masks=masks)
-            partial = self.partial[:num_tokens]
+            found = self.partial[:num_tokens]
         kernels.await_outputs(layer, shared)
         residual = LayerResidual(ffn_residual, None, own.numbers.residual_scale)
-        kernels.add_outputs(shared, partial, residual, ffn_input, self.hidden[:num_tokens])
+        kernels.add_outputs(shared, found, residual, ffn_input, self.hidden[:num_tokens])
 
     def head(self, num_tokens: int) -> None:
         """hidden → logits."""
