@@ -91,16 +91,14 @@ class AuditedEngine(Engine):
         """
         if num_tokens != 1:
             raise ValueError("an audited step takes one token")
-        buffers, cpus = self.exchange.buffers, self.topology.cpu_services
-        num_ids, num_listed = buffers.requests[cpus, NUM_IDS], self._num_chosen(layer)
-        asked, is_listed = self._requested(), bool(num_ids[0] != ALL_NEURONS)
+        buffers, asked = self.exchange.buffers, self._requested()
+        num_ids, num_listed = buffers.requests[asked, NUM_IDS], self._num_chosen(layer)
+        is_listed = bool((num_ids != ALL_NEURONS).any())
         num_fired_listed, num_up = self._request_ffn(num_listed)
         if is_listed:
-            num_listed = int(num_ids.sum() + self.topology.num_hot[layer])
-            for service in asked:  # a GPU, which may have predicted its own
-                if buffers.requests[service, NUM_IDS] == LISTED:
-                    num_listed += int(buffers.replies[service, NUM_LISTED])
-                    num_listed -= int(self.topology.num_hot[layer])
+            num_ids = np.where(num_ids == LISTED, buffers.replies[asked, NUM_LISTED], num_ids)
+            held = self.topology.num_neurons[layer, asked]
+            num_listed = int(np.where(num_ids == ALL_NEURONS, held, num_ids).sum())
         num_fired = num_fired_listed
         if is_listed:
             partials = buffers.partials[:, :num_tokens], buffers.more_partials[:, :, :num_tokens]

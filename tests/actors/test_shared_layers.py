@@ -16,6 +16,7 @@ import pytest
 from hotcold.actors.attention.cuda import shared
 from hotcold.actors.cpu.cpu_service import CpuService
 from hotcold.actors.driver.engine import Engine
+from hotcold.actors.driver.scoring import AuditedEngine
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import AnswerFailed
 from hotcold.model.config.build import read_config
@@ -201,6 +202,21 @@ def test_neurons_that_the_gpu_lists(
         np.testing.assert_array_equal(together, one_by_one)
         assert (together != unchosen).any()
     assert counts[0] == counts[1]
+
+
+def test_what_predictors_list_is_audited(tiny: Tiny, tmp_path: Path) -> None:
+    """With a GPU that predicts its own neurons, as on the CPU alone."""
+    checkpoint, found = tiny("llama-relu"), []
+    predicted = random_predictors(checkpoint, tmp_path, -1)
+    options: dict[str, Any] = {"hot": of_each_layer, "predictors_path": predicted.path}
+    for system in (CudaInProcess(checkpoint.path, 2, **options), InProcessSystem(checkpoint.path)):
+        with system:
+            audited = AuditedEngine(predicted.engine(system, shares=True))
+            for at, token in enumerate(checkpoint.ids[:6].tolist()):
+                audited.step([token], [at], [0])
+            found.append(audited.counts)
+    for name, on_cpu in vars(found[1]).items():
+        np.testing.assert_array_equal(vars(found[0])[name], on_cpu, name)
 
 
 @dataclass
