@@ -28,7 +28,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hotcold.actors.private_ray.signal_timer import stop_signal_timer
 from hotcold.model.current_folder import environment_of_python
 
 ADDRESS = "HOTCOLD_FORK_SERVER"  # in the raylet's environment: the socket's path
@@ -293,7 +292,6 @@ def _be_program(connection: socket.socket, server: int, added: dict[str, str]) -
     sys.argv = [path, *arguments]
     if module == _WORKER:
         connection.send(b"forked")
-        stop_signal_timer()
     connection.close()
     runpy.run_path(path, run_name="__main__")
 

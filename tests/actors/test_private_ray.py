@@ -13,7 +13,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -127,31 +126,6 @@ def test_it_starts_only_what_is_needed_and_leaves_nothing(base: Path, how: list[
     assert len(set(told["drawn"])) == 2  # forked workers draw ids of their own
     assert told["has_memory"]  # of /dev/shm, all that its object store may fill
     assert told["monitor_every_ms"] == "0"
-
-
-def looks_for_signals(process_id: int) -> int:
-    """How often the main thread of a process woke within a second."""
-    status = Path(f"/proc/{process_id}/status")
-
-    def slept() -> int:
-        return int(status.read_text().split("\nvoluntary_ctxt_switches:")[1].split()[0])
-
-    before = slept()
-    time.sleep(1.0)
-    return slept() - before
-
-
-def test_idle_workers_sleep_until_they_are_ended() -> None:
-    """By themselves they look for signals a hundred times a second, on a busy machine too."""
-    with owner() as (_, told):
-        servers = of_kind(told, "fork_server")
-        forked = [int(pid) for pid, parent in told["parents"].items() if parent in servers]
-        deadline = time.monotonic() + 120
-        while any(looks_for_signals(pid) > 9 for pid in forked):
-            assert time.monotonic() < deadline
-        for pid in forked:
-            os.kill(pid, signal.SIGTERM)
-        assert ended(forked)
 
 
 def test_all_end_with_their_owner_and_a_killed_ones_folder_with_the_next_start(
