@@ -104,9 +104,8 @@ def told() -> Iterator[dict[str, Any]]:
         process.communicate(b"exit\n", timeout=60)
 
 
-@pytest.mark.parametrize("how", [[], ["shared"]], ids=["server of its own", "shared imports"])
-def test_it_starts_only_what_is_needed_and_leaves_nothing(base: Path, how: list[str]) -> None:
-    with owner(*how) as (process, told):
+def test_it_starts_only_what_is_needed_and_leaves_nothing(base: Path) -> None:
+    with owner() as (process, told):
         assert told["said"] == "here"
         servers = of_kind(told, "fork_server")
         assert open_files(servers[0]) == {os.devnull}
@@ -186,7 +185,7 @@ def start_another_version(base: Path) -> None:
 
     said = Said(launch)
     before = set(psutil.Process().children(recursive=True))
-    setattr(start, "_with_command", unknown)  # noqa: B010
+    setattr(start, "_node_class", unknown)  # noqa: B010
     launch.start_local_ray(1, 0)
     assert said.lines == [
         "Ray has started in its own way, which takes longer: the raylet's command has changed"
