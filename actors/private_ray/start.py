@@ -53,19 +53,20 @@ def init_private(num_workers: int, **options: Any) -> None:
 
     `num_workers` worker processes start at once, before the first call. Ray's files are in a
     private folder, which `ray.shutdown` removes.
-    Errors:  any, with an unknown version of Ray; it may leave children of this process running
+    Errors:  OSError with a newer version of Ray; any, with an unknown one, and children of this
+             process may be left
     """
     from ray._private import node as ray_node
     from ray._private import utils
 
-    if tuple(map(int, ray.__version__.split(".")[:2])) > _NEWEST:
-        raise OSError(f"it was not tried with {ray.__version__}")
     TempFolder.remove_dead()
     with _starting, ExitStack() as undo:
         folder = TempFolder()
         undo.callback(folder.remove)
         server = ForkServer.take()
         undo.callback(server.end)
+        if tuple(map(int, ray.__version__.split(".")[:2])) > _NEWEST:
+            raise OSError(f"version {ray.__version__} is newer than those that were tried")
         server.listen(folder.path / "workers")
         undo.callback(ray.shutdown)
         with (
