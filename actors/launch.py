@@ -4,8 +4,8 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,6 @@ from ray.util.scheduling_strategies import (
 from hotcold.actors.private_ray.closed_ray import closed_to_others, require_closed
 from hotcold.actors.private_ray.start import init_private
 from hotcold.actors.private_ray.temp_folder import MAX_CHOSEN_BYTES, TempFolder, base_folder
-from hotcold.actors.processes import precompile
 from hotcold.actors.processes.cluster import (
     NAMESPACE,
     OwnFolders,
@@ -35,6 +34,7 @@ from hotcold.actors.processes.cluster import (
 )
 from hotcold.actors.processes.driver_actor import DriverActor
 from hotcold.actors.processes.forked import leave_in_children, require_own_ray
+from hotcold.actors.processes.precompile import begin_compiling
 from hotcold.actors.processes.relay_actor import RelayActor
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.failures import service_error
@@ -48,6 +48,7 @@ from hotcold.actors.protocol.ray_memory import (
 )
 from hotcold.actors.setup.connection import node_ids
 from hotcold.actors.setup.preflight import prepare_system
+from hotcold.actors.setup.ray_parts import environment
 from hotcold.model.current_folder import elsewhere, environment_of_python
 from hotcold.model.errors import ServiceError
 
@@ -120,12 +121,13 @@ def start_local_ray(
         "log_to_driver": False,
         "namespace": NAMESPACE,
     }
+    if compiled is not None:
+        begin_compiling(compiled)
     others = _children()
     # Ray's processes keep this one's current folder, and workers would import modules from it.
-    with elsewhere(), as_this_program(), _environment(environment_of_python()):
+    with elsewhere(), as_this_program(), environment(environment_of_python()):
         try:
-            compiler = None if compiled is None else (precompile.__name__, compiled.as_json())
-            init_private(_FIRST_WORKERS, compiler, job_config=OwnFolders(), **options)
+            init_private(_FIRST_WORKERS, job_config=OwnFolders(), **options)
         except Exception as error:  # any, with an unknown version of Ray
             _end(_children() - others)
             _init(options)
@@ -136,19 +138,6 @@ def start_local_ray(
         with suppress(psutil.NoSuchProcess):
             if process.name() == "raylet":
                 reserve_object_store(process.pid)
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Environment variables for processes that are started within this context."""
-    before = dict(os.environ)
-    os.environ |= variables
-    try:
-        yield
-    finally:
-        for name in variables:
-            del os.environ[name]
-        os.environ |= {name: before[name] for name in variables if name in before}
 
 
 def _require_disk_space() -> None:

@@ -10,12 +10,12 @@ Another version of Ray may not heed what it is told, so each start checks that i
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import ray
 
-from hotcold.actors.setup.ray_parts import replaced
+from hotcold.actors.setup.ray_parts import environment, replaced
 from hotcold.model.errors import ServiceError
 
 _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -36,23 +36,16 @@ def closed_to_others(folder: Path) -> Iterator[None]:
     Ray's processes learn the token's path; later children of this process do not.
     Errors:  OSError where the file cannot be written
     """
+    from ray._private import ray_constants
+
     token = folder / "token"
     with open(token, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         file.write(secrets.token_hex(_TOKEN_BYTES))
-    before = {name: os.environ.pop(name, None) for name in (_MODE, _TOKEN, _TOKEN_PATH)}
-    os.environ |= {_MODE: "token", _TOKEN_PATH: str(token)}
-    try:
-        from ray._private import ray_constants
-
+    with environment({_MODE: "token", _TOKEN: None, _TOKEN_PATH: str(token)}):
         read_anew()
         # Without a cluster Ray's servers listen at the loopback; told that address they do not.
         with replaced(ray_constants, "ENABLE_RAY_CLUSTER", False):
             yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def require_closed() -> None:
@@ -60,34 +53,22 @@ def require_closed() -> None:
 
     Errors:  ServiceError where one does not
     """
-    gcs = ray.get_runtime_context().gcs_address
-    methods = {gcs: _OF_GCS}
+    import grpc  # slow to import
+
+    methods = {ray.get_runtime_context().gcs_address: _OF_GCS}
     for node in ray.nodes():
-        address = node["NodeManagerAddress"]
-        methods |= {f"{address}:{node[port]}": method for port, method in _OF_NODE.items()}
-    for address, answer in _answers(methods).items():
-        if answer != "UNAUTHENTICATED":
+        host = node["NodeManagerAddress"]
+        methods |= {f"{host}:{node[port]}": method for port, method in _OF_NODE.items()}
+    for address, method in methods.items():
+        with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+            asked = channel.unary_unary(method)
+            answer = asked.future(b"", timeout=_ANSWER_S, wait_for_ready=True).code()
+        if answer is not grpc.StatusCode.UNAUTHENTICATED:
             raise ServiceError(
-                f"Ray {ray.__version__} answers {answer} at {address} without a token, so "
+                f"Ray {ray.__version__} answers {answer.name} at {address} without a token, so "
                 "other users of this machine could run programs as you; install a Ray that "
                 "hotcold was tried with, such as 2.60"
             )
-
-
-def _answers(methods: dict[str, str]) -> dict[str, str]:
-    """The status of an empty request without a token, for each address and its method."""
-    import grpc  # slow to import
-
-    answers = {}
-    with ExitStack() as opened:
-        calls = {}
-        for address, method in methods.items():
-            channel = grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)])
-            call = opened.enter_context(channel).unary_unary(method)
-            calls[address] = call.future(b"", timeout=_ANSWER_S, wait_for_ready=True)
-        for address, call in calls.items():
-            answers[address] = call.code().name
-    return answers
 
 
 def read_anew() -> None:

@@ -1,6 +1,6 @@
 """What the raylet runs in place of a worker: it requests one from the fork server, and exits.
 
-Run by its path, without site packages, so that it starts at once.
+Run by its path, so that it imports little and starts at once.
 """
 
 import json
@@ -10,22 +10,15 @@ import sys
 from contextlib import suppress
 
 _WORKER = "ray._private.workers.default_worker"
-_TIMEOUT_S = 30.0  # for a server that still imports
 
 
 def main() -> None:
-    """Pass on arguments, environment, folder and streams; on failure become a plain worker."""
-    request = json.dumps((_WORKER, sys.argv[1:], dict(os.environ), os.getcwd())).encode()
+    """Pass on arguments, environment and streams; where no server answers become a plain worker."""
+    request = json.dumps((sys.argv[1:], dict(os.environ))).encode()
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-        server.settimeout(_TIMEOUT_S)
         server.connect(os.environ["HOTCOLD_FORK_SERVER"])
         socket.send_fds(server, [request], [0, 1, 2])
-        try:
-            reply = server.recv(16)
-        except TimeoutError:
-            server.shutdown(socket.SHUT_RDWR)  # from now on no worker can reply, and so begin
-            reply = server.recv(16)
-        if reply:
+        if server.recv(16):
             return
     os.execv(sys.executable, [sys.executable, "-P", "-m", _WORKER, *sys.argv[1:]])
 

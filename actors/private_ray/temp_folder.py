@@ -25,13 +25,16 @@ class TempFolder:
     """A new folder, locked by this process. Errors: OSError."""
 
     def __init__(self) -> None:
-        self._lock = -1
-        while self._lock < 0:
+        while True:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base_folder()))
-            self._lock = _locked(self.path, wait=True)
-            if self._lock < 0 and self.path.exists():
-                self.path.rmdir()
-                raise OSError(f"{self.path} cannot be locked")
+            with suppress(FileNotFoundError):  # another process took it for a dead one's
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                # On a file system without locks nobody gets one, and nobody removes what is in use.
+                with suppress(OSError):
+                    fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if self.path.exists():
+                    return
+                os.close(self._lock)
 
     @property
     def temp_dir(self) -> Path:
@@ -40,16 +43,12 @@ class TempFolder:
 
     def remove(self) -> None:
         """Remove the folder with its content, and release the lock; idempotent."""
-        if self._lock < 0:
-            return
         deadline = time.monotonic() + _ENDING_S
-        while self.path.exists():
+        while self.path.exists() and time.monotonic() < deadline:
             shutil.rmtree(self.path, ignore_errors=True)
-            if time.monotonic() > deadline:
-                break
             time.sleep(0.01)
         lock, self._lock = self._lock, -1
-        if lock >= 0:  # no other thread has removed it meanwhile
+        if lock >= 0:
             os.close(lock)
 
     @staticmethod
@@ -61,10 +60,14 @@ class TempFolder:
     def remove_dead() -> None:
         """Remove this user's folders whose owning processes have ended."""
         for path in TempFolder.all():
-            lock = _locked(path, wait=False)
-            if lock >= 0:
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(lock)
+            with suppress(OSError):  # no folder, another user's, in use, or removed meanwhile
+                lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if os.fstat(lock).st_uid == os.geteuid():
+                        shutil.rmtree(path, ignore_errors=True)
+                finally:
+                    os.close(lock)
 
 
 def base_folder() -> Path:
@@ -78,23 +81,3 @@ def base_folder() -> Path:
         return folder
     base = tempfile.gettempdir()
     return Path(base if len(os.fsencode(base)) <= _MAX_DEFAULT_BYTES else "/tmp")
-
-
-def _locked(path: Path, *, wait: bool) -> int:
-    """A descriptor that holds the lock of this user's folder; -1 if it cannot be locked."""
-    lock = -1
-    with suppress(OSError):
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError:
-            if not wait:
-                raise
-            # On a file system without locks nobody gets one, and nobody removes what is in use.
-        found = os.fstat(lock)
-        # Another process may have removed the folder before it was locked here.
-        if found.st_uid == os.geteuid() and os.path.samestat(found, os.stat(path)):
-            return lock
-    if lock >= 0:
-        os.close(lock)
-    return -1

@@ -27,7 +27,7 @@ from hotcold.jobs.support.options import (
     system_options,
 )
 from hotcold.jobs.support.settings import GroupedCommand
-from hotcold.jobs.support.shared_imports import begin_workers
+from hotcold.jobs.support.workers import begin_workers
 from hotcold.model.errors import PromptError
 from hotcold.model.files.locate import locate_model, model_name
 from hotcold.model.sampling import SamplingParams

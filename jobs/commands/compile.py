@@ -12,7 +12,7 @@ from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.support.console import json_option, steps_bar
 from hotcold.jobs.support.options import split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand
-from hotcold.jobs.support.shared_imports import begin_workers
+from hotcold.jobs.support.workers import begin_workers
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.locate import locate_model
 

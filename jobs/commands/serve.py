@@ -14,8 +14,8 @@ from hotcold.jobs.support.extras import require_extra, require_known_gradio
 from hotcold.jobs.support.listening import listen, url_of
 from hotcold.jobs.support.options import DURATION, split_system_options, system_options
 from hotcold.jobs.support.settings import GroupedCommand, ModelsArgument
-from hotcold.jobs.support.shared_imports import share_imports
-from hotcold.jobs.support.signals import Signals
+from hotcold.jobs.support.signals import Signals, interrupts_after
+from hotcold.jobs.support.workers import begin_workers
 from hotcold.model.errors import ServiceError, UsageError
 from hotcold.model.secret_variable import API_KEY
 
@@ -28,12 +28,6 @@ if TYPE_CHECKING:
     from hotcold.ui.server_thread import ServerThread
     from hotcold.ui.system_routes import SystemRoutes
 
-_MODULES = (
-    "hotcold.jobs.running.served",
-    "hotcold.ui.app",
-    "hotcold.ui.model_loading",
-    "hotcold.ui.server_thread",
-)
 _FOREVER_S = 1e8  # this user's programs limit an answer's time themselves
 _LAST_BYTES_S = 2.0  # to send what was answered; an open page would wait for ever
 
@@ -132,18 +126,19 @@ def serve(
 
     check_keys(host, keys, is_loopback(host))
     allowed_origins = [origin_of(one) for one in origins]
-    share_imports(*_MODULES)
-    from hotcold.actors.protocol.ray_memory import free_bytes
-    from hotcold.jobs.running.served import SystemStarter, model_plans
-    from hotcold.ui.access_log import event_line
-    from hotcold.ui.api.backend import Backend, ServerSettings
-    from hotcold.ui.api.served_models import ServedModels
-    from hotcold.ui.app import create_app
-    from hotcold.ui.connections import ConnectionLimits
-    from hotcold.ui.model_loading import ModelLoader
-    from hotcold.ui.page.late_page import late_pages
-    from hotcold.ui.server_thread import LoadingGate, ServerThread
-    from hotcold.ui.system_routes import SystemRoutes
+    begin_workers()
+    with interrupts_after():
+        from hotcold.actors.protocol.ray_memory import free_bytes
+        from hotcold.jobs.running.served import SystemStarter, model_plans
+        from hotcold.ui.access_log import event_line
+        from hotcold.ui.api.backend import Backend, ServerSettings
+        from hotcold.ui.api.served_models import ServedModels
+        from hotcold.ui.app import create_app
+        from hotcold.ui.connections import ConnectionLimits
+        from hotcold.ui.model_loading import ModelLoader
+        from hotcold.ui.page.late_page import late_pages
+        from hotcold.ui.server_thread import LoadingGate, ServerThread
+        from hotcold.ui.system_routes import SystemRoutes
 
     options = split_system_options(values)
     plans = model_plans(model, options)

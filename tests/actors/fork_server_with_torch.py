@@ -19,7 +19,7 @@ class WithTorch(ForkServer):
 
 def begin_with_torch() -> None:
     """Start one for the next private Ray of this process."""
-    ForkServer._begun = WithTorch.start()
+    ForkServer._begun = WithTorch()
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """A user's process that starts a private Ray and an actor, tells what runs, and waits to be ended.
 
-python -m tests.actors.private_ray_script [WORKERS | shared]
+python -m tests.actors.private_ray_script [WORKERS]
 
-So many workers at first, else the usual number; shared: it shares its imports with them.
+So many workers at first, else the usual number.
 """
 
 from __future__ import annotations
@@ -15,12 +15,6 @@ from contextlib import suppress
 from typing import Any
 
 import psutil
-
-if sys.argv[1:] == ["shared"]:
-    from hotcold.jobs.support.shared_imports import share_imports
-
-    with open(__file__):  # a file that the fork server must not keep open
-        share_imports()
 import ray
 
 from hotcold.actors import launch
@@ -57,7 +51,7 @@ def facts_of(processes: Iterable[psutil.Process]) -> dict[str, Any]:
 
 
 def main() -> None:
-    if sys.argv[1:] not in ([], ["shared"]):
+    if sys.argv[1:]:
         launch._FIRST_WORKERS = int(sys.argv[1])
     folders = set(TempFolder.all())
     launch.start_local_ray(3, 0)

@@ -91,6 +91,16 @@ def test_a_folder_where_the_file_system_has_no_locks(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_newer_ray_starts_in_its_own_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with starting(monkeypatch) as found:
+        monkeypatch.setattr(ray, "__version__", "1000.0.0")
+        launch.start_local_ray(1, 0)
+        assert len(found.left) == 1
+    assert "takes longer: version 1000.0.0 is newer than those that were tried" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("errors", "num_starts"),
     [((), 1), ((TIMED_OUT,) * 3, 4), ((TIMED_OUT,) * 5, 4), (("no such folder",) * 3, 2)],
