@@ -285,12 +285,12 @@ class CudaAttentionService(Service):
         are_shared = not all(map(self._model.is_whole, layers))
         memory = self._shared.memory if are_shared else None
         predictors = self._listing()
+        if are_shared and memory is None:
+            self._shared.stop(number)
+            self.buffers.replies[self.index, NUM_COMPUTED] = GAVE_UP
+            return
         if are_shared:
             self._shared.tell(number, num_tokens)
-            if memory is None:
-                self._shared.stop(number)
-                self.buffers.replies[self.index, NUM_COMPUTED] = GAVE_UP
-                return
         which = layers, has_head, *self._put_step(num_tokens), thresholds
         key = "layers", are_shared, predictors is not None, *which
         self._graphs.run(key, lambda: work.layers(*which, memory, predictors), len(layers))
@@ -332,7 +332,7 @@ class CudaAttentionService(Service):
 
     @property
     def _weighs(self) -> bool:
-        """Whether the request weighs blocks. It never lists neurons: hot ones are computed all."""
+        """Whether the request weighs blocks."""
         return bool(self.buffers.requests[self.index, WEIGHS_BLOCKS])
 
     def _begin_hot(self, layer: int, num_tokens: int, thresholds: Thresholds) -> _Begun:
