@@ -15,7 +15,7 @@ from hotcold.actors.cpu.matmul import matmul_features
 from hotcold.actors.protocol.messages import LAYER_DRAFT, ServicePart, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.topology import Topology
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.artifact import ModelIdentity, sampled_digest
 from hotcold.model.weights.rope_frequencies import inv_freq
 from hotcold.placement.machine.sysfs import read_cpu
 
@@ -28,6 +28,7 @@ _OPTIONS = (
     "num_hot_neurons",
     "num_host_layers",
     "neuron_upload_tokens",
+    "gpu_predicts",
     "down_transposed",
     "expert_pieces",
     "has_down_norms",
@@ -63,6 +64,7 @@ def arithmetic_identity(
         "config": repr(config),
         "options": [options[name] for name in _OPTIONS],
         "thresholds": _file_digest(system.thresholds_path),
+        "predictors": _sampled_digest(system.predictors_path),
         "is_stored": system.storage is not None,
         "has_draft_layer": system.draft == LAYER_DRAFT,
         "ropes": _ropes(config, system.context_length),
@@ -111,6 +113,12 @@ def _add_service(digest: hashlib.blake2b, part: ServicePart, machine: dict[str, 
 def _file_digest(path: str) -> str:
     """Of a file as it was when the system started."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+
+
+@cache
+def _sampled_digest(path: str) -> str:
+    """The same of a large file, by its first part and size."""
+    return sampled_digest(path)
 
 
 def _ropes(config: ModelConfig, context_length: int) -> list[str]:

@@ -34,6 +34,7 @@ def test_what_changes_it_and_what_does_not(
     found = [identity(system, specs), identity(system, specs, 512)]
     systems: list[dict[str, Any]] = [
         {"mode": "dense"}, {"kv_dtype": "float32"}, {"weight_dtype": "q8"}, {"device": "cuda"},
+        {"gpu_predicts": (True, False)}, {"predictors_path": __file__},
     ]  # fmt: skip
     found += [identity(replace(system, **change), specs) for change in systems]
     services: list[dict[int, dict[str, Any]]] = [
@@ -57,7 +58,7 @@ def test_what_changes_it_and_what_does_not(
     found.append(identity(system, specs))
     monkeypatch.setattr(arithmetic, "matmul_features", lambda: frozenset({"other"}))
     found.append(identity(system, specs))
-    assert len(set(found)) == len(found) == 10
+    assert len(set(found)) == len(found) == 12
 
 
 def test_machines_change_it_where_they_are_not_alike(tiny: Callable[..., TinyCheckpoint]) -> None:
