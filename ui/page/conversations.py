@@ -156,7 +156,7 @@ class ChatHistory:
         self.open_id = self.conversations[0].id
         self.query = ""  # the words that listed conversations have
         self.named_id = ""  # the conversation whose name is being written
-        self.notice = ""  # of what was done last: the line below the field
+        self.notice: dict[str, str] = {}  # of what was done last, in place of the thread's state
         self.removed: tuple[int, Conversation] | None = None  # its place, for `undo_remove`
         self._has_taken_over = False
 
