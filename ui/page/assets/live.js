@@ -2,7 +2,7 @@
 // something runs, and not at all otherwise.
 const POLL_MS = 500;
 const QUIET_POLLS = 4; // without a running request, then it stops asking
-const GLANCE_MS = 5000; // a visitor who moves sees what others do meanwhile; after an error
+const POLLS_LEFT_OUT = 9; // after an error
 
 function make(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
@@ -37,9 +37,9 @@ const row = (...cells) => make("tr", {}, ...cells.map((each) => (each instanceof
 const sum = (counts) => counts.reduce((all, count) => all + count, 0);
 const cell = { layer: 0, bucket: 0, chosen: false };
 let latest = null;
-let timer = 0;
 let quiet = 0;
-let polledAt = 0;
+let isAsking = false;
+let leftOut = 0;
 
 const view = () => find("view").value;
 
@@ -239,35 +239,25 @@ function show(found) {
 
 // The open conversation waits for an answer or gets one: the page says so before the server counts it.
 const isAnswering = () => ["waiting", "answering"].includes(document.body.dataset.chat);
-// While an answer is under way, that the server is there is asked for by the whole page.
-const isWanted = () => !document.hidden && (element.checkVisibility() || isAnswering());
-
-function plan(afterMs) {
-  timer = setTimeout(poll, afterMs);
-  element.dataset.polling = "yes";
-}
+const wake = () => (quiet = 0);
 
 async function poll() {
-  timer = 0;
-  polledAt = performance.now();
+  // While an answer is under way, that the server is there is asked for by the whole page.
+  const isWanted = isAnswering() || (quiet < QUIET_POLLS && element.checkVisibility());
+  element.dataset.polling = isWanted && !document.hidden ? "yes" : "no";
+  if (element.dataset.polling === "no" || isAsking || leftOut-- > 0) return;
+  isAsking = true;
   let found = null;
   try {
     found = await server.telemetry();
   } catch {
     // As where there is no answer: Gradio makes nothing of most failures.
   }
+  isAsking = false;
   found ??= { error: "The server does not answer.", isLost: true };
-  if (!element.isConnected) return;
   show(found);
-  const isRunning = isAnswering() || found.running + found.waiting > 0;
-  quiet = found.error || isRunning ? 0 : quiet + 1;
-  if (quiet < QUIET_POLLS && isWanted() && timer === 0) plan(found.error ? GLANCE_MS : POLL_MS);
-  if (timer === 0) element.dataset.polling = "no";
-}
-
-function watch() {
-  quiet = 0;
-  if (timer === 0 && isWanted()) plan(0);
+  leftOut = found.error ? POLLS_LEFT_OUT : 0;
+  quiet = found.error || found.running + found.waiting > 0 ? 0 : quiet + 1;
 }
 
 element.addEventListener("change", showMap);
@@ -291,13 +281,12 @@ for (const name of ["resize", "hotcold-theme"]) window.addEventListener(name, sh
 // When it comes into view, for the first time too: the page may still be made around this script.
 new IntersectionObserver(() => {
   showMap();
-  watch();
+  wake();
 }).observe(element);
-window.addEventListener("hotcold-state", () => {
-  if (isAnswering()) watch();
-});
-document.addEventListener("visibilitychange", watch);
-for (const name of ["pointermove", "keydown"]) {
-  const glance = () => performance.now() - polledAt > GLANCE_MS && watch();
-  document.addEventListener(name, glance, { passive: true });
+window.addEventListener("hotcold-state", wake);
+// A visitor who moves sees what others do meanwhile.
+for (const name of ["pointermove", "keydown", "visibilitychange"]) {
+  document.addEventListener(name, wake, { passive: true });
 }
+setInterval(poll, POLL_MS);
+poll();
