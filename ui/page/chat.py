@@ -82,8 +82,8 @@ class Chat:
         """The list of conversations; what is done with one is done with the open one."""
         self._new = _button("New conversation", "plus", "new")
         self._search = gr.Textbox(
-            placeholder="Search", label="Search conversations", show_label=False, container=False,
-            elem_id="search", max_lines=1,
+            placeholder="Search", label="Search conversations", show_label=False, max_lines=1,
+            elem_id="search",
         )  # fmt: skip
         self._rows = gr.Radio(
             [], label="Conversations", show_label=False, container=False, interactive=True,
