@@ -66,18 +66,16 @@ function mostChosen(map) {
 function drawMap(map) {
   const layers = map.last.computed.length;
   const buckets = map.neurons[0].length;
-  const height = Math.max(96, Math.min(layers * 24, 480));
-  const scale = window.devicePixelRatio || 1;
-  canvas.style.height = `${height}px`;
-  canvas.width = Math.round(canvas.clientWidth * scale);
-  canvas.height = Math.round(height * scale);
+  const height = Math.max(4, Math.min(24, Math.floor(480 / layers))); // of a layer
+  const bar = height > 8 ? height - 1 : height;
+  canvas.width = buckets; // styles stretch it
+  canvas.height = layers * height;
+  canvas.style.height = `${canvas.height}px`;
   const fills = KINDS.map((kind) => {
     canvas.style.color = `var(--${kind})`;
     return getComputedStyle(canvas).color;
   });
   const context = canvas.getContext("2d");
-  const [w, h] = [canvas.width / buckets, canvas.height / layers];
-  const gap = h > 8 * scale ? scale : 0;
   const totals = [0, 0, 0, 0];
   const most = view() === "chosen" ? mostChosen(map) : 0;
   context.fillStyle = fills[3];
@@ -86,20 +84,20 @@ function drawMap(map) {
     for (let bucket = 0; bucket < buckets; bucket++) {
       const counts = countsOf(map, layer, bucket);
       const neurons = map.neurons[layer][bucket] || 1;
-      let bottom = (layer + 1) * h - gap;
+      let bottom = layer * height + bar;
       counts.forEach((count, kind) => (totals[kind] += count));
       if (most && isExpert(map, layer, bucket)) {
         // Routers are far from even, so shades follow the square root.
         context.globalAlpha = Math.sqrt(map.experts.chosen[layer][bucket] / most);
         context.fillStyle = 2 * counts[0] > neurons ? fills[0] : fills[1];
-        context.fillRect(bucket * w, layer * h, w + 0.5, h - gap);
+        context.fillRect(bucket, layer * height, 1, bar);
         context.globalAlpha = 1;
         continue;
       }
       counts.forEach((count, kind) => {
-        const size = (count / neurons) * (h - gap);
+        const size = (count / neurons) * bar;
         context.fillStyle = fills[kind];
-        if (kind < 3 && count > 0) context.fillRect(bucket * w, bottom - size, w + 0.5, size);
+        if (kind < 3 && count > 0) context.fillRect(bucket, bottom - size, 1, size);
         bottom -= size;
       });
     }
@@ -108,7 +106,7 @@ function drawMap(map) {
 }
 
 function showMap() {
-  if (!latest || !canvas.checkVisibility()) return;
+  if (!latest) return;
   const kinds = kindsOf(latest.map);
   const totals = drawMap(latest.map);
   const all = sum(totals) || 1;
@@ -234,7 +232,6 @@ function show(found) {
   showStep(found);
   showCaches(found);
   showActors(found);
-  element.dataset.steps = found.map.steps;
 }
 
 // The open conversation waits for an answer or gets one: the page says so before the server counts it.
@@ -261,7 +258,6 @@ async function poll() {
 }
 
 element.addEventListener("change", showMap);
-find("neurons").addEventListener("toggle", showMap);
 canvas.addEventListener("pointermove", (event) => {
   if (!latest) return;
   const box = canvas.getBoundingClientRect();
@@ -277,15 +273,10 @@ canvas.addEventListener("keydown", (event) => {
   event.preventDefault();
   chooseCell(cell.layer + move[0], cell.bucket + move[1]);
 });
-for (const name of ["resize", "hotcold-theme"]) window.addEventListener(name, showMap);
-// When it comes into view, for the first time too: the page may still be made around this script.
-new IntersectionObserver(() => {
-  showMap();
-  wake();
-}).observe(element);
+window.addEventListener("hotcold-theme", showMap);
 window.addEventListener("hotcold-state", wake);
 // A visitor who moves sees what others do meanwhile.
-for (const name of ["pointermove", "keydown", "visibilitychange"]) {
+for (const name of ["pointermove", "click", "keydown", "visibilitychange"]) {
   document.addEventListener(name, wake, { passive: true });
 }
 setInterval(poll, POLL_MS);
