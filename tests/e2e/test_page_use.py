@@ -295,14 +295,17 @@ def test_conversations_are_named_found_deleted_and_brought_back(open_page, book)
 
 
 def test_a_name_is_typed_while_an_answer_comes(open_page, book, monkeypatch) -> None:
-    follow = Chat._follow
+    views = Chat._views
 
-    async def follow_later(*arguments: Any) -> AsyncIterator[dict]:
-        await asyncio.sleep(0.5)  # by then something is typed
-        async for view in follow(*arguments):
+    async def later_views(*arguments: Any) -> AsyncIterator[dict]:
+        num_views = 0
+        async for view in views(*arguments):
+            num_views += 1
+            if num_views == 2:
+                await asyncio.sleep(0.5)  # by then something is typed
             yield view
 
-    monkeypatch.setattr(Chat, "_follow", follow_later)
+    monkeypatch.setattr(Chat, "_views", later_views)
     page = open_page()
     book.held_at = 3
     ask(page, QUESTION)

@@ -4,7 +4,6 @@ Messages are a tree. Browsers and files keep them flat: branches may be in branc
 like.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,14 +39,6 @@ class Message:
         """Remove the shown reply; the one before it is shown, if any."""
         del self.replies[self.place]
         self.place = max(self.place - 1, 0)
-
-    def below(self) -> Iterator["Message"]:
-        """All replies, and all to these."""
-        waiting = [*self.replies]
-        while waiting:
-            message = waiting.pop()
-            yield message
-            waiting += message.replies
 
 
 def flattened(start: Message) -> list[dict[str, Any]]:

@@ -171,13 +171,10 @@ class Chat:
         async def handle(
             event: gr.EventData, request: gr.Request, saved: Any, state: Any, *given: Any
         ) -> AsyncIterator[Updates]:
-            visit, view = self._do(act, event, request, saved, state, given)
-            if visit.asked is not None:
-                yield view
-                async for view in self._follow(visit.history, visit.asked):
-                    yield view
-                view = self._view(visit.history)
-            yield view | {self._saved: visit.history.saved()}
+            visit, updates = self._do(act, event, request, saved, state, given)
+            async for view in self._views(visit):
+                yield view | updates
+                updates = {}
             yield {self._undo: gr.skip()}  # Gradio shows an event's last view once more at its end
 
         return handle
@@ -186,18 +183,18 @@ class Chat:
         self, act: Act, event: gr.EventData, request: gr.Request, saved: Any, state: Any,
         given: Sequence[Any],
     ) -> tuple[Visit, Updates]:  # fmt: skip
-        """Have `act` done; the visit, and what is shown then."""
+        """Have `act` done; the visit, and what else it changes on the page."""
         history = self._history(request)
         known = str(state.get("id", "")) if isinstance(state, dict) else ""
         history.take_over(saved, known)
         visit = Visit(history, history.find(known), event)
         history.notice = {}
+        history.num_acts += 1
         try:
-            updates = act(visit, *given) or {}
+            return visit, act(visit, *given) or {}
         except HotcoldError as error:
-            updates = {} if visit.unsent is None else {self._question: visit.unsent}
             history.notice = {"text": f"Not done: {error}.", "state": "error"}
-        return visit, self._view(history) | updates
+            return visit, {} if visit.unsent is None else {self._question: visit.unsent}
 
     def _history(self, request: gr.Request) -> ChatHistory:
         client.set(client_of(given_key(request.headers)))  # Gradio's tasks are not the request's
@@ -212,7 +209,7 @@ class Chat:
             self._histories.pop(left).stop_all()
         return history
 
-    def _view(self, history: ChatHistory) -> dict[Any, Any]:
+    def _view(self, history: ChatHistory) -> Updates:
         """The thread, its state, the list of conversations, whether one can be brought back."""
         shown, listed, open_id = history.open, history.listed(), history.open_id
         rows = [(f"● {one.title}" if one.is_answering else one.title, one.id) for one in listed]
@@ -224,23 +221,27 @@ class Chat:
             self._undo: gr.Button(interactive=history.removed is not None),
         }
 
-    async def _follow(
-        self, history: ChatHistory, asked: Conversation | None
-    ) -> AsyncIterator[dict[Any, Any]]:
-        """Paint until `asked` has its answer, when something changes in the open conversation.
+    async def _views(self, visit: Visit) -> AsyncIterator[Updates]:
+        """What is shown, until what was asked is answered; then also what the browser keeps.
 
         All is painted each time. Gradio sends the difference to what was sent before, and applies
-        it there where the browser, if it is busy, has yet to show that.
+        it there where the browser, if it is busy, has yet to show that. What another act changes
+        before a view is sent is painted after it: that act's own view may have come first.
         """
-        painted = None
-        while asked is not None and asked.is_answering:
+        history, painted = visit.history, None
+        while True:
+            is_answering = visit.asked is not None and visit.asked.is_answering
             shown = history.open
             content = shown.messages[-1].content if shown.messages else ""
-            now = (shown.id, len(shown.messages), len(content), shown.is_answering)
+            now = (history.num_acts, len(content), shown.is_answering, is_answering)
             if now != painted:
                 painted = now
-                yield self._view(history)
-            await asyncio.sleep(_PAINT_S)
+                kept = {} if is_answering else {self._saved: history.saved()}
+                yield self._view(history) | kept
+            elif not is_answering:
+                return
+            if is_answering:
+                await asyncio.sleep(_PAINT_S)
 
     def _begin(
         self, visit: Visit, conversation: Conversation, question: str | None, settings: Any,

@@ -274,7 +274,6 @@ canvas.addEventListener("keydown", (event) => {
   chooseCell(cell.layer + move[0], cell.bucket + move[1]);
 });
 window.addEventListener("hotcold-theme", showMap);
-window.addEventListener("hotcold-state", wake);
 // A visitor who moves sees what others do meanwhile.
 for (const name of ["pointermove", "click", "keydown", "visibilitychange"]) {
   document.addEventListener(name, wake, { passive: true });
