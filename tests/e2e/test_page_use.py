@@ -295,14 +295,17 @@ def test_conversations_are_named_found_deleted_and_brought_back(open_page, book)
 
 
 def test_a_name_is_typed_while_an_answer_comes(open_page, book, monkeypatch) -> None:
-    follow = Chat._follow
+    views = Chat._views
 
-    async def follow_later(*arguments: Any) -> AsyncIterator[dict]:
-        await asyncio.sleep(0.5)  # by then something is typed
-        async for view in follow(*arguments):
+    async def later_views(*arguments: Any) -> AsyncIterator[dict]:
+        num_views = 0
+        async for view in views(*arguments):
+            num_views += 1
+            if num_views == 2:
+                await asyncio.sleep(0.5)  # by then something is typed
             yield view
 
-    monkeypatch.setattr(Chat, "_follow", follow_later)
+    monkeypatch.setattr(Chat, "_views", later_views)
     page = open_page()
     book.held_at = 3
     ask(page, QUESTION)
@@ -346,3 +349,20 @@ def test_conversations_go_to_a_file_and_come_back(open_page, book, tmp_path) -> 
     choose_file(other, file)
     other.get_by_text("it is not JSON").wait_for()
     assert rows(other) == [QUESTION]
+
+
+def test_an_answer_ends_on_the_page_whatever_was_done_meanwhile(open_page, book, tmp_path) -> None:
+    turns = [{"role": "user", "content": OTHER}, {"role": "assistant", "content": "It joins."}]
+    file = tmp_path / "conversations.json"
+    file.write_text(json.dumps([{"id": "a", "messages": turns}]))
+    page = open_page()
+    book.held_at = 3
+    ask(page, QUESTION)
+    page.wait_for_selector("body[data-chat=answering]")
+    choose_file(page, file)
+    wait_for_rows(page, f"● {QUESTION}", OTHER)
+    book.held_at = None
+    page.wait_for_selector("body[data-chat=ready]")
+    assert page.inner_text("#status") == "1 conversation imported."
+    assert page.is_visible("#ask .submit-button") and not page.is_visible("#ask .stop-button")
+    wait_for_rows(page, QUESTION, OTHER)

@@ -24,7 +24,7 @@ from tests.unit.test_server_limits import give_client
 _USER, _ASSISTANT = ({"role": role, "content": "x"} for role in ("user", "assistant"))
 _NO_BRANCHES: list[dict[str, Any]] = [
     _ASSISTANT | {"after": -1}, _USER | {"after": 0}, _USER | {"after": 7}, _USER | {"after": 1},
-    _USER | {"after": "x"}, _USER | {"after": None}, _ASSISTANT | {"place": float("inf")},
+    _USER | {"after": "x"}, _USER | {"after": None}, _ASSISTANT | {"after": float("inf")},
 ]  # fmt: skip
 Deliver = Callable[[TokenEvent | BaseException], None]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,8 +14,7 @@ from starlette.responses import PlainTextResponse
 pytest.importorskip("gradio")
 
 from hotcold.model.errors import ServiceError
-from hotcold.ui.api.errors import RETRY_AFTER_S, ApiError
-from hotcold.ui.page import late_page as late_page_module
+from hotcold.ui.api.errors import ApiError
 from hotcold.ui.page import page as page_module
 from hotcold.ui.page.late_page import LatePage
 
@@ -90,11 +88,9 @@ def test_who_does_not_look_at_it_does_not_build_it(building: Building) -> None:
     assert building.times == 0
 
 
-def test_it_is_tried_again_some_seconds_after_an_error(
-    building: Building, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_the_view_after_an_error_tries_again(
+    building: Building, caplog: pytest.LogCaptureFixture
 ) -> None:
-    now = [100.0]
-    monkeypatch.setattr(late_page_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     building.problems += [OSError("no\nmemory"), ServiceError("the system has ended")]
     building.may_end.set()
     told = "the chat page cannot be built: "
@@ -108,13 +104,7 @@ def test_it_is_tried_again_some_seconds_after_an_error(
     async def ask() -> str:
         async with server(building) as client:
             assert await refused(client) == f"{told}the system has ended"
-            now[0] += RETRY_AFTER_S
-            assert await refused(client) == f"{told}the system has ended"
-            assert building.times == 1
-            now[0] += 0.1
-            for _ in range(3):
-                assert await refused(client) == f"{told}the server's log says how"
-            now[0] += RETRY_AFTER_S + 0.1
+            assert await refused(client) == f"{told}the server's log says how"
             return (await client.get("/")).text
 
     assert asyncio.run(ask()) == "page at /"

@@ -154,7 +154,7 @@ class Visited:
         self.chat = Chat(backend, "model", True)
         self.request: Any = SimpleNamespace(session_hash="a", headers={}, client=None)
         self.chat._settings = SimpleNamespace(read=lambda values: ("", None))  # type: ignore
-        for part in ("_chatbot", "_state", "_rows", "_undo", "_question", "_name"):
+        for part in ("_saved", "_chatbot", "_state", "_rows", "_undo", "_question", "_name"):
             setattr(self.chat, part, part)
         self.kept = [{"id": name, "messages": TURNS} for name in names]
         if names:
@@ -168,7 +168,7 @@ class Visited:
         """What is shown at last, once `act` is done on a page that shows a conversation."""
 
         async def done() -> dict[Any, Any]:
-            handle = self.chat._asking_handler(act)
+            handle = self.chat._handler(act)
             found = SimpleNamespace(**event)
             views = handle(found, self.request, self.kept, {"id": shown}, *given)
             at_last: dict[Any, Any] = {}
@@ -191,7 +191,9 @@ def test_a_page_loses_no_conversation_with_its_connection_or_its_server() -> Non
         return {item["id"] for item in saved}
 
     def saved(visited: Visited, before: list[Any]) -> list[Any]:
-        return asyncio.run(visited.chat._save(before, visited.request))
+        visited.kept = before
+        found: list[Any] = visited.do(lambda visit: None, "")["_saved"]
+        return found
 
     first = Visited("one", "two")
     first.do(lambda visit: visit.history.remove("two"), "one")

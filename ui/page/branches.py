@@ -4,7 +4,6 @@ Messages are a tree. Browsers and files keep them flat: branches may be in branc
 like.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,42 +40,35 @@ class Message:
         del self.replies[self.place]
         self.place = max(self.place - 1, 0)
 
-    def below(self) -> Iterator["Message"]:
-        """All replies, and all to these."""
-        waiting = [*self.replies]
-        while waiting:
-            message = waiting.pop()
-            yield message
-            waiting += message.replies
-
 
 def flattened(start: Message) -> list[dict[str, Any]]:
-    """All messages after `start`, one after another.
+    """All messages after `start`, each behind the one that it follows.
 
     Of each its role and content; "after", where it does not follow the one before it in the list:
-    the number of the message that it follows, or -1; "place" where it is the shown one of several
-    that follow the same, which is the first of them in the list.
+    the number of the message that it follows, or -1; "shown" where it is, though not the first of
+    several.
     """
+
+    def replies(number: int, message: Message) -> list[tuple[int, Message, bool]]:
+        shown = enumerate(message.replies)
+        return [(number, one, 0 < message.place == place) for place, one in shown][::-1]
+
     found: list[dict[str, Any]] = []
-    waiting: list[tuple[int, Message, dict[str, int]]] = [(-2, start, {})]
+    waiting = replies(-1, start)
     while waiting:
-        before, message, more = waiting.pop()
-        number = len(found) - 1 if message is start else len(found)
-        if message is not start:
-            after = {} if before == number - 1 else {"after": before}
-            found.append({"role": message.role, "content": message.content, **after, **more})
-        others = [*message.replies]
-        if others:
-            shown = others.pop(message.place)
-            waiting += [(number, other, {}) for other in reversed(others)]
-            waiting.append((number, shown, {"place": message.place} if others else {}))
+        before, message, is_shown = waiting.pop()
+        number = len(found)
+        after = {} if before == number - 1 else {"after": before}
+        shown = {"shown": True} if is_shown else {}
+        found.append({"role": message.role, "content": message.content, **after, **shown})
+        waiting += replies(number, message)
     return found
 
 
 def restored(items: Any) -> Message:
     """What the messages of a browser or a file follow; `flattened` gives them.
 
-    Errors:  AttributeError, KeyError, OverflowError, TypeError or ValueError for others
+    Errors:  AttributeError, KeyError, TypeError or ValueError for others
     """
     found = {-1: Message()}
     for index, item in enumerate(items):
@@ -84,13 +76,9 @@ def restored(items: Any) -> Message:
         message = found[index] = Message(str(item["role"]), str(item["content"]))
         if message.role != ("user" if before.role == "assistant" else "assistant"):
             raise ValueError("a message in the wrong place")
-        place = int(item.get("place", 0))
-        before.place = before.place if before.replies else place
         before.replies.append(message)
+        if item.get("shown"):
+            before.show(len(before.replies) - 1)
     if len(found) == 1:
         raise ValueError("a conversation without a message")
-    for message in found.values():
-        if message.replies:
-            message.show(message.place)
-            message.replies.insert(message.place, message.replies.pop(0))
     return found[-1]

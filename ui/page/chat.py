@@ -82,8 +82,8 @@ class Chat:
         """The list of conversations; what is done with one is done with the open one."""
         self._new = _button("New conversation", "plus", "new")
         self._search = gr.Textbox(
-            placeholder="Search", label="Search conversations", show_label=False, container=False,
-            elem_id="search", max_lines=1,
+            placeholder="Search", label="Search conversations", show_label=False, max_lines=1,
+            elem_id="search",
         )  # fmt: skip
         self._rows = gr.Radio(
             [], label="Conversations", show_label=False, container=False, interactive=True,
@@ -121,7 +121,7 @@ class Chat:
                 min_width=100, elem_id="question", submit_btn="Send", stop_btn="Stop",
             )  # fmt: skip
         self._state = gr.HTML(
-            thread_state(Conversation()), html_template='<p role="status"></p>',
+            thread_state(Conversation(), {}), html_template='<p role="status"></p>',
             js_on_load=asset("page.js"), elem_id="status", apply_default_css=False,
         )  # fmt: skip
 
@@ -131,26 +131,24 @@ class Chat:
         private: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
         # All that is shown comes through the queue's one stream: an older view, such as that of a
         # page that has just been made, would else follow the one of a question, and take its place.
-        shown = [self._chatbot, self._rows, self._state, self._undo, self._question, self._name]
-        quick = private | {"outputs": shown, "concurrency_limit": None}
+        shown = [
+            self._saved, self._chatbot, self._rows, self._state, self._undo, self._question,
+            self._name,
+        ]  # fmt: skip
         kept = [self._saved, self._state]  # of a page that has outlived its server
+        quick = private | {"outputs": shown, "concurrency_limit": None}
         sampling = settings.inputs
 
-        def on(
-            event: Any, act: Act, given: Sequence[Any] = (), *, asks: bool = False, **more: Any
-        ) -> None:
-            handler = self._asking_handler if asks else self._handler
+        def on(event: Any, act: Act, given: Sequence[Any] = (), **more: Any) -> None:
             options = quick | {"trigger_mode": "multiple"} | more
-            done = event(handler(act), [*kept, *given], **options)
-            # What is asked for while another one is under way is done after that.
-            ended = {"outputs": [self._saved, *shown], "trigger_mode": "always_last"}
-            done.then(self._end, self._saved, **ended, **private)
+            event(self._handler(act), [*kept, *given], **options)
 
-        on(self._question.submit, self._ask, [self._question, *sampling], asks=True)
+        on(self._question.submit, self._ask, [self._question, *sampling])
         for each in self._suggested:
-            on(each.click, self._ask, [each, *sampling], asks=True)
-        on(self._chatbot.retry, self._retry, sampling, asks=True)
-        on(self._chatbot.edit, self._edit, sampling, asks=True)
+            on(each.click, self._ask, [each, *sampling])
+        on(self._question.stop, lambda visit: visit.history.open.stop())
+        on(self._chatbot.retry, self._retry, sampling)
+        on(self._chatbot.edit, self._edit, sampling)
         on(self._state.step, _step)
         on(self._state.take, _import)
         on(self._rows.select, lambda visit: visit.history.show(str(visit.event.value)))
@@ -163,32 +161,20 @@ class Chat:
         on(self._undo.click, lambda visit: visit.history.undo_remove())
         on(self._search.change, _search, [self._search], trigger_mode="always_last")
         on(self._name.blur, self._end_naming, [self._name])  # Enter leaves the field, too
+        on(page.load, lambda visit: None)
         self._export.click(None, self._saved, None, js=_EXPORT, **private)
-        self._question.stop(self._stop, None, None, queue=False, **private)
-        page.load(self._handler(lambda visit: None), kept, **quick)
         page.unload(self._leave)
 
     def _handler(self, act: Act) -> Callable[..., Any]:
-        """Has `act` done, and paints once."""
-
-        async def handle(
-            event: gr.EventData, request: gr.Request, saved: Any, state: Any, *given: Any
-        ) -> Updates:
-            _, view = self._do(act, event, request, saved, state, given)
-            return view
-
-        return handle
-
-    def _asking_handler(self, act: Act) -> Callable[..., Any]:
-        """Has `act` done, and paints until what it asked is answered."""
+        """Has `act` done, and paints until what it asked is answered; then the browser keeps it."""
 
         async def handle(
             event: gr.EventData, request: gr.Request, saved: Any, state: Any, *given: Any
         ) -> AsyncIterator[Updates]:
-            visit, view = self._do(act, event, request, saved, state, given)
-            yield view
-            async for view in self._follow(visit.history, visit.asked):
-                yield view
+            visit, updates = self._do(act, event, request, saved, state, given)
+            async for view in self._views(visit):
+                yield view | updates
+                updates = {}
             yield {self._undo: gr.skip()}  # Gradio shows an event's last view once more at its end
 
         return handle
@@ -197,21 +183,18 @@ class Chat:
         self, act: Act, event: gr.EventData, request: gr.Request, saved: Any, state: Any,
         given: Sequence[Any],
     ) -> tuple[Visit, Updates]:  # fmt: skip
-        """Have `act` done; the visit, and what is shown then."""
+        """Have `act` done; the visit, and what else it changes on the page."""
         history = self._history(request)
         known = str(state.get("id", "")) if isinstance(state, dict) else ""
         history.take_over(saved, known)
         visit = Visit(history, history.find(known), event)
-        history.notice = ""
+        history.notice = {}
+        history.num_acts += 1
         try:
-            updates, state = act(visit, *given) or {}, {}
+            return visit, act(visit, *given) or {}
         except HotcoldError as error:
-            updates = {} if visit.unsent is None else {self._question: visit.unsent}
-            history.notice, state = f"Not done: {error}.", {"state": "error"}
-        view = self._view(history) | updates
-        if history.notice:
-            view[self._state] |= state | {"text": history.notice}
-        return visit, view
+            history.notice = {"text": f"Not done: {error}.", "state": "error"}
+            return visit, {} if visit.unsent is None else {self._question: visit.unsent}
 
     def _history(self, request: gr.Request) -> ChatHistory:
         client.set(client_of(given_key(request.headers)))  # Gradio's tasks are not the request's
@@ -226,35 +209,39 @@ class Chat:
             self._histories.pop(left).stop_all()
         return history
 
-    def _view(self, history: ChatHistory) -> dict[Any, Any]:
+    def _view(self, history: ChatHistory) -> Updates:
         """The thread, its state, the list of conversations, whether one can be brought back."""
         shown, listed, open_id = history.open, history.listed(), history.open_id
         rows = [(f"● {one.title}" if one.is_answering else one.title, one.id) for one in listed]
         chosen = open_id if any(one.id == open_id for one in listed) else None
         return {
             self._chatbot: shown_messages(shown),
-            self._state: thread_state(shown),
+            self._state: thread_state(shown, history.notice),
             self._rows: gr.Radio(rows, value=chosen),
             self._undo: gr.Button(interactive=history.removed is not None),
         }
 
-    async def _follow(
-        self, history: ChatHistory, asked: Conversation | None
-    ) -> AsyncIterator[dict[Any, Any]]:
-        """Paint until `asked` has its answer, when something changes in the open conversation.
+    async def _views(self, visit: Visit) -> AsyncIterator[Updates]:
+        """What is shown, until what was asked is answered; then also what the browser keeps.
 
         All is painted each time. Gradio sends the difference to what was sent before, and applies
-        it there where the browser, if it is busy, has yet to show that.
+        it there where the browser, if it is busy, has yet to show that. What another act changes
+        before a view is sent is painted after it: that act's own view may have come first.
         """
-        painted = None
-        while asked is not None and asked.is_answering:
+        history, painted = visit.history, None
+        while True:
+            is_answering = visit.asked is not None and visit.asked.is_answering
             shown = history.open
             content = shown.messages[-1].content if shown.messages else ""
-            now = (shown.id, len(shown.messages), len(content), shown.is_answering)
+            now = (history.num_acts, len(content), shown.is_answering, is_answering)
             if now != painted:
                 painted = now
-                yield self._view(history)
-            await asyncio.sleep(_PAINT_S)
+                kept = {} if is_answering else {self._saved: history.saved()}
+                yield self._view(history) | kept
+            elif not is_answering:
+                return
+            if is_answering:
+                await asyncio.sleep(_PAINT_S)
 
     def _begin(
         self, visit: Visit, conversation: Conversation, question: str | None, settings: Any,
@@ -305,23 +292,6 @@ class Chat:
         visit.history.rename(name)
         return {self._name: gr.Textbox(visible=False)}
 
-    async def _stop(self, request: gr.Request) -> None:
-        self._history(request).open.stop()
-
-    async def _end(self, saved: Any, request: gr.Request) -> Updates:
-        """What the browser stores, and what is shown at an event's end."""
-        stored, history = await self._save(saved, request), self._history(request)
-        view = self._view(history)
-        if history.notice:  # which stays to be read
-            del view[self._state]
-        return {self._saved: stored} | view
-
-    async def _save(self, saved: Any, request: gr.Request) -> list[dict[str, Any]]:
-        """What the browser stores; an open page may have outlived the server's conversations."""
-        history = self._history(request)
-        history.take_over(saved)
-        return history.saved()
-
     async def _leave(self, request: gr.Request) -> None:
         """Stop all answers: the page is closed or disconnected, and may come back."""
         history = self._histories.get(str(request.session_hash))
@@ -339,7 +309,7 @@ def _delete(visit: Visit, row: Any) -> None:
     gone = visit.of_row(row)
     visit.history.remove(gone.id)
     if visit.history.removed is not None:
-        visit.history.notice = f"“{gone.title}” is deleted. Undo brings it back."
+        visit.history.notice = {"text": f"“{gone.title}” is deleted. Undo brings it back."}
 
 
 def _search(visit: Visit, query: str) -> None:
@@ -354,7 +324,8 @@ def _import(visit: Visit) -> None:
         raise UsageError("this is no file of conversations: it is not JSON") from None
     if not count:
         raise UsageError("nothing imported: no conversation is new, or there is no room")
-    visit.history.notice = f"{count} conversation{'s' if count > 1 else ''} imported."
+    told = f"{count} conversation{'s' if count > 1 else ''} imported."
+    visit.history.notice = {"text": told}
 
 
 def _button(label: str, icon: str, name: str) -> gr.Button:

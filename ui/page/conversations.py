@@ -58,7 +58,7 @@ class Conversation:
     @property
     def num_chars(self) -> int:
         """Characters that count against the visitor's limit."""
-        return sum(len(one.content) + _MESSAGE_CHARS for one in self.start.below())
+        return sum(len(one["content"]) + _MESSAGE_CHARS for one in flattened(self.start))
 
     def ask(
         self,
@@ -137,7 +137,7 @@ class Conversation:
 
     def has(self, words: list[str]) -> bool:
         """Whether its title and messages have all these words, in small letters."""
-        said = (message.content for message in self.start.below())
+        said = (message["content"] for message in flattened(self.start))
         text = "\n".join([self.title, *said]).lower()
         return all(word in text for word in words)
 
@@ -156,7 +156,8 @@ class ChatHistory:
         self.open_id = self.conversations[0].id
         self.query = ""  # the words that listed conversations have
         self.named_id = ""  # the conversation whose name is being written
-        self.notice = ""  # of what was done last: the line below the field
+        self.notice: dict[str, str] = {}  # of what was done last, in place of the thread's state
+        self.num_acts = 0  # of its visitor
         self.removed: tuple[int, Conversation] | None = None  # its place, for `undo_remove`
         self._has_taken_over = False
 

@@ -5,7 +5,6 @@ import gc
 import importlib.util
 import logging
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from contextvars import Context
@@ -18,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hotcold.model.errors import HotcoldError
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.api.errors import RETRY_AFTER_S, unavailable
+from hotcold.ui.api.errors import unavailable
 from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.page import ASSETS
 from hotcold.ui.page.routes import require_allowed
@@ -48,14 +47,13 @@ class LatePage:
         """`path`: where the page is mounted."""
         self._build, self._path = build, path
         self._page: ASGIApp | None = None
-        self._problem, self._tried_at = "", 0.0
         self._one_at_a_time = asyncio.Lock()
         self._opened = AsyncExitStack()  # what the page does meanwhile, until the server's end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request; others are answered meanwhile.
 
-        Errors:  ApiError 404, or 503 where it cannot be built, which is tried again after a while
+        Errors:  ApiError 404, or 503 where it cannot be built; the next view tries again
         """
         path = require_allowed(scope)
         if scope["method"] == "HEAD":  # of a monitor
@@ -68,16 +66,14 @@ class LatePage:
             await self._page(scope, receive, send)
 
     async def _built(self) -> ASGIApp:
-        if not self._problem or time.monotonic() - self._tried_at > RETRY_AFTER_S:
-            try:
-                return await self._begin()
-            except Exception as error:
-                known = isinstance(error, HotcoldError)
-                text = " ".join(str(error).split()) if known else "the server's log says how"
-                self._problem = f"the chat page cannot be built: {text}"
-                self._tried_at = time.monotonic()
-                _LOGGER.error(self._problem, exc_info=None if known else error)
-        raise unavailable(self._problem, "page_failed")
+        try:
+            return await self._begin()
+        except Exception as error:
+            known = isinstance(error, HotcoldError)
+            text = " ".join(str(error).split()) if known else "the server's log says how"
+            problem = f"the chat page cannot be built: {text}"
+            _LOGGER.error(problem, exc_info=None if known else error)
+            raise unavailable(problem, "page_failed") from None
 
     async def _begin(self) -> ASGIApp:
         app = await asyncio.to_thread(self._mounted)

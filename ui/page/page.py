@@ -24,8 +24,6 @@ from hotcold.ui.page.placement_tab import placement_tab
 from hotcold.ui.page.routes import PageRoutes
 from hotcold.ui.telemetry import telemetry_json
 
-_LOOK_S, _REPORT_S = 0.02, 0.1  # between looks for events, and for their progress
-
 
 def build_page(backend: Backend, paths: Mapping[str, str] | None = None) -> gr.Blocks:
     """The page of one model; `mount_page` adds it to a server.
@@ -95,9 +93,6 @@ def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
         mcp_server=False,
         run_history=False,
     )
-    # By itself an empty queue looks for events a thousand times a second
-    # (docs/decisions.md), and Gradio has no public option for it.
-    page._queue.sleep_when_free, page._queue.progress_update_sleep_when_free = _LOOK_S, _REPORT_S
     mounted = [route for route in app.routes if isinstance(route, Mount)][-1]
     mounted.app = PageRoutes(mounted.app)
     return app

@@ -1,5 +1,6 @@
 """What a visitor is shown of a conversation: its messages, its state, what to do after an error."""
 
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
@@ -65,8 +66,8 @@ def remedy(problem: ApiError) -> str:
     return "Press Retry. If it happens again, the server's log has the cause."
 
 
-def thread_state(conversation: Conversation) -> dict[str, Any]:
-    """The state that the whole page goes by (`page.js`).
+def thread_state(conversation: Conversation, notice: Mapping[str, str]) -> dict[str, Any]:
+    """The state that the whole page goes by (`page.js`); `notice` takes its place between answers.
 
     state: "ready", "waiting" for an answer's first word, "answering" or "error"
     branches: of each message its number among those in its place, and how many these are; [] while
@@ -83,8 +84,9 @@ def thread_state(conversation: Conversation) -> dict[str, Any]:
     before = [conversation.start, *messages]
     return {
         "state": state,
-        "id": conversation.id,
         "text": text,
+        **({} if conversation.is_answering else notice),
+        "id": conversation.id,
         "empty": not conversation.messages and conversation.problem is None,
         "branches": [[one.place, len(one.replies)] for one in before[: len(messages)]],
     }

@@ -2,7 +2,7 @@
 // something runs, and not at all otherwise.
 const POLL_MS = 500;
 const QUIET_POLLS = 4; // without a running request, then it stops asking
-const GLANCE_MS = 5000; // a visitor who moves sees what others do meanwhile; after an error
+const POLLS_LEFT_OUT = 9; // after an error
 
 function make(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
@@ -37,9 +37,9 @@ const row = (...cells) => make("tr", {}, ...cells.map((each) => (each instanceof
 const sum = (counts) => counts.reduce((all, count) => all + count, 0);
 const cell = { layer: 0, bucket: 0, chosen: false };
 let latest = null;
-let timer = 0;
 let quiet = 0;
-let polledAt = 0;
+let isAsking = false;
+let leftOut = 0;
 
 const view = () => find("view").value;
 
@@ -66,18 +66,16 @@ function mostChosen(map) {
 function drawMap(map) {
   const layers = map.last.computed.length;
   const buckets = map.neurons[0].length;
-  const height = Math.max(96, Math.min(layers * 24, 480));
-  const scale = window.devicePixelRatio || 1;
-  canvas.style.height = `${height}px`;
-  canvas.width = Math.round(canvas.clientWidth * scale);
-  canvas.height = Math.round(height * scale);
+  const height = Math.max(4, Math.min(24, Math.floor(480 / layers))); // of a layer
+  const bar = height > 8 ? height - 1 : height;
+  canvas.width = buckets; // styles stretch it
+  canvas.height = layers * height;
+  canvas.style.height = `${canvas.height}px`;
   const fills = KINDS.map((kind) => {
     canvas.style.color = `var(--${kind})`;
     return getComputedStyle(canvas).color;
   });
   const context = canvas.getContext("2d");
-  const [w, h] = [canvas.width / buckets, canvas.height / layers];
-  const gap = h > 8 * scale ? scale : 0;
   const totals = [0, 0, 0, 0];
   const most = view() === "chosen" ? mostChosen(map) : 0;
   context.fillStyle = fills[3];
@@ -86,20 +84,20 @@ function drawMap(map) {
     for (let bucket = 0; bucket < buckets; bucket++) {
       const counts = countsOf(map, layer, bucket);
       const neurons = map.neurons[layer][bucket] || 1;
-      let bottom = (layer + 1) * h - gap;
+      let bottom = layer * height + bar;
       counts.forEach((count, kind) => (totals[kind] += count));
       if (most && isExpert(map, layer, bucket)) {
         // Routers are far from even, so shades follow the square root.
         context.globalAlpha = Math.sqrt(map.experts.chosen[layer][bucket] / most);
         context.fillStyle = 2 * counts[0] > neurons ? fills[0] : fills[1];
-        context.fillRect(bucket * w, layer * h, w + 0.5, h - gap);
+        context.fillRect(bucket, layer * height, 1, bar);
         context.globalAlpha = 1;
         continue;
       }
       counts.forEach((count, kind) => {
-        const size = (count / neurons) * (h - gap);
+        const size = (count / neurons) * bar;
         context.fillStyle = fills[kind];
-        if (kind < 3 && count > 0) context.fillRect(bucket * w, bottom - size, w + 0.5, size);
+        if (kind < 3 && count > 0) context.fillRect(bucket, bottom - size, 1, size);
         bottom -= size;
       });
     }
@@ -108,7 +106,7 @@ function drawMap(map) {
 }
 
 function showMap() {
-  if (!latest || !canvas.checkVisibility()) return;
+  if (!latest) return;
   const kinds = kindsOf(latest.map);
   const totals = drawMap(latest.map);
   const all = sum(totals) || 1;
@@ -234,44 +232,32 @@ function show(found) {
   showStep(found);
   showCaches(found);
   showActors(found);
-  element.dataset.steps = found.map.steps;
 }
 
 // The open conversation waits for an answer or gets one: the page says so before the server counts it.
 const isAnswering = () => ["waiting", "answering"].includes(document.body.dataset.chat);
-// While an answer is under way, that the server is there is asked for by the whole page.
-const isWanted = () => !document.hidden && (element.checkVisibility() || isAnswering());
-
-function plan(afterMs) {
-  timer = setTimeout(poll, afterMs);
-  element.dataset.polling = "yes";
-}
+const wake = () => (quiet = 0);
 
 async function poll() {
-  timer = 0;
-  polledAt = performance.now();
+  // While an answer is under way, that the server is there is asked for by the whole page.
+  const isWanted = isAnswering() || (quiet < QUIET_POLLS && element.checkVisibility());
+  element.dataset.polling = isWanted && !document.hidden ? "yes" : "no";
+  if (element.dataset.polling === "no" || isAsking || leftOut-- > 0) return;
+  isAsking = true;
   let found = null;
   try {
     found = await server.telemetry();
   } catch {
     // As where there is no answer: Gradio makes nothing of most failures.
   }
+  isAsking = false;
   found ??= { error: "The server does not answer.", isLost: true };
-  if (!element.isConnected) return;
   show(found);
-  const isRunning = isAnswering() || found.running + found.waiting > 0;
-  quiet = found.error || isRunning ? 0 : quiet + 1;
-  if (quiet < QUIET_POLLS && isWanted() && timer === 0) plan(found.error ? GLANCE_MS : POLL_MS);
-  if (timer === 0) element.dataset.polling = "no";
-}
-
-function watch() {
-  quiet = 0;
-  if (timer === 0 && isWanted()) plan(0);
+  leftOut = found.error ? POLLS_LEFT_OUT : 0;
+  quiet = found.error || found.running + found.waiting > 0 ? 0 : quiet + 1;
 }
 
 element.addEventListener("change", showMap);
-find("neurons").addEventListener("toggle", showMap);
 canvas.addEventListener("pointermove", (event) => {
   if (!latest) return;
   const box = canvas.getBoundingClientRect();
@@ -287,17 +273,10 @@ canvas.addEventListener("keydown", (event) => {
   event.preventDefault();
   chooseCell(cell.layer + move[0], cell.bucket + move[1]);
 });
-for (const name of ["resize", "hotcold-theme"]) window.addEventListener(name, showMap);
-// When it comes into view, for the first time too: the page may still be made around this script.
-new IntersectionObserver(() => {
-  showMap();
-  watch();
-}).observe(element);
-window.addEventListener("hotcold-state", () => {
-  if (isAnswering()) watch();
-});
-document.addEventListener("visibilitychange", watch);
-for (const name of ["pointermove", "keydown"]) {
-  const glance = () => performance.now() - polledAt > GLANCE_MS && watch();
-  document.addEventListener(name, glance, { passive: true });
+window.addEventListener("hotcold-theme", showMap);
+// A visitor who moves sees what others do meanwhile.
+for (const name of ["pointermove", "click", "keydown", "visibilitychange"]) {
+  document.addEventListener(name, wake, { passive: true });
 }
+setInterval(poll, POLL_MS);
+poll();

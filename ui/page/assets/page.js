@@ -73,7 +73,6 @@ function show() {
   say(state, said === word ? undefined : text);
   word = said;
   dress();
-  window.dispatchEvent(new Event("hotcold-state"));
 }
 
 // What Gradio's messages lack, put there whenever it has painted: branches, and names of what scrolls.
