@@ -5,7 +5,8 @@
 
 The GPU holds the share `--hot` of the neurons, the CPU the others. Where MODEL is not there it is
 made: 4 layers of falcon-40b's shape, 5% firing. For each share and mode: ms a step (medians of
-rounds), tokens a second, and whether the logits have the same bits.
+rounds), tokens a second, and whether the logits have the same bits. First what the flags of a
+shared layer take, there and back, where nobody computes anything.
 """
 
 from __future__ import annotations
@@ -14,14 +15,21 @@ import json
 import time
 from pathlib import Path
 from statistics import median
+from threading import Thread
 from typing import Any
 
 import click
 import numpy as np
 
 from benchmarks.frame import Json, hotcold
+from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.attention.cuda.fit import open_device
+from hotcold.actors.attention.cuda.link import Link
+from hotcold.actors.attention.cuda.shared import SharedLayers
 from hotcold.actors.driver.engine import Engine
+from hotcold.actors.protocol.arena import ArenaLayout
+from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.loops.mailbox import await_input, give_output
 from tests.actors.cuda_in_process import CudaInProcess
 
 _SEED = 0
@@ -47,7 +55,7 @@ def main(
     if not model.exists():
         hotcold("make-model", str(model), *_SHAPE, "--dtype", "f16")
     options: dict[str, Any] = {"kv_dtype": "float16", "weight_dtype": dtype, "num_slots": batch}
-    reports: list[Json] = []
+    reports: list[Json] = [{"us_a_layer_of_flags": round(flags_us(open_device()), 2)}]
     for share in shares:
         with CudaInProcess(
             model, services, threads, hot=_share_of_each(share), device=open_device(), **options
@@ -55,6 +63,49 @@ def main(
             reports += [{"hot": share} | each for each in _modes(system, batch, tokens, rounds)]
     text = json.dumps(reports, indent=1)
     click.echo(text) if out is None else out.write_text(text)
+
+
+def flags_us(device: Device, num_layers: int = 200) -> float:
+    """Microseconds of a layer's flags between a graph and a CPU thread, the fastest round's."""
+    layout = ArenaLayout(2, 1, 8, 8, 8, 1, 1, 1, num_layers)
+    arena = layout.new_arena()
+    buffers, link, shared = layout.buffers(arena), Link(device, arena), SharedLayers(device)
+    shared.attach(buffers, 0, link)
+    buffers.sum_order[:2] = 1, 1  # one service, the second
+    memory, x, took = shared.memory, device.empty((1, 8), np.float32), []
+    if memory is None:
+        raise click.ClickException(f"no memory is shared: {link.refusal}")
+
+    def layers() -> None:
+        for layer in range(num_layers):
+            device.kernels.give_input(layer, memory, x)
+            device.kernels.await_outputs(layer, memory)
+
+    graph: Any = None
+    for number in range(2, 12):
+        other = Thread(target=_answer, args=(buffers.cells, np.int32(number), num_layers))
+        other.start()
+        shared.tell(number, 1)
+        if graph is None:  # kernels are compiled
+            with device.stream():
+                layers()
+            graph = device.capture(layers)
+        else:
+            first = device.mark()
+            device.launch(graph)
+            last = device.mark()
+            device.wait(device.record(spin=True))
+            took.append(1e3 * device.elapsed_ms(first, last) / num_layers)
+        other.join()
+    link.close()
+    return min(took)
+
+
+@njit(nogil=True, cache=True)
+def _answer(cells, number, num_layers):  # type: ignore[no-untyped-def]
+    for layer in range(num_layers):
+        await_input(cells, 1, 0, number, layer, 0)
+        give_output(cells, 1, number, layer, 1)
 
 
 def _share_of_each(share: float) -> Any:
