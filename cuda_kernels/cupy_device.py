@@ -93,6 +93,8 @@ class CupyDevice:
             raise
 
     def upload(self, target: Any, source: np.ndarray) -> None:
+        if target.shape != source.shape or target.dtype != source.dtype:
+            raise ValueError(f"{source.shape} {source.dtype} for {target.shape} {target.dtype}")
         if source.nbytes == 0:
             return
         source = np.ascontiguousarray(source)
@@ -126,9 +128,11 @@ class CupyDevice:
         return ""
 
     def mapped(self, array: np.ndarray) -> Any:
+        if array.nbytes == 0:
+            return self.xp.empty(array.shape, array.dtype)
         at = self._runtime.pointerGetAttributes(array.ctypes.data).devicePointer
         cuda = self.xp.cuda
-        memory = cuda.UnownedMemory(at, max(1, array.nbytes), array, 0)
+        memory = cuda.UnownedMemory(at, array.nbytes, array, 0)
         return self.xp.ndarray(array.shape, array.dtype, cuda.MemoryPointer(memory, 0))
 
     def unregister(self, address: int) -> None:
