@@ -14,6 +14,7 @@ from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.telemetry.snapshot import NeuronWatch
 from hotcold.model.config.model_config import ModelConfig
+from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.numba_kernels.loops.mailbox import (
     ATTENTION,
     FFN,
@@ -219,6 +220,76 @@ def test_a_request_can_be_sent_again(tiny: Tiny) -> None:
         system.services[0].answer_in_python = twice  # type: ignore[method-assign]
         np.testing.assert_array_equal(engine.step([5, 6], [0, 1], [0, 0]), expected)
         assert again == 1 and len(requests) == 6
+
+
+def begun_ahead(system: CudaInProcess) -> list[bool]:
+    """Of each step from now on whether it was begun before it was asked for."""
+    ahead, found = system.services[0].next_step, list[bool]()  # type: ignore[attr-defined]
+    takes = ahead.takes
+
+    def noted(*given: Any) -> bool:
+        found.append(takes(*given))
+        return found[-1]
+
+    ahead.takes = noted
+    return found
+
+
+def answered(engine: Engine, num_tokens: int, greedily: bool, slot: int = 0) -> np.ndarray:
+    """Logits of a sequence of one token after the other: the likeliest, or random ones."""
+    found, random = list[np.ndarray](), np.random.default_rng(1)
+    for at in range(num_tokens):
+        token = int(found[-1].argmax()) if found and greedily else int(random.integers(100))
+        found.append(engine.step([token], [at], [slot]).copy())
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa", "opt-postnorm", "qwen2-moe"])
+def test_the_next_step_is_begun_before_it_is_asked_for(tiny: Tiny, variant: str) -> None:
+    """By the likeliest token, but for a page's first; random tokens soon end that."""
+    path, options = tiny(variant).path, {"num_slots": 2}
+    with CudaInProcess(path, hot=every_layer, **options) as system:  # type: ignore[arg-type]
+        engine, one_by_one = system.engine("exact"), system.engine("exact")
+        one_by_one.joins_layers = False
+        for greedily in (True, False):
+            expected = answered(one_by_one, 70, greedily)
+            ahead = begun_ahead(system)
+            np.testing.assert_array_equal(answered(engine, 70, greedily, slot=1), expected)
+            if greedily:
+                assert ahead == [at not in (0, PAGE_POSITIONS) for at in range(70)]
+            assert greedily or sum(ahead) < 5
+
+
+def test_a_step_that_was_begun_in_vain(tiny: Tiny) -> None:
+    """Another sequence, several tokens, another mode, a prompt, other pages, layers one by one."""
+    checkpoint = tiny("llama-gqa")
+    with CudaInProcess(checkpoint.path, hot=every_layer, num_slots=2) as system:
+        engine, other = system.engine("exact"), system.engine("dense")
+        apart = system.engine("exact")
+        apart.joins_layers = False
+        tables, ids = system.exchange.buffers.page_tables, checkpoint.ids.tolist()
+
+        def swap_pages() -> None:
+            tables[:, [0, 1]] = tables[:, [1, 0]]
+
+        between: list[Callable[[], object]] = [
+            lambda: engine.step([7], [0], [1]),
+            lambda: engine.step([7, 8, 9], [0, 1, 2], [1] * 3),
+            lambda: other.step([7], [5], [0]),
+            lambda: engine.step(ids, range(40), [1] * 40),
+            lambda: apart.step([7], [0], [1]),
+            swap_pages,
+        ]
+        for act in between:
+            system.services[0].next_step._waits = 0  # type: ignore[attr-defined]
+            expected = answered(apart, 5, greedily=True)
+            ahead = begun_ahead(system)
+            np.testing.assert_array_equal(answered(engine, 5, greedily=True), expected)
+            token = int(expected[-1].argmax())
+            act()
+            found = engine.step([token], [5], [0]).copy()
+            assert ahead[:5] == [False, *[True] * 4] and not ahead[-1]
+            np.testing.assert_array_equal(found, apart.step([token], [5], [0]))
 
 
 @pytest.mark.parametrize("is_input", [False, True])

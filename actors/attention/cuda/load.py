@@ -14,6 +14,7 @@ from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.attention.cuda.host_part import HostPart
 from hotcold.actors.attention.cuda.model import CudaModel
+from hotcold.actors.attention.cuda.next_step import NextStep
 from hotcold.actors.attention.cuda.predictors import GpuPredictors
 from hotcold.actors.attention.cuda.service import CudaAttentionService
 from hotcold.actors.protocol.messages import CacheSpec, ServiceSpec
@@ -22,7 +23,7 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import AttentionWeights
 from hotcold.model.weights.check import weight_shapes
-from hotcold.model.weights.embedding import HeadWeights
+from hotcold.model.weights.embedding import HeadWeights, load_embedding
 from hotcold.model.weights.latent import no_latent
 from hotcold.model.weights.memory import aligned_empty
 from hotcold.model.weights.recurrent import no_recurrent
@@ -39,7 +40,7 @@ class CudaLoading:
         """`spec` is of a service with a GPU. Errors: DeviceMemoryError, CheckpointError."""
         if spec.gpu_layout is None or spec.cache is None:
             raise ValueError(f"the spec of the {spec.name} service has no GPU")
-        self.spec, self._config = spec, config
+        self.spec, self._config, self._device = spec, config, device
         self._cache: CacheSpec = spec.cache
         self._model = CudaModel(device, config, spec)
         self._predictors: GpuPredictors | None = None
@@ -69,6 +70,10 @@ class CudaLoading:
         head = self._model.fill(on_bytes, keep)
         if self._predictors is not None:
             self._predictors.fill()
+        if arrays is None and all(map(self._model.is_whole, range(self._config.num_layers))):
+            embedding = load_embedding(Checkpoint(self.spec.path), self._config)
+            width = self._config.hidden_size
+            self._service.next_step = NextStep(self._device, embedding, width)
         if arrays is not None:
             if head is not None:
                 arrays = arrays._replace(**vars(head))

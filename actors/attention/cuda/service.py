@@ -19,6 +19,7 @@ from hotcold.actors.attention.cuda.host_part import HostPart
 from hotcold.actors.attention.cuda.link import Link
 from hotcold.actors.attention.cuda.model import CudaModel
 from hotcold.actors.attention.cuda.neuron_upload import NeuronUpload
+from hotcold.actors.attention.cuda.next_step import NextStep
 from hotcold.actors.attention.cuda.predictors import GpuPredictors
 from hotcold.actors.attention.cuda.prompt import PromptWork
 from hotcold.actors.attention.cuda.shared import SharedLayers
@@ -51,6 +52,7 @@ from hotcold.numba_kernels.loops.mailbox import (
     ROUND,
     STREAM,
     WEIGHS_BLOCKS,
+    SharedBuffers,
     cell_index,
     decode_thresholds,
     next_request,
@@ -112,6 +114,7 @@ class CudaAttentionService(Service):
         self.fired_counts = np.zeros(int(self._offsets[-1]), np.int64)
         self._counts = device.pinned((max(sizes),), np.int64)
         self._has_core = has_core
+        self.next_step: NextStep | None = None  # where the device has the whole model
         self._begun: _Begun | None = None
         self._was_listed = False  # the last request's FFN
         self.times = DeviceTimes(device)
@@ -161,6 +164,7 @@ class CudaAttentionService(Service):
             self.device_name = f"cuda ({name}; through pinned memory: {self._link.refusal})"
         self._graphs.clear()
         self._begun = None
+        self._forget_next()
         if self._neuron_upload is not None:
             self._neuron_upload.attach(layout, self._arena, self._link)
         if self.host is not None:
@@ -194,6 +198,8 @@ class CudaAttentionService(Service):
         request = self.buffers.requests[self.index]
         operation, layer = int(request[OPERATION]), int(request[LAYER])
         num_tokens = int(request[NUM_TOKENS])
+        if operation != LAYERS:
+            self._forget_next()
         try:
             if operation == ATTENTION:
                 self._attention(layer, num_tokens, decode_thresholds.py_func(request))
@@ -214,6 +220,7 @@ class CudaAttentionService(Service):
                 raise ValueError(f"{self.name} knows no operation {operation}")
         except Exception as error:
             self._begun = None
+            self._forget_next()
             self._shared.stop(self._number)
             if reason := self._device.explain(error):
                 raise DeviceFailure(f"{GPU_FAILED}: {reason}") from error
@@ -230,7 +237,7 @@ class CudaAttentionService(Service):
 
     def _attention_of_few(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
         buffers, work = self.buffers, self._work
-        whole, length = self._put_step(num_tokens)
+        whole, length = self._put_step(buffers, num_tokens)
         key = "attention", layer, whole, length
         self._graphs.run(key, lambda: work.attention(layer, whole, length))
         self.times.mark("attention")
@@ -254,9 +261,9 @@ class CudaAttentionService(Service):
         land()
         land_weights()
 
-    def _put_step(self, num_tokens: int) -> tuple[int, int]:
+    def _put_step(self, buffers: SharedBuffers, num_tokens: int) -> tuple[int, int]:
         """Put hidden and positions on the stream; returns its graphs' tokens and positions."""
-        buffers, work, whole = self.buffers, self._work, whole_step(num_tokens)
+        work, whole = self._work, whole_step(num_tokens)
         self.times.mark("")
         self._positions.put(buffers, num_tokens)
         self._link.upload("hidden", work.hidden, buffers.hidden[:num_tokens], whole)
@@ -291,10 +298,16 @@ class CudaAttentionService(Service):
             return
         if are_shared:
             self._shared.tell(number, num_tokens)
-        which = layers, has_head, *self._put_step(num_tokens), thresholds
-        key = "layers", are_shared, predictors is not None, *which
-        self._graphs.run(key, lambda: work.layers(*which, memory, predictors), len(layers))
-        self.times.mark("layers")
+
+        def launch(buffers: SharedBuffers) -> None:
+            which = layers, has_head, *self._put_step(buffers, num_tokens), thresholds
+            key = "layers", are_shared, predictors is not None, *which
+            self._graphs.run(key, lambda: work.layers(*which, memory, predictors), len(layers))
+            self.times.mark("layers")
+
+        step, following = (layers, has_head, thresholds, predictors is not None), self.next_step
+        if following is None or not following.takes(step, self.buffers, num_tokens):
+            launch(self.buffers)
         outputs = [("ffn_residual", self.buffers.ffn_residual, work.hidden)]
         if has_head:
             outputs.append(("logits", self.buffers.logits, work.logits))
@@ -321,6 +334,14 @@ class CudaAttentionService(Service):
             np.sum(of_tokens != 0, axis=1, out=block_tokens)
         hot = [at for at, layer in enumerate(layers) if self._model.ffn[layer] is not None]
         self.buffers.replies[self.index, _COUNTS] = fired[hot].sum(axis=0)
+        if following is not None and has_head and num_tokens == 1:
+            found = following.begin(step, self.buffers)
+            if found is not None:
+                launch(found)
+
+    def _forget_next(self) -> None:
+        if self.next_step is not None:
+            self.next_step.forget()
 
     def _download_weights(self, layer: int, num_tokens: int, found: Any) -> Callable[[], None]:
         """Put a copy of what the layer's blocks weigh on the stream, if it has experts."""

@@ -1,0 +1,79 @@
+"""The step behind the one that was asked for, begun before anybody asks: by the likeliest token.
+
+Where a GPU has the whole model it then computes while the driver draws the token, hands it on and
+asks for the next step. What was begun counts only where the same is asked for, to the last bit: the
+token's row, its position, its pages. Else it was in vain: what it wrote to the KV cache stands
+behind the sequence's end, within a page of its own, and the right step writes there again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from hotcold.actors.attention.cuda.device import Device
+from hotcold.model.weights.embedding import EmbeddingWeights
+from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
+from hotcold.numba_kernels.loops.mailbox import SharedBuffers
+
+_FEWEST_WAITED, _MOST_WAITED = 8, 512  # steps after one in vain, which costs a step's time
+
+
+class NextStep:
+    """Of one token at a time."""
+
+    def __init__(self, device: Device, embedding: EmbeddingWeights, width: int) -> None:
+        """`embedding` is the driver's, whose rows are `width` long."""
+        self._device, self._embedding = device, embedding
+        self._hidden = device.pinned((1, width), np.float32)
+        self._begun: tuple[Hashable, SharedBuffers] | None = None
+        self._waits, self._waited = 0, _FEWEST_WAITED
+
+    def forget(self) -> None:
+        """Something else is asked for: wait, as arrays that copies read may change then."""
+        if self._begun is not None:
+            self._begun = None
+            self._device.wait(self._device.record(spin=True))
+
+    def takes(self, step: Hashable, buffers: SharedBuffers, num_tokens: int) -> bool:
+        """Whether the step in the mailbox, of such layers, is the one that was begun."""
+        if self._begun is None:
+            return False
+        begun = self._begun
+        asked = buffers.positions[:1], buffers.slots[:1], buffers.hidden[:1], buffers.page_tables
+        own = begun[1].positions, begun[1].slots, begun[1].hidden, begun[1].page_tables
+        is_it = num_tokens == 1 and begun[0] == step
+        is_it = is_it and all(map(_has_same_bits, asked, own))
+        self._waited = _FEWEST_WAITED if is_it else min(2 * self._waited, _MOST_WAITED)
+        self._waits = 0 if is_it else self._waited
+        if is_it:
+            self._begun = None
+        else:
+            self.forget()
+        return is_it
+
+    def begin(self, step: Hashable, buffers: SharedBuffers) -> SharedBuffers | None:
+        """What the step behind a step of one token finds, if it is to be begun."""
+        position = int(buffers.positions[0]) + 1
+        if self._waits or position % PAGE_POSITIONS == 0:  # the next page may be another's
+            self._waits = max(0, self._waits - 1)
+            return None
+        token = np.array([buffers.logits[0].argmax()])
+        try:
+            self._hidden[:] = self._embedding.lookup(token, np.array([position]))
+        except ValueError:  # behind the last position
+            return None
+        following = buffers._replace(
+            positions=np.array([position], np.int32),
+            slots=buffers.slots[:1].copy(),
+            hidden=self._hidden,
+            page_tables=buffers.page_tables.copy(),
+        )
+        self._begun = step, following
+        return following
+
+
+def _has_same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether they are equal, NaN or not."""
+    return a.tobytes() == b.tobytes()
