@@ -17,7 +17,8 @@ from hotcold.model.weights.embedding import EmbeddingWeights
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.numba_kernels.loops.mailbox import SharedBuffers
 
-_FEWEST_WAITED, _MOST_WAITED = 8, 512  # steps after one in vain, which costs a step's time
+_FEWEST_WAITED, _MOST_WAITED = 8, 512  # steps after one in vain
+_WORTH = 8  # steps that were of use make up for one in vain, which takes a step's time
 
 
 class NextStep:
@@ -28,7 +29,7 @@ class NextStep:
         self._device, self._embedding = device, embedding
         self._hidden = device.pinned((1, width), np.float32)
         self._begun: tuple[Hashable, SharedBuffers] | None = None
-        self._waits, self._waited = 0, _FEWEST_WAITED
+        self._waits, self._waited, self._num_of_use = 0, _FEWEST_WAITED, 0
 
     def forget(self) -> None:
         """Something else is asked for: wait, as arrays that copies read may change then."""
@@ -45,13 +46,14 @@ class NextStep:
         own = begun[1].positions, begun[1].slots, begun[1].hidden, begun[1].page_tables
         is_it = num_tokens == 1 and begun[0] == step
         is_it = is_it and all(map(_has_same_bits, asked, own))
-        self._waited = _FEWEST_WAITED if is_it else min(2 * self._waited, _MOST_WAITED)
-        self._waits = 0 if is_it else self._waited
         if is_it:
-            self._begun = None
-        else:
-            self.forget()
-        return is_it
+            self._begun, self._num_of_use = None, self._num_of_use + 1
+            return True
+        self.forget()
+        paid = self._num_of_use >= _WORTH
+        self._waits = self._waited = _FEWEST_WAITED if paid else min(2 * self._waited, _MOST_WAITED)
+        self._num_of_use = 0
+        return False
 
     def begin(self, step: Hashable, buffers: SharedBuffers) -> SharedBuffers | None:
         """What the step behind a step of one token finds, if it is to be begun."""
