@@ -9,6 +9,7 @@ shares with CPU services (`shared`), are one request and one graph.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,9 +199,9 @@ class CudaAttentionService(Service):
         request = self.buffers.requests[self.index]
         operation, layer = int(request[OPERATION]), int(request[LAYER])
         num_tokens = int(request[NUM_TOKENS])
-        if operation != LAYERS:
-            self._forget_next()
         try:
+            if operation != LAYERS:
+                self._forget_next()
             if operation == ATTENTION:
                 self._attention(layer, num_tokens, decode_thresholds.py_func(request))
             elif operation == LAYERS:
@@ -220,7 +221,8 @@ class CudaAttentionService(Service):
                 raise ValueError(f"{self.name} knows no operation {operation}")
         except Exception as error:
             self._begun = None
-            self._forget_next()
+            with suppress(Exception):  # the first one is told
+                self._forget_next()
             self._shared.stop(self._number)
             if reason := self._device.explain(error):
                 raise DeviceFailure(f"{GPU_FAILED}: {reason}") from error
