@@ -34,7 +34,7 @@ from hotcold.actors.processes.cluster import (
 )
 from hotcold.actors.processes.driver_actor import DriverActor
 from hotcold.actors.processes.forked import leave_in_children, require_own_ray
-from hotcold.actors.processes.precompile import begin_compiling
+from hotcold.actors.processes.precompile import compiler_of
 from hotcold.actors.processes.relay_actor import RelayActor
 from hotcold.actors.processes.service_actor import ServiceActor
 from hotcold.actors.protocol.failures import service_error
@@ -121,13 +121,12 @@ def start_local_ray(
         "log_to_driver": False,
         "namespace": NAMESPACE,
     }
-    if compiled is not None:
-        begin_compiling(compiled)
+    compiler = None if compiled is None else compiler_of(compiled)
     others = _children()
     # Ray's processes keep this one's current folder, and workers would import modules from it.
     with elsewhere(), as_this_program(), environment(environment_of_python()):
         try:
-            init_private(_FIRST_WORKERS, job_config=OwnFolders(), **options)
+            init_private(_FIRST_WORKERS, compiler, job_config=OwnFolders(), **options)
         except Exception as error:  # any, with an unknown version of Ray
             _end(_children() - others)
             _init(options)

@@ -89,6 +89,20 @@ class ForkServer:
             self._listener.bind(str(address))
             self._listener.listen()
 
+    def run(self, address: Path, module: str, stdin: bytes) -> None:
+        """Run a module as a program in a fork, with all that is imported. Errors: OSError."""
+        self._beside = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with (
+            open(os.memfd_create("stdin"), "w+b") as given,
+            open(os.devnull, "wb") as nowhere,
+        ):
+            given.write(stdin)
+            given.seek(0)
+            self._beside.connect(str(address))
+            request = json.dumps((module, [], dict(os.environ))).encode()
+            streams = [given.fileno(), nowhere.fileno(), nowhere.fileno()]
+            socket.send_fds(self._beside, [request], streams)
+
     def end(self) -> None:
         """Kill the server and all workers that it forked; idempotent."""
         self._listener.close()
@@ -129,7 +143,7 @@ def _serve(listener: socket.socket) -> None:
             with connection:
                 if os.fork() == 0:
                     listener.close()
-                    _be_worker(connection, server)
+                    _be_program(connection, server)
                     return
         except OSError:
             if os.getpid() != server:
@@ -139,8 +153,8 @@ def _serve(listener: socket.socket) -> None:
             time.sleep(_PAUSE_S)
 
 
-def _be_worker(connection: socket.socket, server: int) -> None:
-    """Run Ray's worker as it was requested, until it or the server ends.
+def _be_program(connection: socket.socket, server: int) -> None:
+    """Run the requested module, mostly Ray's worker, until it or the server ends.
 
     Errors:  OSError where the peer no longer waits
     """
@@ -150,13 +164,13 @@ def _be_worker(connection: socket.socket, server: int) -> None:
     os.setpgid(0, 0)  # the raylet kills the process group of a worker that has ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, streams, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 3)
-    arguments, environment = json.loads(request)
+    module, arguments, environment = json.loads(request)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
     os.environ.update(environment)  # what modules have set when they were imported stays
     read_anew()
-    path = importlib.import_module(_WORKER).__file__ or ""
+    path = importlib.import_module(module).__file__ or ""
     sys.argv = [path, *arguments]
     connection.send(b"forked")
     connection.close()

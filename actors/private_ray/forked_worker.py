@@ -14,7 +14,7 @@ _WORKER = "ray._private.workers.default_worker"
 
 def main() -> None:
     """Pass on arguments, environment and streams; where no server answers become a plain worker."""
-    request = json.dumps((sys.argv[1:], dict(os.environ))).encode()
+    request = json.dumps((_WORKER, sys.argv[1:], dict(os.environ))).encode()
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(os.environ["HOTCOLD_FORK_SERVER"])
         socket.send_fds(server, [request], [0, 1, 2])

@@ -48,11 +48,12 @@ _ANSWER_S = 15.0
 _starting = threading.Lock()
 
 
-def init_private(num_workers: int, **options: Any) -> None:
+def init_private(num_workers: int, beside: tuple[str, bytes] | None = None, **options: Any) -> None:
     """`ray.init(**options)` with the fewest processes; Ray ends with this process.
 
-    `num_workers` worker processes start at once, before the first call. Ray's files are in a
-    private folder, which `ray.shutdown` removes.
+    `num_workers` worker processes start at once, before the first call. `beside`: a module that is
+    run meanwhile, and its standard input. Ray's files are in a private folder, which `ray.shutdown`
+    removes.
     Errors:  OSError with a newer version of Ray; any, with an unknown one, and children of this
              process may be left
     """
@@ -67,7 +68,10 @@ def init_private(num_workers: int, **options: Any) -> None:
         undo.callback(server.end)
         if tuple(map(int, ray.__version__.split(".")[:2])) > _NEWEST:
             raise OSError(f"version {ray.__version__} is newer than those that were tried")
-        server.listen(folder.path / "workers")
+        address = folder.path / "workers"
+        server.listen(address)
+        if beside is not None:
+            server.run(address, *beside)
         undo.callback(ray.shutdown)
         with (
             replaced(ray_node, "Node", _node_class(ray_node, server, folder, num_workers)),

@@ -50,7 +50,6 @@ from hotcold.placement.machine.pinning import find_cores
 
 # A fifth and a tenth of the time beside what is not nice: a service may wait for a kernel.
 _NICENESS, _LATER_NICENESS = 7, 10
-_compilers: list[subprocess.Popen[bytes]] = []  # that have begun, never waited for
 
 
 def precompile_once(system: SystemConfig) -> None:
@@ -63,28 +62,21 @@ def precompile_once(system: SystemConfig) -> None:
     if marker is None:
         return
     with suppress(OSError):
-        if _begun(system).wait() == 0:
+        process = begin_process(__name__, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        assert process.stdin is not None
+        with process.stdin as stdin:
+            stdin.write(system.as_json())
+        if process.wait() == 0:
             write_atomic(marker, b"")
 
 
-def begin_compiling(system: SystemConfig) -> None:
-    """Begin a process that compiles what a first token of `system` needs, unless that is there.
+def compiler_of(system: SystemConfig) -> tuple[str, bytes] | None:
+    """A module that compiles what a first token of `system` needs, and its standard input.
 
-    For a start without a memory budget: services wait for what is being compiled. That process ends
-    with this one.
+    None where all is there. For a start without a memory budget: services wait for what is being
+    compiled.
     """
-    if _missing_marker(system) is not None:
-        with suppress(OSError):
-            _compilers.append(_begun(system))
-
-
-def _begun(system: SystemConfig) -> subprocess.Popen[bytes]:
-    """A process that compiles for `system`. Errors: OSError."""
-    process = begin_process(__name__, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    assert process.stdin is not None
-    with process.stdin as stdin:
-        stdin.write(system.as_json())
-    return process
+    return None if _missing_marker(system) is None else (__name__, system.as_json())
 
 
 def _compile_parts(system: SystemConfig, marker: Path) -> None:
