@@ -72,7 +72,7 @@ def be_worker(asked, server):
     asked.send(b"forked")
     os._exit(0)
 
-os.fork, fork_server._be_worker = fork, be_worker
+os.fork, fork_server._be_program = fork, be_worker
 fork_server.socket.socket = Listener
 fork_server._serve(socket.socket(fileno=int(sys.argv[1])))
 """
