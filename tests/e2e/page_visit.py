@@ -25,7 +25,7 @@ def ask(page: Any, question: str) -> None:
     from playwright.sync_api import TimeoutError as NotShown
 
     count = page.locator("#chat .message-row").count()
-    for patience_ms in (30_000, 30_000, 60_000):
+    for patience_ms in (60_000, 60_000):  # what was asked may only be late
         page.fill("#question textarea", question)
         page.press("#question textarea", "Enter")
         try:
