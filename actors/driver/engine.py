@@ -14,7 +14,7 @@ from hotcold.actors.driver.modes import StepMode
 from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.failures import AnswerFailed, NotFiniteError
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS, cut_tokens
-from hotcold.actors.protocol.stripes import sum_order, sums_of_services
+from hotcold.actors.protocol.stripes import MOST_KEPT, num_kept, sum_order, sums_of_services
 from hotcold.actors.protocol.topology import Topology
 from hotcold.actors.telemetry.experts import new_block_counts
 from hotcold.actors.telemetry.step_times import StepTimes
@@ -134,8 +134,8 @@ class Engine:
         """Which layers services may share, (L,) bool, to which it says how to add up."""
         buffers = self.exchange.buffers
         order = sum_order(topology.parts, sums, 1 + buffers.more_partials.shape[1])
-        is_short = order.size < buffers.sum_order.size
-        buffers.sum_order[: order.size] = order if is_short else 0
+        is_short = order.size < buffers.sum_order.size and num_kept(order) <= MOST_KEPT
+        buffers.sum_order[: order.size if is_short else 1] = order if is_short else 0
         if topology.gpu_predicts.any():
             _write_cold(buffers, topology.shards)
         return topology.is_shared if is_short else topology.is_whole

@@ -250,6 +250,7 @@ def sums_of_services(parts: Sequence[ServicePart], has_bias: bool) -> np.ndarray
 
 
 ADD = -1  # a step of `sum_order`
+MOST_KEPT = 15  # outputs, beside a GPU's own one: MOST_KEPT of cuda_kernels/csrc/share.cu
 
 
 def sum_order(parts: Sequence[ServicePart], sums: np.ndarray, num_outputs: int) -> np.ndarray:
@@ -269,6 +270,12 @@ def sum_order(parts: Sequence[ServicePart], sums: np.ndarray, num_outputs: int) 
         kept.append(stripe)
     steps += [ADD] * _num_met(kept, ALL_STRIPES)
     return np.array([len(services), *services, len(steps), *steps], np.int32)
+
+
+def num_kept(order: np.ndarray) -> int:
+    """How many outputs at most wait for others while the steps of `sum_order` are done."""
+    steps = order[2 + order[0] :]
+    return int(np.where(steps == ADD, -1, 1).cumsum().max(initial=0))
 
 
 def _num_met(kept: list[int], stripe: int) -> int:

@@ -7,7 +7,7 @@
 #include "common.cuh"
 
 constexpr int GIVING_THREADS = 512;
-constexpr int MOST_KEPT = 16;  // sums that wait for others
+constexpr int MOST_KEPT = 16;  // sums that wait for others, the GPU's own one among them
 constexpr int MARK_BITS = 10, ADD = -1;
 
 DEVICE int mark_of(const int* told, int layer) {

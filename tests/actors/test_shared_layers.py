@@ -15,6 +15,7 @@ import pytest
 
 from hotcold.actors.attention.cuda import shared
 from hotcold.actors.cpu.cpu_service import CpuService
+from hotcold.actors.driver import engine
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.scoring import AuditedEngine
 from hotcold.actors.exchange.service import Service
@@ -121,6 +122,19 @@ def test_what_a_token_takes(tiny: Tiny, share: float) -> None:
         one = token_takes(system, shares=True)
         assert one[:2] == [1, 1] and one[2] <= 6
         assert one[3] == launches + (3 * num_layers if share < 1 else 0)
+
+
+def test_sums_that_the_device_has_no_room_for(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers are asked for one by one, as of services that pass on many outputs."""
+    checkpoint = tiny("falcon-bias")
+    with CudaInProcess(checkpoint.path, 3, hot=a_third) as system:
+        ids, requests = checkpoint.ids[:4].tolist(), asked(system)
+        expected = logits_of(system, ids)
+        assert LAYERS in {operation for operation, _ in requests}
+        requests.clear()
+        monkeypatch.setattr(engine, "MOST_KEPT", 1)
+        np.testing.assert_array_equal(logits_of(system, ids), expected)
+        assert LAYERS not in {operation for operation, _ in requests}
 
 
 def test_memory_that_the_device_cannot_map(tiny: Tiny) -> None:

@@ -28,7 +28,8 @@ class NextStep:
         """`embedding` is the driver's, whose rows are `width` long."""
         self._device, self._embedding = device, embedding
         self._hidden = device.pinned((1, width), np.float32)
-        self._begun: tuple[Hashable, SharedBuffers] | None = None
+        # Of which layers, what it found, and its sequence's pages.
+        self._begun: tuple[Hashable, SharedBuffers, np.ndarray] | None = None
         self._waits, self._waited, self._num_of_use = 0, _FEWEST_WAITED, 0
 
     def forget(self) -> None:
@@ -41,11 +42,10 @@ class NextStep:
         """Whether the step in the mailbox, of such layers, is the one that was begun."""
         if self._begun is None:
             return False
-        begun = self._begun
-        asked = buffers.positions[:1], buffers.slots[:1], buffers.hidden[:1], buffers.page_tables
-        own = begun[1].positions, begun[1].slots, begun[1].hidden, begun[1].page_tables
-        is_it = num_tokens == 1 and begun[0] == step
-        is_it = is_it and all(map(_has_same_bits, asked, own))
+        of, begun, pages = self._begun
+        asked = buffers.positions[:1], buffers.slots[:1], buffers.hidden[:1], _pages(buffers)
+        own = begun.positions, begun.slots, begun.hidden, pages
+        is_it = num_tokens == 1 and of == step and all(map(_has_same_bits, asked, own))
         if is_it:
             self._begun, self._num_of_use = None, self._num_of_use + 1
             return True
@@ -70,10 +70,15 @@ class NextStep:
             positions=np.array([position], np.int32),
             slots=buffers.slots[:1].copy(),
             hidden=self._hidden,
-            page_tables=buffers.page_tables.copy(),
         )
-        self._begun = step, following
+        self._begun = step, following, _pages(buffers)
         return following
+
+
+def _pages(buffers: SharedBuffers) -> np.ndarray:
+    """A copy of the page tables of the first token's sequence."""
+    found: np.ndarray = buffers.page_tables[:, buffers.slots[0]].copy()
+    return found
 
 
 def _has_same_bits(a: np.ndarray, b: np.ndarray) -> bool:

@@ -37,7 +37,7 @@ class GpuPredictors:
 
         Errors:  DeviceMemoryError, ArtifactError
         """
-        self._device, self._config = device, config
+        self._device = device
         path, digest = Path(spec.system.predictors_path), spec.system.predictors_digest
         if digest and sampled_digest(path) != digest:
             raise ArtifactError(f"{path}: has changed since the system started; start it again")
