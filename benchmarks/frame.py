@@ -71,7 +71,11 @@ def run(command: Sequence[str], **options: Any) -> tuple[str, int]:
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=out, stderr=errors, **options)
-        _, status, used = os.wait4(process.pid, 0)
+        try:
+            _, status, used = os.wait4(process.pid, 0)
+        except BaseException:  # a time limit, or Ctrl-C
+            process.kill()
+            raise
         process.returncode = os.waitstatus_to_exitcode(status)
         out.seek(0)
         errors.seek(0)

@@ -6,18 +6,19 @@
 #                            [--llama-bench PATH] [--python PROGRAM]
 #                            [--workers N]
 #
-# Stages, in this order: kernels (the kernels' suite), sanitizer (compute-sanitizer over a part of it, where
-# there is one), hybrid (layers beside the CPU), systems (whole ones in a Ray), layers (shared with CPU
-# services, as one request and one by one), speed (kernels beside a copy), falcon, llama and experts (tokens a second under several budgets; experts are two shapes, which the
-# report names). Tests run in N processes (4), which share the GPU. A stage that was finished is not done
-# again, so where one call may only take so long the same command is given again. OUT/report.json says it
-# all, and is written after each stage.
+# Stages, in this order: machine (what it is, how fast it reads), kernels (the kernels' suite), hybrid (layers
+# beside the CPU), layers (shared with CPU services, as one request and one by one), falcon, opt, relu_llama
+# and llama (tokens a second under several budgets, llama.cpp first), speed (kernels beside a copy), experts (two
+# shapes, which the report names), systems (whole ones in a Ray), sanitizer (compute-sanitizer over a part of the
+# kernels' suite, where there is one). Tests run in N processes (4), which share the GPU. A stage that was finished
+# is not done again, so where one call may only take so long the same command is given again. OUT/report.json says
+# it all, and is written after each stage.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 wheels= out= minutes=9 folder=/dev/shm/hotcold llama= python=python3 workers=4 compiling=
 parts=qwen,smallthinker # of the stage experts; each is done only once
-stages=kernels,sanitizer,hybrid,systems,layers,speed,falcon,llama,experts
-usage() { sed -n '2,14s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+stages=machine,kernels,hybrid,layers,falcon,opt,relu_llama,llama,speed,experts,systems,sanitizer
+usage() { sed -n '2,16s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 while [ $# -gt 0 ]; do
     [ $# -ge 2 ] || usage
     case $1 in
@@ -77,26 +78,31 @@ if wanted systems; then
     timeout -k 10 "$(left_s)" "$python" -m hotcold compile >"$out/compile.log" 2>&1 &
     compiling=$!
 fi
+wanted machine && { lscpu; nvidia-smi; } >"$out/machine.log" 2>&1
+stage machine "$python" -m hotcold doctor --fresh --machine-out "$out/machine.json"
 run_tests kernels tests/gpu/test_kernels.py "$workers"
-if command -v compute-sanitizer >/dev/null; then
-    stage sanitizer compute-sanitizer --error-exitcode 9 --target-processes all \
-        "$python" -m pytest -n 0 -q -x -p no:cacheprovider tests/gpu/test_kernels.py -k "not 2_to_31"
-fi
 run_tests hybrid tests/gpu/test_hybrid.py "$workers"
-[ -z "$compiling" ] || wait "$compiling"
-run_tests systems tests/gpu/test_systems.py 0
 stage layers "$python" -m benchmarks.gpu_layers "$folder/layers" --hot 0.3 --hot 0.7 --hot 1 \
     --threads $(($(nproc) - 2)) --out "$out/layers.json"
 rm -rf "$folder/layers"
-stage speed "$python" -m benchmarks.gpu_kernels --out "$out/speed.json"
 hybrid falcon --shape falcon-40b-like --layers 10 --vocab 8192 --density 0.05 \
-    --mode sign --mode exact --budget 4GiB --budget 6GiB --budget 16GiB
-hybrid llama --shape llama-13b --density 0.10 --mode exact --budget 10GiB --budget 16GiB
+    --mode sign --mode lowrank --mode exact --budget 4GiB --budget 6GiB --budget 16GiB
+hybrid opt --shape opt-30b --layers 8 --vocab 8192 --density 0.03 --mode sign --mode lowrank --budget 4GiB
+hybrid relu_llama --shape llama-70b --layers 6 --vocab 8192 --density 0.18 \
+    --mode sign --mode lowrank --budget 2GiB --budget 4GiB
+hybrid llama --shape llama-13b --density 0.10 --mode exact --mode dense --budget 10GiB --budget 30GiB
+stage speed "$python" -m benchmarks.gpu_kernels --out "$out/speed.json"
 if wanted experts; then
     hybrid qwen --shape qwen3-30b-a3b --layers 8 --format q4_0 --mode dense --budget 2GiB --budget 8GiB
     hybrid smallthinker --shape smallthinker-21b --layers 8 --format q4_0 --mode exact \
         --budget 2GiB --budget 8GiB
     [ -e "$out/qwen.done" ] && [ -e "$out/smallthinker.done" ] && touch "$out/experts.done"
+fi
+[ -z "$compiling" ] || wait "$compiling"
+run_tests systems tests/gpu/test_systems.py 0
+if command -v compute-sanitizer >/dev/null; then
+    stage sanitizer compute-sanitizer --error-exitcode 9 --target-processes all \
+        "$python" -m pytest -n 0 -q -x -p no:cacheprovider tests/gpu/test_kernels.py -k "not 2_to_31"
 fi
 report
 echo "$out/report.json"

@@ -10,13 +10,14 @@ follow a power law: a checkpoint in float16, or a GGUF file with --format. `hotc
 random tokens, and with a mode that predicts `hotcold train-predictors` follows. Batch 1; the median
 of runs.
 
-What a run has measured stays in OUT: the same command again does what is left, and --minutes says
-when to stop. With --llama-bench, a build with CUDA, the same file, or a Llama of as many bytes,
-runs there within the same budgets: as many whole layers on the GPU as fit, and attention of all
-layers with as many FFNs, each with all threads and with half of them.
+What a run has measured stays in OUT: the same command again does what is left; --minutes says when
+to stop, and --run-minutes what is given up. With --llama-bench, a build with CUDA, the same file,
+or a Llama of as many bytes, runs first within the same budgets: as many whole layers on the GPU as
+fit, and attention of all layers with as many FFNs, each with all threads, all but two, and half.
 """
 
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.check import stored_config
 from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes
 from hotcold.placement.profile import PROFILE_FILE, read_profile
+from hotcold.predictors.predictor_file import KINDS
 
 _CONTEXT = 256
 _PROFILED_TOKENS = 1024
@@ -60,9 +62,9 @@ _TOLD = ("device", "num_hot_neurons", "num_host_layers", "head_on_host", "gpu_pr
 class Report:
     """A JSON file that grows; what is in it is not measured again."""
 
-    def __init__(self, file: Path, head: Json, minutes: float) -> None:
+    def __init__(self, file: Path, head: Json, minutes: float, run_minutes: float) -> None:
         """Begin it with `head`, or go on with one of the same shape. Errors: ClickException."""
-        self._file = file
+        self._file, self._run_s = file, 60 * run_minutes
         self._ends_s = time.monotonic() + 60 * minutes
         self.content: Json = head | {"runs": {}, "left": []}
         if file.exists():
@@ -83,7 +85,8 @@ class Report:
                 self.content["runs"][name] = {"failed": "it did not end"}
                 self._write()
             try:
-                found = run()
+                with _at_most(self._run_s if name != "profile" else 0):
+                    found = run()
             except Exception as problem:  # the others are still worth having
                 found = {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0]}
             self.content["runs"][name] = found | {"took_s": time.monotonic() - started}
@@ -92,6 +95,22 @@ class Report:
 
     def _write(self) -> None:
         write_atomic(self._file, f"{json.dumps(self.content, indent=1)}\n".encode())
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Errors: TimeoutError within what takes longer, in the main thread; 0: no limit."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it took longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager
@@ -170,16 +189,13 @@ def _split(device_ms: Json, per_token_ms: Json, tokens: int) -> Json:
     }
 
 
-def _profile(path: Path, sign: bool) -> Json:
-    """Count who fires over random tokens; with `sign`, fit predictors to what they met."""
+def _profile(path: Path, keeps_inputs: bool) -> Json:
+    """Count who fires over random tokens; `keeps_inputs`: for predictors to be fitted to."""
     ids = np.random.default_rng(_SEED).integers(0, read_config(path).vocab_size, _PROFILED_TOKENS)
     text = path.with_suffix(".jsonl")
     text.write_text(json.dumps({"ids": ids.tolist()}) + "\n")
-    inputs = str(ids.size) if sign else "0"
-    found = hotcold("profile", str(path), "--text", str(text), "--inputs", inputs)
-    if sign:
-        found["predictors"] = hotcold("train-predictors", str(path), "--kind", "sign")
-    return found
+    inputs = str(ids.size) if keeps_inputs else "0"
+    return hotcold("profile", str(path), "--text", str(text), "--inputs", inputs)
 
 
 def _make(
@@ -210,7 +226,8 @@ def _llama_cpp(bench: str, path: Path, gguf: Path, budget: int, threads: int, n:
         layers = "|".join(map(str, range(on_cpu)))
         cold = rf"blk\.({layers})\.ffn_(up|gate|down).*=CPU"
         ways["attention and FFNs"] = ["-ngl", "99", "-ot", cold]
-    command = [bench, "-m", str(gguf), "-t", f"{threads},{max(1, threads // 2)}", "-lm", "none"]
+    counts = ",".join(map(str, sorted({threads, max(1, threads - 2), max(1, threads // 2)})))
+    command = [bench, "-m", str(gguf), "-t", counts, "-lm", "none"]
     command += ["-fa", "1", "-p", "0", "-n", str(n), "-r", "3", "-o", "jsonl"]
     found: Json = {"likeness": "the same file" if path == gguf else "a Llama of as many bytes"}
     for name, options in ways.items():
@@ -243,13 +260,15 @@ def _clipped(count: float, most: int) -> int:
 @click.option("--tokens", default=128)
 @click.option("--repeat", default=3)
 @click.option("--minutes", default=9.0, help="Begin nothing after so many.")
+@click.option("--run-minutes", default=2.5, help="Give up a run that takes longer.")
 @click.option("--llama-bench", help="A llama.cpp build with CUDA.")
 @click.option("--cpu/--no-cpu", default=True, help="Without a GPU, too.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON, which grows.")
 def main(
     shape: str, layers: int | None, vocab: int | None, density: float, file_format: str,
     modes: tuple[str, ...], budgets: tuple[int, ...], folder: Path, prompt_tokens: int,
-    tokens: int, repeat: int, minutes: float, llama_bench: str | None, cpu: bool, out: Path,
+    tokens: int, repeat: int, minutes: float, run_minutes: float, llama_bench: str | None,
+    cpu: bool, out: Path,
 ) -> None:  # fmt: skip
     """Measure one shape; the report goes to OUT."""
     started, gguf = time.monotonic(), file_format != "f16"
@@ -259,18 +278,22 @@ def main(
     if not (path if gguf else path / "config.json").exists():
         _make(path, shape, layers, density, vocab, file_format)
     gpu = first_gpu()
-    system, _ = prepare_system(path, _options(modes[0] if modes[0] != "sign" else "exact", 0))
+    system, _ = prepare_system(path, _options(modes[0] if modes[0] not in KINDS else "exact", 0))
     about = head(path, system.num_threads) | {
         "device": gpu if isinstance(gpu, str) else gpu[0], "format": file_format,
         "density": density, "prompt_tokens": prompt_tokens, "tokens": tokens,
     }  # fmt: skip
-    report = Report(out, about, minutes - (time.monotonic() - started) / 60)
-    report.measure("profile", lambda: _profile(path, "sign" in modes))
+    report = Report(out, about, minutes - (time.monotonic() - started) / 60, run_minutes)
     sizes = prompt_tokens, tokens, repeat
     for budget in budgets if llama_bench else ():
         file = path if gguf else path.with_name(path.name + ".gguf")
         arguments = (str(llama_bench), path, file, budget, system.num_threads, tokens)
         report.measure(f"llama.cpp {_place(budget)}", partial(_llama_cpp, *arguments))
+    kinds = [mode for mode in modes if mode in KINDS]
+    report.measure("profile", lambda: _profile(path, bool(kinds)))
+    for kind in kinds:
+        fit = partial(hotcold, "train-predictors", str(path), "--kind", kind)
+        report.measure(f"predictors {kind}", fit)
     for mode, budget in product(modes, (*budgets, *([0] if cpu else []))):
         run = partial(_decode, path, mode, budget, *sizes)
         report.measure(f"hotcold {mode} {_place(budget)}", run)

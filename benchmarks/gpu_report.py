@@ -12,8 +12,8 @@ import click
 
 from benchmarks.frame import Json
 
-_STAGES = ("kernels", "sanitizer", "hybrid", "systems", "layers", "speed", "falcon", "llama",
-           "qwen", "smallthinker")  # fmt: skip
+_STAGES = ("machine", "kernels", "hybrid", "layers", "falcon", "opt", "relu_llama", "llama",
+           "speed", "qwen", "smallthinker", "systems", "sanitizer")  # fmt: skip
 _LAST_LINES = 5
 
 

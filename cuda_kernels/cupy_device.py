@@ -69,11 +69,12 @@ class CupyDevice:
             self.name = runtime.getDeviceProperties(0)["name"].decode()
             free_before = _free_bytes_of(runtime.deviceGetPCIBusId(0))
             runtime.setDevice(0)
-            self._free_at_first = _free_at_first(free_before, *runtime.memGetInfo())
+            free_at_first = _free_at_first(free_before, *runtime.memGetInfo())
             self._stream = cupy.cuda.Stream(non_blocking=True)
             self._copies = cupy.cuda.Stream(non_blocking=True)
             self._blas = self._open_blas()
             self.kernels = CudaKernels()
+            self._context_bytes = max(0, int(free_at_first - runtime.memGetInfo()[0]))
         except Exception as problem:  # CuPy's and CUDA's errors have no common base
             raise RuntimeError(f"the GPU cannot be used: {_line(problem)}") from problem
         self._pool = cupy.get_default_memory_pool()
@@ -282,8 +283,8 @@ class CupyDevice:
         return float(self.xp.cuda.get_elapsed_time(first, last))
 
     def used_bytes(self) -> int:
-        # This may be called while another thread captures a graph.
-        return max(0, int(self._free_at_first - self._runtime.memGetInfo()[0]))
+        # Of the device's free memory, other programs take their part at any time.
+        return self._context_bytes + int(self._pool.total_bytes())
 
     def free_bytes(self) -> int:
         """What the device's driver says is free now."""

@@ -10,9 +10,11 @@ import numpy as np
 from hotcold.cuda_kernels.launch import NULL, Argument, CupyLauncher, Launcher, record
 from hotcold.cuda_kernels.matrix import ITEM_BYTES, DeviceMatrix
 from hotcold.cuda_kernels.neurons import (
+    DeviceLowRank,
     DeviceNeurons,
     DevicePredictor,
     DeviceRouter,
+    DeviceSigns,
     LayerResidual,
     PredictorScratch,
     SharedMemory,
@@ -406,10 +408,18 @@ class CudaKernels:
     ) -> None:
         """scratch.masks[n]: bit t where neuron n is expected to fire for x[t].
 
-        As `sign_scores` of numba_kernels.decode.predict, to the bit. num_listed (1,) int32 is set
-        to the number of the first `num_own` neurons, the device's, that have a mask.
+        As numba_kernels.decode.predict, to the bit. num_listed (1,) int32 is set to the number of
+        the first `num_own` neurons, the device's, that have a mask.
         Shapes:  x (T, d)
         """
+        if isinstance(predictor, DeviceLowRank):
+            self._score_lowrank(predictor, x, scratch)
+        else:
+            self._score_signs(predictor, x, scratch)
+        counted = self._at(scratch.masks), np.int32(num_own), self._at(num_listed)
+        self._launcher.launch(_COUNT_MASKS, (1, 1, 1), _PLANE_LANES, counted)
+
+    def _score_signs(self, predictor: DeviceSigns, x: Any, scratch: PredictorScratch) -> None:
         num_tokens, width = x.shape
         words = scratch.planes.size // scratch.units.size // INPUT_PLANES
         bits = predictor.bits
@@ -436,8 +446,32 @@ class CudaKernels:
         grid = ceil_div(bits.shape[0], _WARPS), 1, 1
         masks = self._at(scratch.masks)
         self._launcher.launch(_SCORE_NEURONS, grid, THREADS, (rows, given(), masks))
-        counted = self._at(scratch.masks), np.int32(num_own), self._at(num_listed)
-        self._launcher.launch(_COUNT_MASKS, (1, 1, 1), _PLANE_LANES, counted)
+
+    def _score_lowrank(self, predictor: DeviceLowRank, x: Any, scratch: PredictorScratch) -> None:
+        (num_tokens, width), (size, num_neurons) = x.shape, predictor.up.shape
+        kind = "INT8" if predictor.up.dtype == np.int8 else "HALF"
+
+        def given() -> np.ndarray:
+            return record(
+                down=self._at(predictor.down),
+                up=self._at(predictor.up),
+                scales=self._at(predictor.scales),
+                thresholds=self._at(predictor.thresholds),
+                size=np.int32(size),
+                width=np.int32(width),
+                num_neurons=np.int32(num_neurons),
+                num_tokens=np.int32(num_tokens),
+            )
+
+        hidden_of, masks_of = (
+            Entry("predict", macro, (kind,)) for macro in ("LOWRANK_HIDDEN", "LOWRANK_MASKS")
+        )
+        arguments = given(), self._at(x), self._at(scratch.hidden)
+        grid = ceil_div(size, _WARPS), num_tokens, 1
+        self._launcher.launch(hidden_of, grid, THREADS, arguments)
+        arguments = given(), self._at(scratch.hidden), self._at(scratch.masks)
+        grid = ceil_div(num_neurons, THREADS), 1, 1
+        self._launcher.launch(masks_of, grid, THREADS, arguments)
 
     def list_neurons(
         self, predictor: DevicePredictor, scratch: PredictorScratch, shared: SharedMemory

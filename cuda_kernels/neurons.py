@@ -73,7 +73,7 @@ class LayerResidual(NamedTuple):
     scale: float
 
 
-class DevicePredictor(NamedTuple):
+class DeviceSigns(NamedTuple):
     """A sign predictor of a layer's N neurons: the device's own, then CPU services' as they have
     them.
 
@@ -90,14 +90,28 @@ class DevicePredictor(NamedTuple):
     bounds: Any
 
 
+class DeviceLowRank(NamedTuple):
+    """A low-rank predictor of the same neurons: arrays as of `predictors.lowrank`, and bounds."""
+
+    down: Any
+    scales: Any
+    up: Any
+    thresholds: Any
+    bounds: Any
+
+
+DevicePredictor = DeviceSigns | DeviceLowRank
+
+
 class PredictorScratch(NamedTuple):
     """What predicting a step of T tokens takes: planes (T * 3 * words,), masks (N,) uint32, units
-    (T,) float32.
+    (T,), hidden (T * most units between low-rank matrices,) float32.
     """
 
     planes: Any
     units: Any
     masks: Any
+    hidden: Any
 
 
 class SharedMemory(NamedTuple):

@@ -41,6 +41,7 @@ from hotcold.model.weights.sizes import (
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS, SEGMENT_POSITIONS
 from hotcold.numba_kernels.formats import DTYPES, row_items
 from hotcold.placement.solver.plan_devices import GPU_RESERVE_BYTES
+from hotcold.predictors.predictor_file import KINDS
 
 _PROCESS_BYTES = 180 << 20  # of Python and Ray in one actor, its part of their libraries too
 # Measured after long prompts beyond what is counted: of each service; of Ray and the command.
@@ -225,16 +226,14 @@ def _padding(config: ModelConfig, width: int, kind: MatrixKind) -> int:
 def _predicted_layers(system: SystemConfig) -> tuple[bool, ...]:
     """Of which layers a GPU may have the predictors.
 
-    They are sign predictors of the FFN's input, of services that share the driver's memory.
+    The services share the driver's memory.
     """
-    if system.mode != "sign" or not system.shares_arena or system.storage is not None:
+    if not system.predictors_path or not system.shares_arena or system.storage is not None:
         return ()
     identity = ModelIdentity.of(system.model_path)
     facts = check_artifact(Path(system.predictors_path), "predictors", identity)
     kinds = facts.get("kinds")
-    if facts.get("input") != "ffn_input" or not isinstance(kinds, list) or "lowrank" in kinds:
-        return ()
-    return tuple(kind == "sign" for kind in kinds)
+    return tuple(kind in KINDS for kind in kinds) if isinstance(kinds, list) else ()
 
 
 def expected_gpu(system: SystemConfig, config: ModelConfig, is_sure: bool = True) -> SystemConfig:

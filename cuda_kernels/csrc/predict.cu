@@ -1,5 +1,6 @@
-// Sign predictors, as numba_kernels.decode.predict has them to the bit: the input in three bits a
-// number, weighted counts of bits that differ, and lists of the neurons that are expected to fire.
+// Predictors, as numba_kernels.decode.predict has them to the bit: of signs, the input in three bits a
+// number and weighted counts of bits that differ; of low rank, two matrices; and lists of the neurons
+// that are expected to fire.
 //
 // `told`: see share.cu. Words of 64 bits are pairs of 32 here, the lower one first.
 #include "common.cuh"
@@ -111,6 +112,94 @@ DEVICE void score_neuron(const Rows& rows, const Input& in, u32* masks) {
 #define SCORE_NEURONS()                                                                            \
     ENTRY(THREADS)                                                                                 \
     score_neurons(Rows rows, Input in, u32* masks) { score_neuron(rows, in, masks); }
+
+// A low-rank predictor: down (size, width), scales (size,), up (size, num_neurons), thresholds.
+template <typename T>
+struct LowRank {
+    const T *down, *up;
+    const float *scales, *thresholds;
+    int size, width, num_neurons, num_tokens;
+};
+
+DEVICE float number_of(u16 bits) { return half_to_float(bits); }
+DEVICE float number_of(signed char value) { return static_cast<float>(value); }
+
+constexpr int SUM_LANES = 16, BLOCK = 8 * SUM_LANES;  // as in numba_kernels.ir.float_ir
+
+// row . x by a warp, the same in every lane: blocks go to the halves' sums in turn, what is left in
+// whole vectors to the first, the last numbers to a third.
+template <typename T>
+DEVICE float dot_of(const T* row, const float* x, int width) {
+    int lane = threadIdx.x % SUM_LANES, half = threadIdx.x % WARP / SUM_LANES;
+    int paired = width / (2 * BLOCK) * (2 * BLOCK), whole = width / SUM_LANES * SUM_LANES;
+    float sum = 0.0f, tail = 0.0f;
+    for (int first = half * BLOCK + lane; first < paired; first += 2 * BLOCK) {
+#pragma unroll
+        for (int i = first; i < first + BLOCK; i += SUM_LANES) {
+            sum = fmaf(number_of(load(row + i)), load(x + i), sum);
+        }
+    }
+    for (int i = paired + lane; half == 0 && i < whole; i += SUM_LANES) {
+        sum = fmaf(number_of(load(row + i)), load(x + i), sum);
+    }
+    for (int i = whole; i < width; ++i) tail = fmaf(number_of(load(row + i)), load(x + i), tail);
+    return warp_sum(sum) + tail;
+}
+
+// hidden (num_tokens, size): a warp a number; a NaN stays one.
+template <typename T>
+DEVICE void hidden_unit(const LowRank<T>& of, const float* x, float* hidden) {
+    int unit = blockIdx.x * WARPS + threadIdx.x / WARP, token = blockIdx.y;
+    if (unit >= of.size) return;
+    const T* row = of.down + static_cast<i64>(unit) * of.width;
+    float sum = dot_of(row, x + static_cast<i64>(token) * of.width, of.width);
+    if (threadIdx.x % WARP == 0) {
+        float value = load(of.scales + unit) * (sum < 0.0f ? 0.0f : sum);
+        store(hidden + static_cast<i64>(token) * of.size + unit, value);
+    }
+}
+
+SHARED_CONSTANT int UNITS = 8;  // whose rows of `up` are asked for at once
+
+// masks (num_neurons,): bit t where the neuron is expected to fire for token t; a thread a neuron.
+template <typename T>
+DEVICE void mask_neuron(const LowRank<T>& of, const float* hidden, u32* masks) {
+    int n = blockIdx.x * THREADS + threadIdx.x;
+    if (n >= of.num_neurons) return;
+    u32 mask = 0;
+    for (int t = 0; t < of.num_tokens; ++t, hidden += of.size) {
+        float score = -load(of.thresholds + n);
+        for (int first = 0; first < of.size; first += UNITS) {
+            float units[UNITS], weights[UNITS];
+#pragma unroll
+            for (int i = 0; i < UNITS; ++i) {
+                int unit = first + i;
+                units[i] = unit < of.size ? load(hidden + unit) : 0.0f;
+                i64 at = static_cast<i64>(unit) * of.num_neurons + n;
+                weights[i] = units[i] != 0.0f ? number_of(load(of.up + at)) : 0.0f;
+            }
+#pragma unroll
+            for (int i = 0; i < UNITS; ++i) {
+                if (units[i] != 0.0f) score = fmaf(weights[i], units[i], score);
+            }
+        }
+        if (!(score <= 0.0f)) mask |= 1u << t;  // as above
+    }
+    store(masks + n, mask);
+}
+
+using INT8 = signed char;
+using HALF = u16;
+#define LOWRANK_HIDDEN(TYPE)                                                                       \
+    ENTRY(THREADS)                                                                                 \
+    lowrank_hidden_##TYPE(LowRank<TYPE> of, const float* x, float* hidden) {                       \
+        hidden_unit(of, x, hidden);                                                                \
+    }
+#define LOWRANK_MASKS(TYPE)                                                                        \
+    ENTRY(THREADS)                                                                                 \
+    lowrank_masks_##TYPE(LowRank<TYPE> of, const float* hidden, u32* masks) {                      \
+        mask_neuron(of, hidden, masks);                                                            \
+    }
 
 // out: how many of the neurons have a mask.
 DEVICE void count_of_masks(const u32* masks, int num_neurons, int* out) {

@@ -21,12 +21,15 @@ import torch
 from hotcold.actors.protocol.stripes import ADD
 from hotcold.cuda_kernels.device import DeviceMemoryError
 from hotcold.cuda_kernels.matrix import FORMATS, ITEM_BYTES, DeviceMatrix
+from hotcold.cuda_kernels.neurons import DeviceLowRank, DevicePredictor
 from hotcold.model.config import activations
 from hotcold.model.config.layer_spec import RouterSpec
 from hotcold.numba_kernels.checks import ACTIVATION_CODES
-from hotcold.numba_kernels.decode.predict import sign_scores
 from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.numba_kernels.loops.mailbox import layer_mark
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.sign import SignLayer
+from tests.predictor_layers import scores_of
 from tests.reference_experts import expert_weights
 
 _ALIGNMENT = 256  # of CuPy's arrays, at least
@@ -73,6 +76,14 @@ def activated(function, x: np.ndarray) -> np.ndarray:
 def activated_up(function, x: np.ndarray) -> np.ndarray:
     """What multiplies it."""
     return _by_rows(activations.activated_up, function, x)
+
+
+def predictor_layer(predictor: DevicePredictor) -> SignLayer | LowRankLayer:
+    """What the driver has for a device's predictor."""
+    *arrays, _ = predictor
+    if isinstance(predictor, DeviceLowRank):
+        return LowRankLayer(*arrays)
+    return SignLayer(predictor.bits.view(np.uint64), *arrays[1:])
 
 
 def _by_rows(torch_function, function, x: np.ndarray) -> np.ndarray:
@@ -321,8 +332,8 @@ class NumpyKernels:
 
     def predict(self, predictor, x, num_own, scratch, num_listed):
         def run() -> None:
-            bits, vectors = predictor.bits.view(np.uint64), (predictor.center, predictor.scale)
-            chosen = ~(sign_scores(bits, x, predictor.thresholds, *vectors) <= 0)
+            layer = predictor_layer(predictor)
+            chosen = ~(scores_of(layer, x) <= 0)
             masks = (chosen.T << np.arange(len(x))).sum(axis=1)
             scratch.masks[: masks.size] = masks
             num_listed[0] = np.count_nonzero(masks[:num_own])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from hotcold.actors.driver.scoring import AuditedEngine
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import AnswerFailed
 from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.numba_kernels.ffn.ffn_loop import ffn_request
 from hotcold.numba_kernels.loops.mailbox import (
@@ -37,7 +38,10 @@ from hotcold.numba_kernels.loops.mailbox import (
     give_output,
     next_share,
 )
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.predictor import PredictorInput
 from hotcold.predictors.predictor_file import Predictors, write_predictors
+from hotcold.predictors.stacked import AnyLayer
 from tests.actors.batching import random_sign
 from tests.actors.cuda_in_process import CudaInProcess, a_third, emulated_devices
 from tests.actors.in_process import InProcessSystem
@@ -150,7 +154,7 @@ def test_memory_that_the_device_cannot_map(tiny: Tiny) -> None:
 
 @dataclass
 class Predicted:
-    """A model's random sign predictors, and their file."""
+    """A model's random predictors, and their file."""
 
     predictors: Predictors
     path: str
@@ -162,19 +166,43 @@ class Predicted:
         return engine
 
 
-def random_predictors(checkpoint: TinyCheckpoint, folder: Path, without: int) -> Predicted:
-    """Layer `without` has none."""
+def random_lowrank(random: np.random.Generator, config: ModelConfig) -> LowRankLayer:
+    """A predictor of bytes that chooses about half of the neurons, others for every input."""
+    down, up = (
+        random.integers(-127, 128, shape).astype(np.int8)
+        for shape in ((22, config.hidden_size), (22, config.ffn_size))
+    )
+    return LowRankLayer(down, np.ones(22, np.float32), up, np.zeros(config.ffn_size, np.float32))
+
+
+SIGN, LOWRANK = [random_sign], [random_lowrank]
+
+
+def random_predictors(
+    checkpoint: TinyCheckpoint,
+    folder: Path,
+    without: int = -1,
+    kinds: Sequence[Callable[[np.random.Generator, ModelConfig], AnyLayer]] = SIGN,
+    input_name: PredictorInput = "ffn_input",
+) -> Predicted:
+    """Of these kinds by turns; layer `without` has none."""
     random, config = np.random.default_rng(8), read_config(checkpoint.path)
     layers = [
-        None if layer == without else random_sign(random, config)
+        None if layer == without else kinds[layer % len(kinds)](random, config)
         for layer in range(config.num_layers)
     ]
-    found = Predicted(Predictors(layers, "ffn_input"), str(folder / "predictors.safetensors"))
+    found = Predicted(Predictors(layers, input_name), str(folder / "predictors.safetensors"))
     write_predictors(Path(found.path), ModelIdentity.of(checkpoint.path), found.predictors)
     return found
 
 
-LISTED = [("llama-gqa", 1, 1, 1), ("llama-relu", 3, 2, 1), ("falcon-relu", 2, 1, -1)]
+LISTED: list[Any] = [
+    ("llama-gqa", 1, 1, 1, SIGN, "ffn_input"),
+    ("llama-relu", 3, 2, 1, SIGN + LOWRANK, "ffn_input"),
+    ("llama-gqa", 2, 1, 0, LOWRANK, "residual"),
+    ("opt-postnorm", 2, 1, 1, LOWRANK, "residual"),
+    ("falcon-relu", 2, 1, -1, LOWRANK + SIGN, "residual"),
+]
 
 
 def of_each_layer(num_layers: int, ffn_size: int) -> list[np.ndarray]:
@@ -183,16 +211,20 @@ def of_each_layer(num_layers: int, ffn_size: int) -> list[np.ndarray]:
     return [*[ids[::3]] * (num_layers - 1), ids]
 
 
-@pytest.mark.parametrize(("variant", "num_services", "num_threads", "without"), LISTED)
+@pytest.mark.parametrize(
+    ("variant", "num_services", "num_threads", "without", "kinds", "reads"), LISTED
+)
 def test_neurons_that_the_gpu_lists(
-    tiny: Tiny, variant: str, num_services: int, num_threads: int, without: int, tmp_path: Path
-) -> None:
+    tiny: Tiny, variant: str, num_services: int, num_threads: int, without: int,
+    kinds: Any, reads: Any, tmp_path: Path,
+) -> None:  # fmt: skip
     """The same as by the driver's predictors, and on the CPU alone, but for the last bits.
 
     A layer without a predictor is a request of its own.
     """
     checkpoint, found, counts = tiny(variant), [], []
-    predicted, is_emulated = random_predictors(checkpoint, tmp_path, without), without < 0
+    predicted = random_predictors(checkpoint, tmp_path, without, kinds, reads)
+    is_emulated = without < 0
     device = emulated_devices()() if is_emulated else NumpyDevice()
     sizes = WHOLE_STEPS if is_emulated else SIZES
     ids = np.resize(checkpoint.ids, sum(sizes)).tolist()
@@ -206,7 +238,7 @@ def test_neurons_that_the_gpu_lists(
             found.append(steps(engine, ids, sizes))
             counts.append(counts_of(engine))
             joined = [layer for operation, layer in requests if operation == LAYERS]
-            of_token = [0] if without < 0 else [0, 1, 2]
+            of_token = [0] if without < 0 else sorted({0, without, without + 1})
             assert joined == (of_token * len(sizes) if shares else [])
         everything = steps(system.engine("exact"), ids, sizes)
     with InProcessSystem(checkpoint.path) as system:
@@ -221,7 +253,7 @@ def test_neurons_that_the_gpu_lists(
 def test_what_predictors_list_is_audited(tiny: Tiny, tmp_path: Path) -> None:
     """With a GPU that predicts its own neurons, as on the CPU alone."""
     checkpoint, found = tiny("llama-relu"), []
-    predicted = random_predictors(checkpoint, tmp_path, -1)
+    predicted = random_predictors(checkpoint, tmp_path)
     options: dict[str, Any] = {"hot": of_each_layer, "predictors_path": predicted.path}
     for system in (CudaInProcess(checkpoint.path, 2, **options), InProcessSystem(checkpoint.path)):
         with system:
@@ -243,13 +275,15 @@ class KeptGpu(CudaInProcess):
         return self.gpu or super()._gpu()
 
 
-def test_another_number_of_services(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kinds", [SIGN, LOWRANK])
+def test_another_number_of_services(tiny: Tiny, tmp_path: Path, kinds: Any) -> None:
     """The GPU's predictors stay, in another order, though the neurons' may be the same.
 
     Their file is read no more.
     """
     checkpoint, options = tiny("llama-gqa"), dict[str, Any]()
-    predicted, ids = random_predictors(checkpoint, tmp_path, -1), checkpoint.ids[:5].tolist()
+    predicted = random_predictors(checkpoint, tmp_path, kinds=kinds)
+    ids = checkpoint.ids[:5].tolist()
     file, away = Path(predicted.path), tmp_path / "away"
     for num_services in (2, 3, 1):
         options["predictors_path"], found = predicted.path, []

@@ -5,8 +5,11 @@ python -m pytest -n 0 tests/gpu/test_hybrid.py
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +28,7 @@ from tests.actors.test_cuda_whole_layers import (
     every_layer,
     steps,
 )
-from tests.actors.test_shared_layers import assert_shared, random_predictors
+from tests.actors.test_shared_layers import LOWRANK, SIGN, assert_shared, random_predictors
 from tests.actors.test_stored_beside_gpu import StoredBesideGpu
 from tests.actors.test_stored_neurons import assert_same_bits, packed
 from tests.conftest import TinyCheckpoint
@@ -111,13 +114,14 @@ def test_shared_layers(
             assert_shared(system, checkpoint.ids, SIZES)
 
 
+@pytest.mark.parametrize("kinds", [SIGN, LOWRANK])
 def test_neurons_that_the_gpu_lists(
-    tiny: Tiny, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, kinds: Any, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by the driver's predictors."""
     monkeypatch.setattr(shared, "LIMIT_NS", 60_000_000_000)
     checkpoint, sizes = tiny("llama-relu"), SIZES
-    predicted = random_predictors(checkpoint, tmp_path, -1)
+    predicted = random_predictors(checkpoint, tmp_path, kinds=kinds)
     ids, path = np.resize(checkpoint.ids, sum(sizes)).tolist(), predicted.path
     with CudaInProcess(
         checkpoint.path, 2, hot=a_third, predictors_path=path, device=device
@@ -125,6 +129,19 @@ def test_neurons_that_the_gpu_lists(
         found = [steps(predicted.engine(system, shares), ids, sizes) for shares in (False, True)]
     for one_by_one, together in zip(*found, strict=True):
         np.testing.assert_array_equal(together, one_by_one)
+
+
+def test_memory_of_other_programs(device: Device) -> None:
+    """It is none of this process's."""
+    before = device.used_bytes()
+    command = "import cupy, sys; a = cupy.empty(1 << 29, 'u1'); print(flush=True); sys.stdin.read()"
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", command], **pipes) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"\n"
+        free = device.free_bytes()
+        assert device.used_bytes() == before
+        other.communicate()
+    assert device.free_bytes() > free
 
 
 @pytest.mark.parametrize("weight_dtype", ["", "q8"])

@@ -20,6 +20,7 @@ from hotcold.numba_kernels.decode.activations import activation, not_zero
 from tests.kernels import (
     backends,
     test_device_kernels,
+    test_device_predictors,
     test_rows,
 )
 from tests.kernels.arrays import random_bits, random_floats
@@ -35,6 +36,7 @@ if not _GPUS:
 
 _SUITE = (
     test_device_kernels,
+    test_device_predictors,
     test_rows,
 )
 

@@ -1,4 +1,4 @@
-"""A device's sign predictors, and lists of neurons by them: those of the CPU, to the bit."""
+"""A device's predictors, and lists of neurons by them: those of the CPU, to the bit."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.cuda_kernels.neurons import DevicePredictor, PredictorScratch, SharedMemory
-from hotcold.numba_kernels.decode.predict import pack_weights, select_kernel, sign_scores
+from hotcold.cuda_kernels.neurons import (
+    DeviceLowRank,
+    DeviceSigns,
+    PredictorScratch,
+    SharedMemory,
+)
+from hotcold.numba_kernels.decode.predict import pack_weights, select_kernel
+from hotcold.predictors.lowrank import LowRankLayer
+from hotcold.predictors.sign import SignLayer
 from tests.kernels.arrays import random_floats
-from tests.kernels.backends import DEVICES, calls
+from tests.kernels.device_calls import DeviceCalls
+from tests.predictor_layers import scores_of
 
 _SERVICES, _CELL_WORDS, _LENGTH = 4, 32, 5
 
@@ -37,24 +45,35 @@ def shared_memory(put: Callable[[np.ndarray], Any], told: list[int], most: int) 
     )
 
 
-@pytest.mark.parametrize("name", DEVICES)
-@pytest.mark.parametrize("planes", [1, 2])
-@pytest.mark.parametrize(("width", "num_tokens"), [(64, 1), (96, 3), (300, 5), (1024, 32)])
-def test_lists(
-    name: str, planes: int, width: int, num_tokens: int, request: pytest.FixtureRequest
-) -> None:
+def random_layer(kind: str, count: int, width: int) -> SignLayer | LowRankLayer:
+    """A predictor of `count` neurons, of 1 or 2 bit planes, or of low rank."""
+    thresholds = random_floats(5, count)
+    if kind in ("1", "2"):
+        bits = pack_weights(random_floats(1, count, width), int(kind))
+        scale = np.abs(random_floats(3, width)) + 0.1
+        return SignLayer(bits, thresholds, random_floats(2, width), scale)
+    size = 5 + width // 3
+    matrices = random_floats(1, size, width), random_floats(2, size, count)
+    if kind == "i8":
+        down, up = (np.clip(40 * one, -127, 127).astype(np.int8) for one in matrices)
+    else:
+        down, up = (one.astype(np.float16).view(np.uint16) for one in matrices)
+    return LowRankLayer(down, random_floats(3, size), up, thresholds)
+
+
+@pytest.mark.parametrize("kind", ["1", "2", "f16", "i8"])
+@pytest.mark.parametrize(("width", "num_tokens"), [(64, 1), (96, 3), (301, 5), (1024, 32)])
+def test_lists(device: DeviceCalls, kind: str, width: int, num_tokens: int) -> None:
     """Of three services, one without neurons; a token is not finite, one is the center itself."""
-    device = calls(name, request)
     put, bounds = device.to_device, np.array([0, 300, 300, 611], np.int32)
     count, services, own = int(bounds[-1]), [1, 3, 2], 70
     bounds += own
     count += own
-    bits = pack_weights(random_floats(1, count, width), planes)
-    center, scale = random_floats(2, width), np.abs(random_floats(3, width)) + 0.1
-    x, thresholds = random_floats(4, num_tokens, width), random_floats(5, count)
+    layer, x = random_layer(kind, count, width), random_floats(4, num_tokens, width)
     if num_tokens > 3:
-        x[1, 7], x[2] = np.nan, center
-    scores = sign_scores(bits, x, thresholds, center, scale)
+        x[1, 7] = np.nan
+        x[2] = layer.center if isinstance(layer, SignLayer) else 0
+    scores = scores_of(layer, x)
     padded = 1 << (num_tokens - 1).bit_length()
     shared = shared_memory(put, [9, num_tokens, 3, *services], count)
     words = -(-width // 64) * 2
@@ -62,14 +81,19 @@ def test_lists(
         planes=put(np.zeros(padded * 3 * words, np.uint32)),
         units=put(np.zeros(padded, np.float32)),
         masks=put(np.zeros(count, np.uint32)),
+        hidden=put(np.zeros(padded * (5 + width), np.float32)),
     )
-    predictor = DevicePredictor(
-        *map(put, (bits.view(np.uint32), thresholds, center, scale, bounds))
-    )
+    predictor: DeviceSigns | DeviceLowRank
+    if isinstance(layer, SignLayer):
+        arrays = layer.bits.view(np.uint32), layer.thresholds, layer.center, layer.scale, bounds
+        predictor = DeviceSigns(*map(put, arrays))
+    else:
+        arrays = layer.down, layer.scales, layer.up, layer.thresholds, bounds
+        predictor = DeviceLowRank(*map(put, arrays))
     whole = np.concatenate([x, np.repeat(x[-1:], padded - num_tokens, axis=0)])
     num_listed = put(np.zeros(1, np.int32))
     device.kernels.predict(predictor, put(whole), own, scratch, num_listed)
-    masks = (~(sign_scores(bits, whole, thresholds, center, scale) <= 0)).T << np.arange(padded)
+    masks = (~(scores_of(layer, whole) <= 0)).T << np.arange(padded)
     np.testing.assert_array_equal(device.to_host(scratch.masks), masks.sum(axis=1))
     assert device.to_host(num_listed)[0] == np.count_nonzero(masks[:own].any(axis=1))
     device.kernels.list_neurons(predictor, scratch, shared)

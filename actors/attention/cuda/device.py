@@ -101,7 +101,7 @@ class Device(Protocol):
         """Milliseconds between two past events of `mark`."""
 
     def used_bytes(self) -> int:
-        """Device memory used by this process, the CUDA context included."""
+        """Device memory of the CUDA context and of arrays, not of graphs or other programs."""
 
     def free_bytes(self) -> int:
         """Device memory that is free now."""

@@ -1,4 +1,4 @@
-"""Sign predictors on the GPU: of its own neurons and of those that CPU services have.
+"""Predictors on the GPU: of its own neurons and of those that CPU services have.
 
 Behind the GPU's they are in the order of the services' neurons, which the driver tells in the arena
 and which changes with the number of services. The file is read once: the driver has another copy.
@@ -15,7 +15,13 @@ import numpy as np
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.cuda_kernels.kernels import INPUT_PLANES
-from hotcold.cuda_kernels.neurons import DevicePredictor, PredictorScratch, SharedMemory
+from hotcold.cuda_kernels.neurons import (
+    DeviceLowRank,
+    DevicePredictor,
+    DeviceSigns,
+    PredictorScratch,
+    SharedMemory,
+)
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.artifact import ModelIdentity, sampled_digest
@@ -42,13 +48,10 @@ class GpuPredictors:
         if digest and sampled_digest(path) != digest:
             raise ArtifactError(f"{path}: has changed since the system started; start it again")
         identity = ModelIdentity.of(spec.path)
-        self._source: Sequence[AnyLayer | None] = read_predictors(
-            path, identity, config, spec.keeps_pages
-        ).layers
-        self._layers = [
-            self._room_for(layer) if isinstance(layer, SignLayer) else None
-            for layer in self._source
-        ]
+        found = read_predictors(path, identity, config, spec.keeps_pages)
+        self.reads_residual = found.input_name == "residual"
+        self._source: Sequence[AnyLayer | None] = found.layers
+        self._layers = [None if one is None else self._room_for(one) for one in found.layers]
         every = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
         own = spec.neuron_ids or [np.empty(0, np.int32)] * config.num_layers
         self._num_own = [ids.size for ids in own]
@@ -63,6 +66,7 @@ class GpuPredictors:
             planes=device.empty((num_tokens * INPUT_PLANES * words,), np.uint32),
             units=device.empty((num_tokens,), np.float32),
             masks=device.empty((config.largest_ffn,), np.uint32),
+            hidden=device.empty((num_tokens * max(map(_hidden_size, self._layers)),), np.float32),
         )
 
     def fill(self) -> None:
@@ -71,11 +75,11 @@ class GpuPredictors:
             if room is None:
                 continue
             layer = self._source[number]
-            if not isinstance(layer, SignLayer):
+            arrays = () if layer is None else _arrays(layer.arranged(ids))
+            targets = room[:-1]
+            if [one.shape for one in arrays] != [one.shape for one in targets]:
                 raise ArtifactError(f"the predictor of layer {number} has changed; start again")
-            new = layer.arranged(ids)
-            arrays = new.bits.view(np.uint32), new.thresholds, new.center, new.scale
-            for target, source in zip(room, arrays, strict=False):
+            for target, source in zip(targets, arrays, strict=True):
                 self._device.upload(target, source)
         self._source = ()
 
@@ -116,7 +120,10 @@ class GpuPredictors:
             self._ids[number] = now = np.concatenate([before[:num_own], cold])
             by_id = np.argsort(before)
             rows = by_id[np.searchsorted(before, now, sorter=by_id)]
-            self._reorder(room.bits, rows)
+            if isinstance(room, DeviceSigns):
+                self._reorder(room.bits, rows)
+            else:
+                self._reorder(room.up, rows, axis=1)
             self._reorder(room.thresholds, rows)
             bounds = (np.append(0, ends) + num_own).astype(np.int32)
             target = self._device.empty(bounds.shape, np.int32)
@@ -125,27 +132,32 @@ class GpuPredictors:
         self._told = told
         return True
 
-    def _reorder(self, array: Any, rows: np.ndarray) -> None:
-        """array = array[rows], by way of the host: the device need not have room for both."""
+    def _reorder(self, array: Any, order: np.ndarray, axis: int = 0) -> None:
+        """array = array[order], or its columns, by way of the host, for want of room for both."""
         held = self._device.pinned(array.shape, array.dtype)
         self._device.copy_out(held.reshape(-1), array.reshape(-1))
         self._device.wait(self._device.record(spin=False))
-        self._device.upload(array, held[rows])
+        self._device.upload(array, np.take(held, order, axis))
 
     def _of(self, layer: int) -> DevicePredictor:
         found = self._layers[layer]
         assert found is not None
         return found
 
-    def _room_for(self, layer: SignLayer) -> DevicePredictor:
-        def empty(*shape: int, dtype: Any = np.float32) -> Any:
-            return self._device.empty(shape, dtype)
+    def _room_for(self, layer: AnyLayer) -> DevicePredictor:
+        def like(array: np.ndarray) -> Any:
+            return self._device.empty(array.shape, array.dtype)
 
-        size, words, width = *layer.bits.shape, layer.center.size
-        return DevicePredictor(
-            bits=empty(size, 2 * words, dtype=np.uint32),
-            thresholds=empty(size),
-            center=empty(width),
-            scale=empty(width),
-            bounds=empty(1, dtype=np.int32),
-        )
+        arrays = *map(like, _arrays(layer)), self._device.empty((1,), np.int32)
+        return DeviceSigns(*arrays) if isinstance(layer, SignLayer) else DeviceLowRank(*arrays)
+
+
+def _arrays(layer: AnyLayer) -> tuple[np.ndarray, ...]:
+    """What the device has of a layer's predictor, but for bounds."""
+    if isinstance(layer, SignLayer):
+        return layer.bits.view(np.uint32), layer.thresholds, layer.center, layer.scale
+    return layer.down, layer.scales, layer.up, layer.thresholds
+
+
+def _hidden_size(predictor: DevicePredictor | None) -> int:
+    return predictor.down.shape[0] if isinstance(predictor, DeviceLowRank) else 0

@@ -214,11 +214,15 @@ class StepWork:
         )
 
     def predict(self, layer: int, num_tokens: int, predictors: GpuPredictors | None) -> Any:
-        """ffn_input → the masks of the layer's own neurons; None without predictors."""
+        """What predictors read → the masks of the layer's own neurons; None without predictors."""
         if predictors is None:
             return None
-        ffn_input = self.outputs(num_tokens)[1]
-        predictors.predict(layer, ffn_input, self.num_fired[layer, 2:])
+        numbers, (x, ffn_input) = self._model.layers[layer].numbers, self.outputs(num_tokens)
+        if numbers.is_parallel:
+            x = self.hidden[:num_tokens]
+        if not (predictors.reads_residual and (numbers.is_parallel or numbers.norms_ffn_input)):
+            x = ffn_input
+        predictors.predict(layer, x, self.num_fired[layer, 2:])
         return predictors.own_masks(layer)
 
     def layers(

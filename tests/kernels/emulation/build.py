@@ -13,6 +13,7 @@ from hotcold.numba_kernels.formats import FORMATS, is_quantized, summed_dtype
 
 FOLDER = Path(__file__).parent
 _PREDICTING = ("PACK_PLANES", "SCORE_NEURONS", "COUNT_MASKS", "LIST_NEURONS")
+_LOWRANK = ("LOWRANK_HIDDEN", "LOWRANK_MASKS")
 _FORMATS = {kind.short.upper(): dtype for dtype, kind in FORMATS.items()}
 _FLAGS = [
     "-std=c++17",
@@ -44,6 +45,7 @@ def all_entries() -> list[Entry]:
         Entry("sum_parts", "SUM_PARTS"),
         Entry("router", "CHOOSE_EXPERTS"),
         *(Entry("predict", each) for each in _PREDICTING),
+        *(Entry("predict", macro, (kind,)) for macro in _LOWRANK for kind in ("INT8", "HALF")),
         *(Entry("share", each) for each in ("GIVE_INPUT", "AWAIT_OUTPUTS", "ADD_OUTPUTS")),
     ]
 
