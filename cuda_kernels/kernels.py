@@ -322,7 +322,7 @@ class CudaKernels:
         ffn_residual, bias, scale = residual or LayerResidual(None, None, 1.0)
         added_to = record(
             ffn_residual=self._at(ffn_residual),
-            input=self._at(x),
+            input=NULL if residual is None else self._at(x),
             bias=self._at(bias),
             block_weights=self._at(block_weights),
             scale=np.float32(scale),

@@ -64,8 +64,8 @@ class DeviceRouter:
 class LayerResidual(NamedTuple):
     """What the FFN's sum is added to where a device computes all of it: ffn_residual + scale * FFN.
 
-    ffn_residual (T, d); bias (B, d) of each block's down projections, or (B, 0); all float32. A
-    token has the biases of its blocks, with their weights.
+    ffn_residual (T, d), or None where the sum is normed first; bias (B, d) of each block's down
+    projections, or (B, 0); all float32. A token has the biases of its blocks, with their weights.
     """
 
     ffn_residual: Any

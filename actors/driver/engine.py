@@ -104,8 +104,8 @@ class Engine:
         self.cut_tokens = cut_tokens(self.max_tokens, topology.has_gpu)  # of prompts, multiples
         ffn_of, num_ffn = topology.ffn_lists
         sums = sums_of_services(topology.parts, config.ffn_bias)
-        # Where the FFN's output is normed the driver does that, and adds up in another order.
-        adds_up = self.embedding.ffn_output_norm.shape[1] == 0
+        # A LayerNorm of the FFN's output is the driver's: its order of sums is no GPU's.
+        adds_up = not config.has_output_norms or config.norm_kind == "rmsnorm"
         self._facts = LayerFacts(
             attention_of=topology.attention_of,
             ffn_of=ffn_of,

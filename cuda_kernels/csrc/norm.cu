@@ -1,6 +1,7 @@
 // RMSNorm and LayerNorm of a token's numbers, or of a part of them; a block each. `out` may be `x`.
 //
 //     out = norm(x)    or residual + factor * norm(x)    without weights norm(x) = x
+// An RMSNorm has the bits of lane_rms_norm_kernel of numba_kernels.decode.norm.
 #include "common.cuh"
 #include "layer.cuh"
 
@@ -31,9 +32,10 @@ DEVICE void norm_token(
         }
         for (int i = threadIdx.x; i < width; i += NORM_THREADS) {
             float value = load_own(x + i) - shift;
-            squares = fmaf(value, value, squares);
+            squares += value * value;
         }
-        scale = 1.0f / sqrtf(block_sum(squares) / width + epsilon);
+        double mean = static_cast<double>(block_sum(squares)) / width;
+        scale = static_cast<float>(1.0 / sqrt(mean + epsilon));
     }
     for (int i = threadIdx.x; i < width; i += NORM_THREADS) {
         float value = load_own(x + i);

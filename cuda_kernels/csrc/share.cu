@@ -55,7 +55,7 @@ struct Outputs {
     int num_services;
 };
 
-// What they are added to: ffn_residual, input (T, width).
+// What they are added to: ffn_residual (T, width), null where it is added later; input (T, width).
 struct Added {
     const float *ffn_residual, *input;
     float scale;
@@ -86,14 +86,14 @@ DEVICE float sum_of(const Outputs& from, const Added& to, const int* told, i64 c
         i64 number = is_first ? step : step - from.num_services;
         kept[count++] = load_shared(output + number * from.service_items + place);
     }
-    float ffn_residual = load(to.ffn_residual + cell), input = load(to.input + cell), sum;
-    if (to.scale == 1.0f) {
-        sum = ffn_residual;
+    float input = load(to.input + cell), sum;
+    if (to.ffn_residual && to.scale == 1.0f) {
+        sum = load(to.ffn_residual + cell);
         for (int i = 0; i < count; ++i) sum += kept[i];
     } else {
         sum = kept[0];
         for (int i = 1; i < count; ++i) sum += kept[i];
-        sum = ffn_residual + to.scale * sum;
+        if (to.ffn_residual) sum = load(to.ffn_residual + cell) + to.scale * sum;
     }
     return sum + (input - input);
 }

@@ -31,8 +31,9 @@ struct PartSums {
     int num_partials, run_partials, num_parts;
 };
 
-// What an FFN's sum is added to: ffn_residual (cells,), null where the sum itself is wanted; input (cells,)
-// of the FFN, bias (num_blocks, width) or null, block_weights (T, num_blocks) or null: all are 1.
+// What an FFN's sum is added to: input (cells,) of the FFN, null where the bare sum is wanted;
+// ffn_residual (cells,), null where it is added later; bias (num_blocks, width) or null, block_weights
+// (T, num_blocks) or null: all are 1.
 struct Residual {
     const float *ffn_residual, *input, *bias, *block_weights;
     float scale;
@@ -54,10 +55,13 @@ DEVICE float bias_of(const Residual& to, i64 cell) {
 // As merge_partials and merge_normed of numba_kernels.loops.layer_loop; a NaN where the input is not
 // finite: gates below zero do not fire, which would hide it.
 DEVICE float layer_output(const Residual& to, i64 cell, float sum) {
-    if (!to.ffn_residual) return sum;
-    float ffn_residual = load(to.ffn_residual + cell), input = load(to.input + cell);
-    float bias = to.bias ? bias_of(to, cell) : 0.0f;
-    float output = to.scale == 1.0f ? ffn_residual + sum + bias : ffn_residual + to.scale * (sum + bias);
+    if (!to.input) return sum;
+    float input = load(to.input + cell), bias = to.bias ? bias_of(to, cell) : 0.0f;
+    float output = sum + bias;
+    if (to.ffn_residual) {
+        float ffn_residual = load(to.ffn_residual + cell);
+        output = to.scale == 1.0f ? ffn_residual + sum + bias : ffn_residual + to.scale * output;
+    }
     return output + (input - input);
 }
 

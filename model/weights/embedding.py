@@ -120,11 +120,6 @@ def read_embedding(reader: TensorReader, config: ModelConfig) -> EmbeddingWeight
         positions = reader.vector(f"{names.positions}.weight", (num_rows, hidden))
     if embed != hidden:
         project_in = reader.vector(f"{names.project_in}.weight", (hidden, embed))
-    output_norm = np.empty((config.num_layers, hidden * config.has_output_norms), np.float32)
-    if config.has_output_norms:
-        for layer in range(config.num_layers):
-            name = names.of_layer(layer).ffn_output_norm
-            output_norm[layer] = norm_weight(reader, config, name, hidden)
     pair_norm = np.zeros((config.num_layers, hidden * config.has_ffn_pairs), np.float32)
     for layer in range(1, config.num_layers if config.has_ffn_pairs else 0, 2):
         pair_norm[layer] = norm_weight(reader, config, names.of_layer(layer).pair_norm, hidden)
@@ -134,7 +129,7 @@ def read_embedding(reader: TensorReader, config: ModelConfig) -> EmbeddingWeight
         project_in,
         config.position_offset,
         config.embedding_scale,
-        output_norm,
+        read_output_norms(reader, config),
         *_last_norm(reader, config),
         None if checkpoint.keeps_pages else partial(_release, checkpoint, mapped),
         per_layer,
@@ -142,6 +137,15 @@ def read_embedding(reader: TensorReader, config: ModelConfig) -> EmbeddingWeight
         _last_scale(reader, config),
         pair_norm,
     )
+
+
+def read_output_norms(reader: TensorReader, config: ModelConfig) -> np.ndarray:
+    """Weights of the norms of FFNs' outputs: (L, d) float32, or (L, 0). Errors: CheckpointError."""
+    names, width = tensor_names(config), config.hidden_size
+    found = np.empty((config.num_layers, width * config.has_output_norms), np.float32)
+    for layer in range(config.num_layers * config.has_output_norms):
+        found[layer] = norm_weight(reader, config, names.of_layer(layer).ffn_output_norm, width)
+    return found
 
 
 def _release(checkpoint: Checkpoint, names: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from hotcold.numba_kernels.checks import float_array, require
 from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.decode.norm import sum_of_lanes
 from hotcold.numba_kernels.decode.rows import rows_kernel
 from hotcold.numba_kernels.ir.bit_ir import (
     INPUT_PLANES,
@@ -34,24 +35,13 @@ _NO_BIAS = np.empty(0, np.float32)
 
 @njit(nogil=True, cache=True, _nrt=True)
 def _sum_of_squares(x, center, scale):
-    """The sum of ((x - center) * scale)^2 in an order that GPUs have too.
-
-    Of lanes, of groups of 32 of these in a tree, of the groups in order.
-    """
+    """The sum of ((x - center) * scale)^2 in an order that GPUs have too: by lanes."""
     lanes = np.zeros(LANES, np.float32)
     for first in range(0, x.shape[0], LANES):
         for lane in range(min(LANES, x.shape[0] - first)):
             value = (x[first + lane] - center[first + lane]) * scale[first + lane]
             lanes[lane] += value * value
-    total = np.float32(0)
-    for first in range(0, LANES, 32):
-        group, count = lanes[first : first + 32], 16
-        while count:
-            for lane in range(count):
-                group[lane] += group[lane + count]
-            count //= 2
-        total += group[0]
-    return total
+    return sum_of_lanes(lanes)
 
 
 @njit(nogil=True, cache=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.finite import finite_pair, finite_rows
-from hotcold.numba_kernels.decode.norm import norm_kernel
+from hotcold.numba_kernels.decode.norm import RMS_NORM, lane_rms_norm_kernel, norm_kernel
 from hotcold.numba_kernels.decode.stripes import ALL_STRIPES, meet
 from hotcold.numba_kernels.decode.vectors import copy_numbers
 from hotcold.numba_kernels.loops import mailbox
@@ -516,7 +516,8 @@ def merge_normed(
 ):  # fmt: skip
     """hidden[t] = ffn_residual[t] + scale * norm(sum over s of partials[services[s], t]).
 
-    weight (d,) float32, or (0,) for no norm; shapes and order as in `merge_partials`. No checks.
+    weight (d,) float32, or (0,) for no norm; shapes and order as in `merge_partials`. The bits are
+    those of a GPU that adds up. No checks.
     """
     for t in range(first, num_tokens):
         target = hidden[t]
@@ -525,7 +526,10 @@ def merge_normed(
             part = partials[s, t]
             for i in range(target.shape[0]):
                 target[i] += part[i]
-        norm_kernel(kind, target, weight, weight[:0], epsilon, target)
+        if kind == RMS_NORM and weight.shape[0]:
+            lane_rms_norm_kernel(target, weight, epsilon, target)
+        else:
+            norm_kernel(kind, target, weight, weight[:0], epsilon, target)
         for i in range(target.shape[0]):
             target[i] = ffn_residual[t, i] + scale * target[i]
 

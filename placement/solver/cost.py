@@ -323,15 +323,14 @@ def make_problem(
 
     A token takes two exchanges a layer and one for the head; a layer that uses a GPU for neurons
     takes one more, and the hidden state's way there and back. Where layers are shared, which they
-    are beside one GPU but where the FFN's output is normed (`actors.driver.engine`), a token takes
-    one: a layer costs its flags and the hidden state's way,
+    are beside one GPU, a token takes one: a layer costs its flags and the hidden state's way,
     and two exchanges where its attention, or its predictor, is on the host.
     Shapes:  devices are the GPUs, then the CPU's
     """
     num_gpus = sum(device.is_gpu for device in devices)
     rows = RowBytes.of(config)
     is_normed = bool(tensor_names(config).of_layer(0).ffn_output_norm)
-    shares = num_gpus == 1 and not is_normed
+    shares = num_gpus == 1
     seconds = neuron_seconds(rows, devices, rates, mode, selected_factor, gpu_predicts=shares)
     layer_sizes = np.array(config.ffn_sizes, np.int64)
     bandwidths = [device.rows_gb_per_s * 1e9 for device in devices]

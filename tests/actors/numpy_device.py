@@ -25,6 +25,7 @@ from hotcold.cuda_kernels.neurons import DeviceLowRank, DevicePredictor
 from hotcold.model.config import activations
 from hotcold.model.config.layer_spec import RouterSpec
 from hotcold.numba_kernels.checks import ACTIVATION_CODES
+from hotcold.numba_kernels.decode.norm import RMS_NORM, lane_rms_norm_kernel
 from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.numba_kernels.loops.mailbox import layer_mark
 from hotcold.predictors.lowrank import LowRankLayer
@@ -137,10 +138,13 @@ class NumpyKernels:
         assert x.shape[0] <= 32 and x.shape == out.shape
 
         def run() -> None:
-            found = x
-            if weight.shape[0]:
-                numbers = layer.numbers
-                centred = x if numbers.norm_kind == 0 else x - x.mean(axis=1, keepdims=True)
+            found, numbers = x, layer.numbers
+            if weight.shape[0] and numbers.norm_kind == RMS_NORM:
+                found = np.empty_like(x)
+                for row, normed in zip(x, found, strict=True):
+                    lane_rms_norm_kernel(row, weight, numbers.norm_eps, normed)
+            elif weight.shape[0]:
+                centred = x - x.mean(axis=1, keepdims=True)
                 scale = 1 / np.sqrt((centred**2).mean(axis=1, keepdims=True) + numbers.norm_eps)
                 found = centred * scale * weight + (bias if bias.shape[0] else 0)
             if residual is not None:
@@ -266,15 +270,16 @@ class NumpyKernels:
             found = products(np.where(fires, h, np.float32(0)), down)
             if residual is not None:
                 ffn_residual, biases, scale = residual
-                bias = np.zeros_like(ffn_residual)
+                bias = np.zeros_like(x)
                 for block, own in enumerate(biases if biases.size else ()):
                     factor = np.float32(1) if weights is None else of_blocks[:, block, None]
                     bias = bias + np.where(factor != 0, factor * own, np.float32(0))
-                found = (
-                    ffn_residual + found + bias
-                    if scale == 1
-                    else ffn_residual + scale * (found + bias)
-                )
+                if ffn_residual is None:
+                    found = found + bias
+                elif scale == 1:
+                    found = ffn_residual + found + bias
+                else:
+                    found = ffn_residual + scale * (found + bias)
                 found[~np.isfinite(x)] = np.nan
             out[:] = found
 
@@ -384,7 +389,9 @@ class NumpyKernels:
                 else:
                     kept.append(outputs[step][rows])
             ffn_residual, _, scale = residual
-            if scale == 1:
+            if ffn_residual is None:
+                found = sum(kept[1:], kept[0])
+            elif scale == 1:
                 found = sum(kept, ffn_residual)
             else:
                 found = ffn_residual + np.float32(scale) * sum(kept[1:], kept[0])

@@ -51,10 +51,11 @@ from tests.conftest import TinyCheckpoint
 from tests.reference import relative_difference
 
 Tiny = Callable[..., TinyCheckpoint]
-# Parallel layers with biases, a factor of the residual, mixtures, up to 5 CPU services.
+# Parallel layers with biases, a factor of the residual, mixtures, normed FFN outputs, up to 5 CPU
+# services.
 CASES = [
     *(("llama-gqa", 1, 1), ("falcon-bias", 2, 1), ("minicpm", 3, 2), ("opt-postnorm", 5, 1)),
-    *(("qwen2-moe", 2, 2), ("gpt-oss", 3, 1)),
+    *(("qwen2-moe", 2, 2), ("gpt-oss", 3, 1), ("gemma2", 2, 1), ("olmo2", 3, 2)),
 ]
 
 
@@ -91,7 +92,9 @@ def test_the_same_bits(tiny: Tiny, variant: str, num_services: int, num_threads:
         assert_shared(system, checkpoint.ids, SIZES)
 
 
-@pytest.mark.parametrize(("variant", "num_services"), [("falcon-bias", 3), ("minicpm", 1)])
+@pytest.mark.parametrize(
+    ("variant", "num_services"), [("falcon-bias", 3), ("minicpm", 1), ("gemma2", 2)]
+)
 def test_the_same_bits_of_cudas_own_kernels(tiny: Tiny, variant: str, num_services: int) -> None:
     checkpoint, device = tiny(variant), emulated_devices()()
     with CudaInProcess(checkpoint.path, num_services, hot=a_third, device=device) as system:

@@ -25,7 +25,7 @@ from hotcold.model.errors import UsageError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import AttentionWeights, attention_layers
 from hotcold.model.weights.check import weight_shapes
-from hotcold.model.weights.embedding import HeadWeights, read_head
+from hotcold.model.weights.embedding import HeadWeights, read_head, read_output_norms
 from hotcold.model.weights.ffn import FfnWeights, ffn_layers
 from hotcold.model.weights.tensor_reader import TensorReader
 from hotcold.numba_kernels.decode.activations import activation
@@ -65,7 +65,7 @@ class CudaModel:
     attention[l], ffn[l] and head are None where the device does not have them. starts[l] (B + 1,)
     int32, on the host: the first of layer l's hot neurons in each block, and the end. down_bias[l]
     (B, d) or (B, 0): added where the device computes a whole layer, its neurons uploaded or all its
-    own.
+    own. output_norms (L, d), or (L, 0): of the FFN's output.
     `ffn_like` has the shapes and dtypes of the model's neurons.
     """
 
@@ -89,6 +89,8 @@ class CudaModel:
         attention, head, ffn = shapes
         self.layers = self._layers(attention, cache)
         self.down_bias = [self._like(ffn.down_bias[0]) for _ in range(config.num_layers)]
+        norms = config.num_layers, config.hidden_size * config.has_output_norms
+        self.output_norms = device.empty(norms, np.float32)
         self.head = self._head(head) if not system.head_on_host else None
         self.attention = [
             self._attention(attention, cache.pages_of(layer.page_group), layer.ffn.router)
@@ -119,6 +121,7 @@ class CudaModel:
         with TensorReader(checkpoint, on_bytes, requested_dtype(self._dtype)) as reader:
             self._read_attention(reader, on_layer)
             self._read_neurons(reader)
+            self._device.upload(self.output_norms, read_output_norms(reader, self.config))
             head = read_head(reader, self.config)
         if self.head is None:
             return head

@@ -194,24 +194,41 @@ class StepWork:
 
         `ends_layer`: ffn_residual and ffn_input → hidden, the layer's output, instead of partial.
         """
-        neurons, own = self._model.ffn[layer], self._model.layers[layer]
+        neurons, bias = self._model.ffn[layer], self._model.down_bias[layer]
         assert neurons is not None
-        ffn_residual, ffn_input = self.outputs(num_tokens)
-        residual = LayerResidual(
-            ffn_residual, self._model.down_bias[layer], own.numbers.residual_scale
-        )
-        self._device.kernels.hot_ffn(
-            neurons,
-            ffn_input,
-            self._model.activation,
-            thresholds,
-            self._ffn_scratch,
-            self.hidden[:num_tokens] if ends_layer else self.partial[:num_tokens],
-            self.num_fired[layer],
-            self.block_weights(layer, num_tokens) if has_weights else None,
-            residual if ends_layer else None,
-            masks,
-        )
+
+        def compute(out: Any, residual: LayerResidual | None) -> None:
+            self._device.kernels.hot_ffn(
+                neurons,
+                self.outputs(num_tokens)[1],
+                self._model.activation,
+                thresholds,
+                self._ffn_scratch,
+                out,
+                self.num_fired[layer],
+                self.block_weights(layer, num_tokens) if has_weights else None,
+                residual,
+                masks,
+            )
+
+        if ends_layer:
+            self._end_layer(layer, num_tokens, bias, compute)
+        else:
+            compute(self.partial[:num_tokens], None)
+
+    def _end_layer(
+        self, layer: int, num_tokens: int, bias: Any, add_up: Callable[[Any, LayerResidual], None]
+    ) -> None:
+        """ffn_residual and the FFN's sum, which `add_up` writes to its first argument → hidden."""
+        own, hidden = self._model.layers[layer], self.hidden[:num_tokens]
+        ffn_residual, _ = self.outputs(num_tokens)
+        weight, scale = self._model.output_norms[layer], own.numbers.residual_scale
+        if not weight.shape[0]:
+            add_up(hidden, LayerResidual(ffn_residual, bias, scale))
+            return
+        added = self._added[:num_tokens]
+        add_up(added, LayerResidual(None, bias, scale))
+        self._norm(own, added, weight, weight[:0], hidden, ffn_residual)
 
     def predict(self, layer: int, num_tokens: int, predictors: GpuPredictors | None) -> Any:
         """What predictors read → the masks of the layer's own neurons; None without predictors."""
@@ -284,15 +301,17 @@ class StepWork:
         masks: Any,
     ) -> None:
         """ffn_residual and ffn_input → hidden, the layer's output, with what CPU services have."""
-        kernels, own = self._device.kernels, self._model.layers[layer]
-        ffn_residual, ffn_input = self.outputs(num_tokens)
-        found = None
+        kernels, found = self._device.kernels, None
         if self._model.ffn[layer] is not None:
             self.hot(layer, num_tokens, thresholds, weighs, masks=masks)
             found = self.partial[:num_tokens]
         kernels.await_outputs(layer, shared)
-        residual = LayerResidual(ffn_residual, None, own.numbers.residual_scale)
-        kernels.add_outputs(shared, found, residual, ffn_input, self.hidden[:num_tokens])
+        ffn_input = self.outputs(num_tokens)[1]
+
+        def add_up(out: Any, residual: LayerResidual) -> None:
+            kernels.add_outputs(shared, found, residual, ffn_input, out)
+
+        self._end_layer(layer, num_tokens, None, add_up)
 
     def head(self, num_tokens: int) -> None:
         """hidden → logits."""
