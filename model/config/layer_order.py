@@ -22,8 +22,8 @@ The norm or scale at the end of a layer is computed at the start of the next lay
 the attention service has their weights. Layers may have an embedding of each token of their own
 (Gemma 4 E2B, E4B; Gemma 3n's per-layer embeddings). Its part, with h0 before the first layer:
     norm(projection(gelu(gate(h)) * (context_norm(context(h0)) + embedding(token)) / sqrt(2)))
-FFN outputs with `norms_added` are normed where they are added up, by the driver or a GPU that has or
-shares the layer. Compiled loops read the same flags in a layer's record (LAYER_NUMBERS),
+FFN outputs with `norms_added` are normed where they are added up, by the driver or by a GPU that
+has or shares the layer. Compiled loops read the same flags in a layer's record (LAYER_NUMBERS),
 which may stand for a `LayerOrder` below.
 """
 
