@@ -259,7 +259,7 @@ def sum_order(parts: Sequence[ServicePart], sums: np.ndarray, num_outputs: int) 
     The services: their number, then each; the steps: their number, then each: an output that is
     pushed, or ADD, which adds the last one to that before it. What is left is added in order.
     Output o of service s is s where o is 0, else len(parts) + s * (num_outputs - 1) + o - 1.
-    `sums` as in `LayerFacts`; the order is that of `layer_loop.add_sums`.
+    `sums` as in `LayerFacts`; the order is that of `output_sums.add_sums`.
     """
     services = [s for s, part in enumerate(parts) if part.is_cpu_service]
     steps, kept = [] if len(sums) else list(services), list[int]()

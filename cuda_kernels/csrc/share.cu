@@ -63,7 +63,7 @@ struct Added {
     i64 cells;
 };
 
-// As merge_partials and merge_normed of numba_kernels.loops.layer_loop; a NaN where the input is not
+// As merge_partials and merge_normed of numba_kernels.loops.output_sums; a NaN where the input is not
 // finite: gates below zero do not fire, which would hide it.
 DEVICE float sum_of(const Outputs& from, const Added& to, const int* told, i64 cell) {
     float kept[MOST_KEPT];

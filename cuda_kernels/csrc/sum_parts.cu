@@ -52,7 +52,7 @@ DEVICE float bias_of(const Residual& to, i64 cell) {
     return sum;
 }
 
-// As merge_partials and merge_normed of numba_kernels.loops.layer_loop; a NaN where the input is not
+// As merge_partials and merge_normed of numba_kernels.loops.output_sums; a NaN where the input is not
 // finite: gates below zero do not fire, which would hide it.
 DEVICE float layer_output(const Residual& to, i64 cell, float sum) {
     if (!to.input) return sum;

@@ -17,7 +17,7 @@ from hotcold.numba_kernels.decode.selection import EVERYTHING
 from hotcold.numba_kernels.ffn.in_memory import set_bias
 from hotcold.numba_kernels.formats import QUANTIZED
 from hotcold.numba_kernels.load.convert import to_float32
-from hotcold.numba_kernels.loops.layer_loop import merge_normed, merge_partials
+from hotcold.numba_kernels.loops.output_sums import merge_normed, merge_partials
 from tests.kernels import reference
 from tests.kernels.arrays import BITS, random_bits, random_floats
 from tests.kernels.backends import emulated_calls
