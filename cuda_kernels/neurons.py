@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hotcold.cuda_kernels.matrix import DeviceMatrix
@@ -29,23 +29,6 @@ class DeviceNeurons:
     def num_neurons(self) -> int:
         """N."""
         return self.gate.num_rows
-
-    def rows(self, first: int, last: int) -> DeviceNeurons:
-        """Neurons first..last-1, of one block."""
-        own = slice(first, last)
-
-        def matrix(whole: DeviceMatrix) -> DeviceMatrix:
-            return replace(whole, data=whole.data[own])
-
-        return DeviceNeurons(
-            gate=matrix(self.gate),
-            gate_bias=self.gate_bias[own],
-            up=None if self.up is None else matrix(self.up),
-            up_bias=self.up_bias[own],
-            down=matrix(self.down),
-            down_norms=self.down_norms[own],
-            starts=self.starts[:0],
-        )
 
 
 @dataclass(frozen=True)

@@ -279,6 +279,31 @@ def test_logits_equal_the_reference(tiny: Tiny, variant: str, device: Devices) -
             assert relative_difference(found, expected) < 1e-4
 
 
+def noting(lengths: list[int], method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, which notes the length of its first argument."""
+
+    def call(first: np.ndarray, *others: Any, **options: Any) -> Any:
+        lengths.append(len(first))
+        return method(first, *others, **options)
+
+    return call
+
+
+def test_experts_of_a_prompt_are_computed_together(tiny: Tiny) -> None:
+    """Of an expert alone are its products: what else there is, is done for as many as tokens."""
+    checkpoint, device = tiny("qwen3-moe-dense"), NumpyDevice()
+    with CudaInProcess(checkpoint.path, hot=every_one, device=device) as system:
+        engine, experts = system.engine("dense"), system.config.experts
+        assert experts is not None
+        engine.step(IDS.tolist(), range(IDS.size), [0] * IDS.size)
+        products, narrowed = list[int](), list[int]()
+        device.multiply = noting(products, device.multiply)  # type: ignore[method-assign]
+        device.narrow = noting(narrowed, device.narrow)  # type: ignore[method-assign]
+        engine.step(IDS.tolist(), range(IDS.size), [0] * IDS.size)
+    assert len(products) > 1.5 * len(narrowed)  # each had one of its own
+    assert sum(narrowed) > experts.router.num_chosen * IDS.size
+
+
 def test_part_of_the_model_on_the_host(tiny: Tiny) -> None:
     """Whose attention service has its own routers; the GPU then reads weights from the arena."""
     checkpoint = tiny("glm4-moe-groups")

@@ -5,8 +5,9 @@ Quantized weights are dequantized to float16 in blocks; matmuls accumulate in fl
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,15 @@ from hotcold.numba_kernels.loops.mailbox import FULL, WINDOWED
 BLOCK_BYTES = 64 << 20  # of dequantized weights
 _MAX_FLOAT16 = np.float32(65504)
 _OPERANDS = {"f32": np.float32, "f16": np.uint16, "bf16": np.int16}
+
+
+class Group(NamedTuple):
+    """Neurons first to last - 1, and the tokens begin to end - 1 that they meet."""
+
+    first: int
+    last: int
+    begin: int
+    end: int
 
 
 class PromptWork:
@@ -88,33 +98,24 @@ class PromptWork:
     ) -> None:
         """`hot` of the layer's neurons, where weights (T, B) choose blocks for each token.
 
-        Each block meets the tokens that chose it, in ascending order of blocks; the others are not
-        read.
+        Each token's blocks are added in ascending order; what no token chose is not read.
         """
-        part, starts = self._model.ffn[layer], self._model.starts[layer]
+        part = self._model.ffn[layer]
         assert part is not None
         out[...] = 0
         if counts is not None:
             counts[...] = 0
-        places = np.diff(starts) > 0
-        tokens = [np.flatnonzero(column) for column in weights.T]
-        sizes = np.array([own.size for own in tokens]) * places
-        blocks = np.flatnonzero(sizes)
-        if not blocks.size:
-            return
-        chosen = self._uploaded(np.concatenate([tokens[block] for block in blocks]))
-        factors = self._uploaded(
-            np.concatenate([weights[tokens[block], block] for block in blocks])[:, None]
-        )
-        ends = np.cumsum(sizes[blocks]).tolist()
-        for block, begin, end in zip(blocks.tolist(), [0, *ends], ends, strict=False):
-            first, last = int(starts[block]), int(starts[block + 1])
-            own_counts = None if counts is None else counts[first:last]
-            own, own_x = chosen[begin:end], x[chosen[begin:end]]
-            found, own_factors = self._device.empty(own_x.shape, np.float32), factors[begin:end]
-            rows = part.rows(first, last)
-            self.hot(rows, own_x, found, add=False, counts=own_counts, weights=own_factors)
-            out[own] += found
+        for groups, tokens, factors in _chosen_together(weights, self._model.starts[layer]):
+            order, ends = _turns(tokens)
+            own, turns = self._uploaded(tokens), self._uploaded(order)
+            own_x, own_factors = x[own], self._uploaded(factors[:, None])
+            found = self._device.empty(own_x.shape, np.float32)
+            self.hot(
+                part, own_x, found, add=False, counts=counts, weights=own_factors, groups=groups
+            )
+            for begin, end in pairwise([0, *ends]):
+                rows = turns[begin:end]
+                out[own[rows]] += found[rows]
 
     def _uploaded(self, array: np.ndarray) -> Any:
         target = self._device.empty(array.shape, array.dtype)
@@ -130,25 +131,28 @@ class PromptWork:
         add: bool,
         counts: Any = None,
         weights: Any = None,
+        groups: Sequence[Group] = (),
     ) -> None:
         """out = the neurons' output for x (T, d), or out += with `add`.
 
         weights (T, 1), if given: factors of the activations. counts (N,) int64, if given: tokens
-        for which neuron n's activation is not 0.
+        for which neuron n's activation is not 0. groups, if given: which neurons meet which tokens.
         """
-        gates = self.linear(x, part.gate, part.gate_bias)
-        factors = None if part.up is None else self.linear(x, part.up, part.up_bias)
+        groups = groups or [Group(0, part.num_neurons, 0, x.shape[0])]
+        gates = self.linear(x, part.gate, part.gate_bias, groups)
+        factors = None if part.up is None else self.linear(x, part.up, part.up_bias, groups)
         if counts is not None:
             alone = gates.copy()
             drelu_factors = factors if self._model.activation.code == DRELU else None
             self._device.activate(self._model.activation, alone, drelu_factors)
             if weights is not None:
                 alone *= weights
-            counts[:] = (alone != 0).sum(axis=0)
+            for first, last, begin, end in groups:
+                counts[first:last] = (alone[begin:end] != 0).sum(axis=0)
         self._device.activate(self._model.activation, gates, factors)
         if weights is not None:
             gates *= weights
-        self._combine(gates, part.down, out, add)
+        self._combine(gates, part.down, out, add, groups)
 
     def head(self, hidden: Any) -> Any:
         """Logits (T, V) of hidden (T, d)."""
@@ -164,34 +168,36 @@ class PromptWork:
         logits = self.linear(x, part.head, no_bias)
         return cap * self._device.xp.tanh(logits / cap) if cap else logits
 
-    def linear(self, x: Any, weights: DeviceMatrix, bias: Any) -> Any:
-        """x @ weights.T + bias: (T, N) float32."""
-        out = self._device.empty((x.shape[0], weights.num_rows), np.float32)
-
-        def multiply(rows: Any, first: int, last: int) -> None:
-            self._device.multiply(operand, rows, out[:, first:last], b_has_rows=True, add=False)
-
+    def linear(self, x: Any, weights: DeviceMatrix, bias: Any, groups: Sequence[Group] = ()) -> Any:
+        """x @ weights.T + bias: (T, N) float32, with `groups` of each token's neurons alone."""
+        groups = groups or [Group(0, weights.num_rows, 0, x.shape[0])]
+        width = groups[0].last - groups[0].first
+        out = self._device.empty((x.shape[0], width), np.float32)
         operand, scales = self._operand(x, weights)
-        self._each_block(weights, multiply)
+        for first, last, begin, end in groups:
+            for rows, at, to in self._blocks(weights, first, last):
+                target = out[begin:end, at:to]
+                self._device.multiply(operand[begin:end], rows, target, b_has_rows=True, add=False)
         if scales is not None:
             out *= scales
         if bias.shape[0]:
-            out += bias
+            for first, last, begin, end in groups:
+                out[begin:end] += bias[first:last]
         return out
 
-    def _combine(self, h: Any, rows: DeviceMatrix, out: Any, add: bool) -> None:
-        """out (T, d) = h (T, N) @ rows, or out += with `add`."""
+    def _combine(
+        self, h: Any, rows: DeviceMatrix, out: Any, add: bool, groups: Sequence[Group]
+    ) -> None:
+        """out (T, d) = h (T, N) @ rows, or out += with `add`; h of each token's neurons alone."""
         operand, scales = self._operand(h, rows)
         if not add:
             out[...] = 0
         elif scales is not None:
             out /= scales
-
-        def multiply(block: Any, first: int, last: int) -> None:
-            part = operand[:, first:last]
-            self._device.multiply(part, block, out, b_has_rows=False, add=True)
-
-        self._each_block(rows, multiply)
+        for first, last, begin, end in groups:
+            for block, at, to in self._blocks(rows, first, last):
+                part = operand[begin:end, at:to]
+                self._device.multiply(part, block, out[begin:end], b_has_rows=False, add=True)
         if scales is not None:
             out *= scales
 
@@ -211,21 +217,22 @@ class PromptWork:
         scales = xp.where(is_beyond, xp.ldexp(xp.ones_like(most), exponents - 15), np.float32(1))
         return self._device.narrow(x / scales, dtype), scales
 
-    def _each_block(self, weights: DeviceMatrix, multiply: Callable[[Any, int, int], None]) -> None:
-        """Call multiply(rows, first, last) for blocks of rows in a format that matmul takes."""
+    def _blocks(
+        self, weights: DeviceMatrix, first: int, last: int
+    ) -> Iterator[tuple[Any, int, int]]:
+        """Rows first..last-1 in a format that matmul takes, block by block, and which these are."""
         if weights.format in _OPERANDS:
-            multiply(weights.data, 0, weights.num_rows)
+            yield weights.data[first:last], 0, last - first
             return
         size = max(1, BLOCK_BYTES // (2 * weights.width))
-        num_rows = min(size, weights.num_rows)
+        num_rows = min(size, last - first)
         if self._wide is None or self._wide.size < num_rows * weights.width:
             self._wide = self._device.empty((num_rows * weights.width,), np.uint16)
-        for first in range(0, weights.num_rows, size):
-            last = min(first + size, weights.num_rows)
-            items = (last - first) * weights.width
-            wide = self._wide[:items].reshape(last - first, weights.width)
-            self._device.kernels.widen(weights, first, last, wide)
-            multiply(wide, first, last)
+        for begin in range(first, last, size):
+            end = min(begin + size, last)
+            wide = self._wide[: (end - begin) * weights.width].reshape(end - begin, weights.width)
+            self._device.kernels.widen(weights, begin, end, wide)
+            yield wide, begin - first, end - first
 
     def _attend(self, layer: Layer, qkv: Any, cache: PagedCache, last_position: int) -> Any:
         """Write keys and values to the cache, then compute causal attention."""
@@ -262,3 +269,48 @@ class PromptWork:
 def _few_at_once(num_tokens: int) -> list[slice]:
     """Slices of at most KERNEL_TOKENS tokens."""
     return [slice(first, first + KERNEL_TOKENS) for first in range(0, num_tokens, KERNEL_TOKENS)]
+
+
+def _chosen_together(
+    weights: np.ndarray, starts: np.ndarray
+) -> Iterator[tuple[list[Group], np.ndarray, np.ndarray]]:
+    """Blocks that tokens chose by weights (T, B), in ascending order, several at once.
+
+    Those are of as many neurons each, and have at most T tokens in all, unless it is one. With them
+    come the tokens, one block's after the other's, and what they weigh.
+    """
+    groups, tokens, end = list[Group](), list[np.ndarray](), 0
+
+    def found() -> tuple[list[Group], np.ndarray, np.ndarray]:
+        sizes = [group.end - group.begin for group in groups]
+        own, blocks = np.concatenate(tokens), np.repeat(numbers, sizes)
+        return groups, own, weights[own, blocks]
+
+    numbers = list[int]()
+    for block, column in enumerate(weights.T):
+        own, (first, last) = np.flatnonzero(column), starts[block : block + 2].tolist()
+        if not own.size or first == last:
+            continue
+        is_like = groups and last - first == groups[0].last - groups[0].first
+        if groups and not (is_like and end + own.size <= weights.shape[0]):
+            yield found()
+            groups, tokens, numbers, end = [], [], [], 0
+        groups.append(Group(first, last, end, end + own.size))
+        tokens.append(own)
+        numbers.append(block)
+        end += own.size
+    if groups:
+        yield found()
+
+
+def _turns(tokens: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """Places of all tokens' first occurrences, then of second ones, ...; where each of these ends.
+
+    In either they are ascending.
+    """
+    by_token = np.argsort(tokens, kind="stable")
+    _, firsts, counts = np.unique(tokens[by_token], return_index=True, return_counts=True)
+    turns = np.empty(tokens.size, np.int64)
+    turns[by_token] = np.arange(tokens.size) - np.repeat(firsts, counts)
+    order = np.argsort(turns, kind="stable")
+    return order, np.cumsum(np.bincount(turns)).tolist()
