@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,19 +61,6 @@ from hotcold.numba_kernels.loops.mailbox import (
 _COUNTS = [NUM_COMPUTED, NUM_UP, NUM_LISTED]
 
 
-@dataclass(frozen=True)
-class _Begun:
-    """Hot neurons that have been launched: for which request, and how to finish.
-
-    All of a layer, or of the experts that its router has just chosen.
-    """
-
-    # layer, tokens, which fire, whether blocks weigh, whether predictors choose
-    request: tuple[int, int, Thresholds, bool, bool]
-    event: Any
-    land: Callable[[], None]
-
-
 class CudaAttentionService(Service):
     """Serves what `model` holds of attention and head; `host` serves the rest on the CPU."""
 
@@ -116,8 +102,6 @@ class CudaAttentionService(Service):
         self._counts = device.pinned((max(sizes),), np.int64)
         self._has_core = has_core
         self.next_step: NextStep | None = None  # where the device has the whole model
-        self._begun: _Begun | None = None
-        self._was_listed = False  # the last request's FFN
         self.times = DeviceTimes(device)
 
     def try_out(self) -> None:
@@ -164,7 +148,6 @@ class CudaAttentionService(Service):
             name = self._device.name
             self.device_name = f"cuda ({name}; through pinned memory: {self._link.refusal})"
         self._graphs.clear()
-        self._begun = None
         self._forget_next()
         if self._neuron_upload is not None:
             self._neuron_upload.attach(layout, self._arena, self._link)
@@ -203,7 +186,7 @@ class CudaAttentionService(Service):
             if operation != LAYERS:
                 self._forget_next()
             if operation == ATTENTION:
-                self._attention(layer, num_tokens, decode_thresholds.py_func(request))
+                self._attention(layer, num_tokens)
             elif operation == LAYERS:
                 layers = range(layer, int(request[END_LAYER]))
                 has_head = int(request[FIRST_LOGIT]) < num_tokens
@@ -220,7 +203,6 @@ class CudaAttentionService(Service):
             elif operation != PING:
                 raise ValueError(f"{self.name} knows no operation {operation}")
         except Exception as error:
-            self._begun = None
             with suppress(Exception):  # the first one is told
                 self._forget_next()
             self._shared.stop(self._number)
@@ -228,16 +210,15 @@ class CudaAttentionService(Service):
                 raise DeviceFailure(f"{GPU_FAILED}: {reason}") from error
             raise
 
-    def _attention(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
-        self._begun = None
+    def _attention(self, layer: int, num_tokens: int) -> None:
         if self._model.attention[layer] is None:
             self._request_host()
         elif num_tokens <= KERNEL_TOKENS:
-            self._attention_of_few(layer, num_tokens, thresholds)
+            self._attention_of_few(layer, num_tokens)
         else:
             self._attention_of_many(layer, num_tokens)
 
-    def _attention_of_few(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
+    def _attention_of_few(self, layer: int, num_tokens: int) -> None:
         buffers, work = self.buffers, self._work
         whole, length = self._put_step(buffers, num_tokens)
         key = "attention", layer, whole, length
@@ -252,16 +233,7 @@ class CudaAttentionService(Service):
         weights = work.block_weights(layer, num_tokens)
         land_weights = self._download_weights(layer, num_tokens, weights)
         self.times.mark("copies")
-        done = self._device.record(spin=True)  # the rest of the system is idle
-        numbers = self._model.layers[layer].numbers
-        is_known = numbers.num_experts > 0 or numbers.num_blocks == 1  # else by the request
-        if self._model.ffn[layer] is not None and is_known:
-            weighs = numbers.num_experts > 0
-            listed = self._was_listed and self._predicts(layer)
-            self._begun = self._launch_hot(layer, num_tokens, thresholds, weighs, listed)
-        self._device.wait(done)
-        land()
-        land_weights()
+        self._finish(land, land_weights)
 
     def _put_step(self, buffers: SharedBuffers, num_tokens: int) -> tuple[int, int]:
         """Put hidden and positions on the stream; returns its graphs' tokens and positions."""
@@ -280,8 +252,8 @@ class CudaAttentionService(Service):
 
     def _listing(self) -> GpuPredictors | None:
         """The predictors, as of now, where the request in the mailbox wants them."""
-        self._was_listed = self.buffers.requests[self.index, NUM_IDS] == LISTED
-        if not self._was_listed or self._predictors is None:
+        is_listed = self.buffers.requests[self.index, NUM_IDS] == LISTED
+        if not is_listed or self._predictors is None:
             return None
         if self._predictors.arrange(self.buffers):
             self._graphs.clear()
@@ -290,7 +262,7 @@ class CudaAttentionService(Service):
     def _layers(
         self, layers: range, has_head: bool, num_tokens: int, thresholds: Thresholds
     ) -> None:
-        self._begun, work, number = None, self._work, self._number
+        work, number = self._work, self._number
         are_shared = not all(map(self._model.is_whole, layers))
         memory = self._shared.memory if are_shared else None
         predictors = self._listing()
@@ -358,53 +330,38 @@ class CudaAttentionService(Service):
         """Whether the request weighs blocks."""
         return bool(self.buffers.requests[self.index, WEIGHS_BLOCKS])
 
-    def _begin_hot(self, layer: int, num_tokens: int, thresholds: Thresholds) -> _Begun:
+    def _hot(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
         """Hot neurons of a request's input, and of the blocks that it weighs."""
-        whole, weighs = whole_step(num_tokens), self._weighs
-        x = self.buffers.ffn_input[:num_tokens]
-        self._link.upload("ffn_input", self._work.outputs(whole)[1], x, whole)
+        work, whole, weighs = self._work, whole_step(num_tokens), self._weighs
+        predictors = self._listing()
+        if predictors is not None and not predictors.has(layer):
+            predictors = None
+        self.times.mark("")
+        buffers, target = self.buffers, self.buffers.partials[self.index]
+        ffn_residual, ffn_input = work.outputs(whole)
+        self._link.upload("ffn_input", ffn_input, buffers.ffn_input[:num_tokens], whole)
+        if predictors is not None and predictors.reads_residual:
+            residual, hidden = buffers.ffn_residual[:num_tokens], buffers.hidden[:num_tokens]
+            self._link.upload("ffn_residual", ffn_residual, residual, whole)
+            self._link.upload("hidden", work.hidden, hidden, whole)
         if weighs:
-            weights = self.buffers.block_weights[:num_tokens]
-            self._link.upload(
-                "block_weights", self._work.block_weights(layer, whole), weights, whole
-            )
-        listed = self._was_listed and self._predicts(layer)
-        return self._launch_hot(layer, num_tokens, thresholds, weighs, listed)
-
-    def _predicts(self, layer: int) -> bool:
-        return self._predictors is not None and self._predictors.has(layer)
-
-    def _launch_hot(
-        self, layer: int, num_tokens: int, thresholds: Thresholds, weighs: bool, listed: bool
-    ) -> _Begun:
-        """`weighs`: by weights of blocks, which are on the device; `listed`: by predictors."""
-        work, whole = self._work, whole_step(num_tokens)
-        predictors = self._predictors if listed else None
+            weights = buffers.block_weights[:num_tokens]
+            self._link.upload("block_weights", work.block_weights(layer, whole), weights, whole)
+        self.times.mark("copies")
 
         def launch() -> None:
             masks = work.predict(layer, whole, predictors)
             work.hot(layer, whole, thresholds, weighs, masks=masks)
 
-        self.times.mark("")
-        self._graphs.run(("hot", layer, whole, thresholds, weighs, listed), launch)
+        key = "hot", layer, whole, thresholds, weighs, predictors is not None
+        self._graphs.run(key, launch)
         self.times.mark("hot neurons")
-        target = self.buffers.partials[self.index, :num_tokens].reshape(-1)
-        found = work.partial.reshape(-1)[: target.size]
-        land = self._link.download("partial", [target], found)
+        target = target[:num_tokens].reshape(-1)
+        land = self._link.download("partial", [target], work.partial.reshape(-1)[: target.size])
         self._device.copy_out(self._num_fired[layer], work.num_fired[layer])
         self.times.mark("copies")
         # CPU services work now: spinning would take a core from them.
-        event = self._device.record(spin=False)
-        return _Begun((layer, num_tokens, thresholds, weighs, listed), event, land)
-
-    def _hot(self, layer: int, num_tokens: int, thresholds: Thresholds) -> None:
-        begun, self._begun = self._begun, None
-        listed = self._listing() is not None
-        asked = layer, num_tokens, thresholds, self._weighs, listed
-        if begun is None or begun.request != asked:
-            begun = self._begin_hot(layer, num_tokens, thresholds)
-        self._device.wait(begun.event)
-        begun.land()
+        self._finish(land, spin=False)
         self.times.collect()
         self.buffers.replies[self.index, _COUNTS] = self._num_fired[layer]
 
@@ -455,7 +412,6 @@ class CudaAttentionService(Service):
 
     def _hot_of_many(self, layer: int, num_tokens: int, counts: bool) -> None:
         """For prompts, and for few tokens when neurons that fire are counted."""
-        self._begun = None
         part = self._model.ffn[layer]
         assert part is not None
         target = self.buffers.partials[self.index, :num_tokens].reshape(-1)
@@ -478,7 +434,7 @@ class CudaAttentionService(Service):
 
     def _stream(self, layer: int, num_tokens: int, number: int, num_rounds: int) -> None:
         """One round of a layer's neurons; the last round returns the whole FFN's output."""
-        self._begun, upload = None, self._neuron_upload
+        upload = self._neuron_upload
         if upload is None:
             raise ValueError(f"{self.name} has no buffers for neuron upload")
         if self.buffers.requests[self.index, WEIGHS_BLOCKS]:
