@@ -73,8 +73,8 @@ run_tests() { # STAGE FILE PROCESSES
     stage "$1" "$python" -m pytest -n "$3" --dist load -q -p no:cacheprovider \
         --junitxml "$out/$1.xml" "$2"
 }
-# The stage of whole systems needs the CPU's kernels: they compile while other stages run.
-if wanted systems; then
+# The CPU's kernels compile while tests of the GPU's run, not beside what is measured.
+if [ ! -e "$out/compile.done" ]; then
     timeout -k 10 "$(left_s)" "$python" -m hotcold compile >"$out/compile.log" 2>&1 &
     compiling=$!
 fi
@@ -82,6 +82,7 @@ wanted machine && { lscpu; nvidia-smi; } >"$out/machine.log" 2>&1
 stage machine "$python" -m hotcold doctor --fresh --machine-out "$out/machine.json"
 run_tests kernels tests/gpu/test_kernels.py "$workers"
 run_tests hybrid tests/gpu/test_hybrid.py "$workers"
+[ -z "$compiling" ] || { wait "$compiling" && touch "$out/compile.done"; }
 stage layers "$python" -m benchmarks.gpu_layers "$folder/layers" --hot 0.3 --hot 0.7 --hot 1 \
     --threads $(($(nproc) - 2)) --out "$out/layers.json"
 rm -rf "$folder/layers"
@@ -98,7 +99,6 @@ if wanted experts; then
         --budget 2GiB --budget 8GiB
     [ -e "$out/qwen.done" ] && [ -e "$out/smallthinker.done" ] && touch "$out/experts.done"
 fi
-[ -z "$compiling" ] || wait "$compiling"
 run_tests systems tests/gpu/test_systems.py 0
 if command -v compute-sanitizer >/dev/null; then
     stage sanitizer compute-sanitizer --error-exitcode 9 --target-processes all \
