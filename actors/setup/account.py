@@ -164,7 +164,7 @@ def draft_bytes(system: SystemConfig, config: ModelConfig) -> int:
 class GpuParts:
     """Bytes of each part that a GPU may hold, with rows padded as they are there."""
 
-    layer: int  # attention of one, with its KV cache
+    layer: int  # attention of one, with its KV cache and the norm of its FFN's output
     head: int
     neuron: int
     predictors: int = 0  # of all layers, where it may have them
@@ -182,7 +182,7 @@ class GpuParts:
         head_padding = config.vocab_size * _padding(config, config.embed_size, "head")
         predicts = _predicted_layers(system)
         return cls(
-            layer=-(-of_all // config.num_layers) + padding,
+            layer=-(-of_all // config.num_layers) + 4 * width * config.has_output_norms + padding,
             head=head_bytes(config) + head_padding,
             neuron=neuron_bytes(config) + neuron_padding,
             predictors=Path(system.predictors_path).stat().st_size if any(predicts) else 0,
