@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -70,11 +71,13 @@ def run(command: Sequence[str], **options: Any) -> tuple[str, int]:
     Errors:  ClickException with its last line where it failed
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=out, stderr=errors, **options)
+        new: Json = {"start_new_session": True}  # to be ended with all that it starts
+        process = subprocess.Popen(command, stdout=out, stderr=errors, **new, **options)
         try:
             _, status, used = os.wait4(process.pid, 0)
         except BaseException:  # a time limit, or Ctrl-C
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             raise
         process.returncode = os.waitstatus_to_exitcode(status)
         out.seek(0)

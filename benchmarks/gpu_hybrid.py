@@ -210,11 +210,9 @@ def _make(
     hotcold("make-model", str(path), "--shape", shape, "--density", str(density), *sizes)
 
 
-def _llama_cpp(bench: str, path: Path, gguf: Path, budget: int, threads: int, n: int) -> Json:
-    """The best of layers on the GPU, and of all but FFNs, with all threads and with half."""
+def _ways_of_llama_cpp(path: Path, budget: int) -> dict[str, list[str]]:
+    """Options for as many layers on the GPU as fit, and for attention of all with as many FFNs."""
     config = read_config(path)
-    if not gguf.exists():
-        write_like(gguf, config, "f16")
     num_layers, room = config.num_layers, budget - _LLAMA_RESERVE_BYTES
     stored = stored_config(Checkpoint(path), config, "", by_layer=False)
     attention, head = attention_bytes(stored), head_bytes(stored)
@@ -226,21 +224,17 @@ def _llama_cpp(bench: str, path: Path, gguf: Path, budget: int, threads: int, n:
         layers = "|".join(map(str, range(on_cpu)))
         cold = rf"blk\.({layers})\.ffn_(up|gate|down).*=CPU"
         ways["attention and FFNs"] = ["-ngl", "99", "-ot", cold]
+    return ways
+
+
+def _llama_cpp(bench: str, gguf: Path, options: list[str], threads: int, n: int) -> Json:
+    """The best of all threads, all but two, and half."""
     counts = ",".join(map(str, sorted({threads, max(1, threads - 2), max(1, threads // 2)})))
     command = [bench, "-m", str(gguf), "-t", counts, "-lm", "none"]
     command += ["-fa", "1", "-p", "0", "-n", str(n), "-r", "3", "-o", "jsonl"]
-    found: Json = {"likeness": "the same file" if path == gguf else "a Llama of as many bytes"}
-    for name, options in ways.items():
-        try:
-            said, _ = run([*command, *options])
-            rates = [median(row["samples_ts"]) for row in objects(said)]
-            found[name] = {"options": options, "tokens_per_s": max(rates), "by_threads": rates}
-        except click.ClickException as problem:
-            found[name] = {"options": options, "failed": problem.message}
-    found["tokens_per_s"] = max(
-        (found[name].get("tokens_per_s", 0.0) for name in ways), default=None
-    )
-    return found
+    said, _ = run([*command, *options])
+    rates = [median(row["samples_ts"]) for row in objects(said)]
+    return {"options": options, "tokens_per_s": max(rates), "by_threads": rates}
 
 
 def _clipped(count: float, most: int) -> int:
@@ -282,13 +276,18 @@ def main(
     about = head(path, system.num_threads) | {
         "device": gpu if isinstance(gpu, str) else gpu[0], "format": file_format,
         "density": density, "prompt_tokens": prompt_tokens, "tokens": tokens,
+        "llama.cpp reads": "the same file" if gguf else "a Llama of as many bytes",
     }  # fmt: skip
     report = Report(out, about, minutes - (time.monotonic() - started) / 60, run_minutes)
     sizes = prompt_tokens, tokens, repeat
+    file = path if gguf else path.with_name(path.name + ".gguf")
+    if llama_bench and not file.exists():  # a Llama of as many bytes
+        write_like(file, read_config(path), "f16")
     for budget in budgets if llama_bench else ():
-        file = path if gguf else path.with_name(path.name + ".gguf")
-        arguments = (str(llama_bench), path, file, budget, system.num_threads, tokens)
-        report.measure(f"llama.cpp {_place(budget)}", partial(_llama_cpp, *arguments))
+        for way, options in _ways_of_llama_cpp(path, budget).items():
+            arguments = (str(llama_bench), file, options, system.num_threads, tokens)
+            name = f"llama.cpp {_place(budget)}, {way}"
+            report.measure(name, partial(_llama_cpp, *arguments))
     kinds = [mode for mode in modes if mode in KINDS]
     report.measure("profile", lambda: _profile(path, bool(kinds)))
     for kind in kinds:

@@ -26,6 +26,7 @@ from hotcold.cuda_kernels.kernels import (
 )
 
 _SMI_S = 20.0
+_LEAST_CONTEXT_BYTES, _MOST_CONTEXT_BYTES = 128 << 20, 1 << 30  # with cuBLAS, of any GPU
 _MAPPED = 2  # cudaHostRegisterMapped: kernels may use the memory
 # Constants of cublas_api.h, which CuPy does not export.
 _OP_N, _OP_T, _COMPUTE_32F, _GEMM_DEFAULT = 0, 1, 68, -1
@@ -74,7 +75,8 @@ class CupyDevice:
             self._copies = cupy.cuda.Stream(non_blocking=True)
             self._blas = self._open_blas()
             self.kernels = CudaKernels()
-            self._context_bytes = max(0, int(free_at_first - runtime.memGetInfo()[0]))
+            used = int(free_at_first - runtime.memGetInfo()[0])  # by others, too, meanwhile
+            self._context_bytes = min(max(used, _LEAST_CONTEXT_BYTES), _MOST_CONTEXT_BYTES)
         except Exception as problem:  # CuPy's and CUDA's errors have no common base
             raise RuntimeError(f"the GPU cannot be used: {_line(problem)}") from problem
         self._pool = cupy.get_default_memory_pool()
@@ -222,31 +224,26 @@ class CupyDevice:
         }
         kind, size = kinds[a.dtype.name], a.dtype.itemsize
         one, beta = np.float32(1).reshape(1), np.float32(1 if add else 0).reshape(1)
-        (num_tokens, depth), num_out = a.shape, out.shape[1]
-        if 0 in (num_tokens, depth, num_out):
+        (*several, num_tokens, depth), num_out = a.shape, out.shape[-1]
+        if 0 in (*several, num_tokens, depth, num_out):
             return
+        sizes = self._blas, _OP_T if b_has_rows else _OP_N, _OP_N, num_out, num_tokens, depth
+        (b_place, a_place), out_place = (
+            ((x.data.ptr, kind, x.strides[-2] // size) for x in (b, a)),
+            (out.data.ptr, runtime.CUDA_R_32F, out.strides[-2] // 4),
+        )
+        how = _COMPUTE_32F, _GEMM_DEFAULT
         with self._stream:
-            cublas.gemmEx(
-                self._blas,
-                _OP_T if b_has_rows else _OP_N,
-                _OP_N,
-                num_out,
-                num_tokens,
-                depth,
-                one.ctypes.data,
-                b.data.ptr,
-                kind,
-                b.strides[0] // size,
-                a.data.ptr,
-                kind,
-                a.strides[0] // size,
-                beta.ctypes.data,
-                out.data.ptr,
-                runtime.CUDA_R_32F,
-                out.strides[0] // 4,
-                _COMPUTE_32F,
-                _GEMM_DEFAULT,
-            )
+            if not several:
+                cublas.gemmEx(
+                    *sizes, one.ctypes.data, *b_place, *a_place, beta.ctypes.data, *out_place, *how
+                )
+                return
+            steps = b.strides[0] // size, a.strides[0] // size, out.strides[0] // 4
+            cublas.gemmStridedBatchedEx(
+                *sizes, one.ctypes.data, *b_place, steps[0], *a_place, steps[1],
+                beta.ctypes.data, *out_place, steps[2], *several, *how,
+            )  # fmt: skip
 
     def narrow(self, x: Any, dtype: Any) -> Any:
         kind = np.dtype(dtype)

@@ -231,6 +231,24 @@ class CudaKernels:
         )  # fmt: skip
         self._launcher.launch(_MERGE_SPLITS, (num_heads, num_tokens, 1), THREADS, merged)
 
+    def weigh_positions(
+        self, layer: Layer, products: Any, positions: Any, first: int, out: Any
+    ) -> None:
+        """What values weigh, of tokens' products with keys of positions from `first` on.
+
+        Window, softcap and sinks as of `decode_attention`; 0 of positions that a token does not
+        see.
+        Shapes:  products, out (KV, T * heads of a key-value head, P), positions (T,)
+        Dtypes:  out float32 or uint16 (float16 bits)
+        """
+        kv_heads, rows, length = products.shape
+        arguments: tuple[Argument, ...] = (
+            layer.struct, self._at(products), self._at(layer.vectors.sinks), self._at(positions),
+            np.int32(rows), np.int32(first), np.int32(length), self._at(out),
+        )  # fmt: skip
+        entry = Entry("attention", "WEIGH_POSITIONS", (_cache_format(out),))
+        self._launcher.launch(entry, (rows, kv_heads, 1), THREADS, arguments)
+
     def _places(self, cache: PagedCache) -> tuple[Argument, ...]:
         """positions, slots, page_tables, pages_a_slot, page_positions."""
         return (
@@ -284,7 +302,7 @@ class CudaKernels:
         """The FFN of the hot neurons, those on the device, without the layer's down bias.
 
         With `residual` out is the layer's output, added up as the driver does it, the down bias
-        too; not finite where x is not.
+        too; not finite where x is not. Without its ffn_residual out is what the driver norms.
 
         out[t] = sum over n of fn(gate[n] . x[t] + bias) (up[n] . x[t] + bias) weight[t, n] down[n]
 
@@ -529,7 +547,8 @@ class CudaKernels:
     def add_outputs(
         self, shared: SharedMemory, own: Any, residual: LayerResidual, x: Any, out: Any
     ) -> None:
-        """out = the layer's output, of all partial ones, added up as the driver does it.
+        """out = the layer's output, of all partial ones, added up as the driver does it; or their
+        sum, which the driver norms, without an ffn_residual.
 
         The bias is in one of the partial outputs. Not finite where the FFN's input x is not.
         Shapes:  x, out, own (T, d), own of the device's neurons, None if it has none

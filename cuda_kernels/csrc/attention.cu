@@ -312,3 +312,50 @@ DEVICE void merge_head(const Step& step, const float* partials, const float* sin
         Step step{layer, nullptr, positions, nullptr, num_splits};                                 \
         merge_head(step, partials, sinks, out);                                                    \
     }
+
+DEVICE float block_sum(float value) {
+    __shared__ float of_warps[WARPS];
+    value = warp_sum(value);
+    if (threadIdx.x % WARP == 0) of_warps[threadIdx.x / WARP] = value;
+    __syncthreads();
+    float total = 0.0f;
+    for (int warp = 0; warp < WARPS; ++warp) total += of_warps[warp];
+    return total;
+}
+
+// A token's products with the keys of `length` positions from `first` on → what their values weigh,
+// 0 of those that it does not see. A block a row: (KV, T, heads of a key-value head).
+template <typename T>
+DEVICE void weigh_positions(
+    const Step& step, const float* products, const float* sinks, int num_rows, int first,
+    int length, T* out) {
+    int group = step.layer.num_heads / step.layer.num_kv_heads;
+    int token = blockIdx.x / group, head = blockIdx.y * group + blockIdx.x % group;
+    i64 start = (static_cast<i64>(blockIdx.y) * num_rows + blockIdx.x) * length;
+    int last = step.last_position(token) - first, begin = step.first_position(token) - first;
+    auto score = [&](int p) { return step.capped(load(products + start + p) * step.layer.scale); };
+    float sink = sinks ? load(sinks + head) : -infinity(), top = sink, total = 0.0f;
+    for (int p = begin + threadIdx.x; p <= last; p += THREADS) top = fmaxf(top, score(p));
+    top = block_largest(top);
+    for (int p = begin + threadIdx.x; p <= last; p += THREADS) total += expf(score(p) - top);
+    total = block_sum(total) + (sinks ? expf(sink - top) : 0.0f);
+    for (int p = threadIdx.x; p < length; p += THREADS) {
+        float weight = p < begin || p > last ? 0.0f : expf(score(p) - top) / total;
+        if constexpr (sizeof(T) == 4) {
+            store(out + start + p, weight);
+        } else {
+            store(out + start + p, float_to_half(weight));
+        }
+    }
+}
+
+using WEIGHTS_F32 = float;
+using WEIGHTS_F16 = u16;
+#define WEIGH_POSITIONS(FORMAT)                                                                    \
+    ENTRY(THREADS)                                                                                 \
+    weigh_positions_##FORMAT(                                                                      \
+        const LayerNumbers layer, const float* products, const float* sinks,                       \
+        const int* positions, int num_rows, int first, int length, WEIGHTS_##FORMAT* out) {        \
+        Step step{layer, nullptr, positions, nullptr, 0};                                          \
+        weigh_positions(step, products, sinks, num_rows, first, length, out);                      \
+    }

@@ -23,7 +23,8 @@ DEVICE float block_sum(float value) {
 DEVICE void norm_token(
     int kind, const float* x, const float* weight, const float* bias, float epsilon, int width,
     const float* residual, float factor, float* out) {
-    float shift = 0.0f, scale = 1.0f;
+    __shared__ float scale;
+    float shift = 0.0f;
     if (weight) {
         float sum = 0.0f, squares = 0.0f;
         if (kind == LAYER_NORM) {
@@ -34,8 +35,12 @@ DEVICE void norm_token(
             float value = load_own(x + i) - shift;
             squares += value * value;
         }
-        double mean = static_cast<double>(block_sum(squares)) / width;
-        scale = static_cast<float>(1.0 / sqrt(mean + epsilon));
+        float total = block_sum(squares);
+        if (threadIdx.x == 0) {
+            double mean = static_cast<double>(total) / width;
+            scale = static_cast<float>(1.0 / sqrt(mean + epsilon));
+        }
+        __syncthreads();
     }
     for (int i = threadIdx.x; i < width; i += NORM_THREADS) {
         float value = load_own(x + i);

@@ -42,14 +42,16 @@ DEVICE float sum_of_squares(const Input& in, const float* x) {
 DEVICE void pack_token(const Input& in) {
     const float* x = in.x + static_cast<i64>(blockIdx.x) * in.width;
     u32* planes = in.planes + static_cast<i64>(blockIdx.x) * INPUT_PLANES * in.words;
-    float squares = sum_of_squares(in, x), unit = squares * 0.0f, half = 0.0f;
+    __shared__ float unit;
+    float squares = sum_of_squares(in, x);
     bool is_known = 0.0f < squares && squares < infinity();
-    if (is_known) {
+    if (threadIdx.x == 0) {
         double root = sqrt(static_cast<double>(squares) / in.width);
-        unit = static_cast<float>(root * LEVELS_SPAN / TOP);
-        half = 0.5f / unit;
+        unit = is_known ? static_cast<float>(root * LEVELS_SPAN / TOP) : squares * 0.0f;
+        store(in.units + blockIdx.x, unit);
     }
-    if (threadIdx.x == 0) store(in.units + blockIdx.x, unit);
+    __syncthreads();
+    float half = 0.5f / unit;
     for (int first = 0; first < in.words * WARP; first += LANES) {
         int i = first + threadIdx.x;
         u32 code = 0;

@@ -218,7 +218,7 @@ def run_layers(layer_state, request_state, buffers, facts, selector):
 def _attend(layer_state, request_state, buffers, facts, selector):
     """Request ffn_residual and ffn_input, and behind them the FFN where it needs no choice.
 
-    A GPU also starts with its hot neurons. Of whole layers, and of shared ones, request all.
+    Of whole layers, and of shared ones, request all.
     """
     end, is_shared, rule = _end_of_joined(layer_state, request_state, facts, selector)
     if end > layer_state[AT_LAYER]:

@@ -1,6 +1,7 @@
 """The FFN's output, of the services' partial ones, added to the residual: one order of sums.
 
-A GPU that adds up has the same bits (cuda_kernels/csrc/share.cu, sum_parts.cu).
+A GPU that adds up has the same bits (cuda_kernels/csrc/share.cu, sum_parts.cu), but for LayerNorms
+and pairs of FFNs, which are the driver's.
 """
 
 import numpy as np
@@ -62,8 +63,8 @@ def merge_normed(
 ):  # fmt: skip
     """hidden[t] = ffn_residual[t] + scale * norm(sum over s of partials[services[s], t]).
 
-    weight (d,) float32, or (0,) for no norm; shapes and order as in `merge_partials`. The bits are
-    those of a GPU that adds up. No checks.
+    weight (d,) float32, or (0,) for no norm; shapes and order as in `merge_partials`. An RMSNorm
+    has a GPU's bits. No checks.
     """
     for t in range(first, num_tokens):
         target = hidden[t]

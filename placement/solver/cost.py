@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotcold.model.config import neurons
-from hotcold.model.config.families import tensor_names
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import mean_row_bytes
 from hotcold.model.weights.sizes import (
@@ -329,7 +328,6 @@ def make_problem(
     """
     num_gpus = sum(device.is_gpu for device in devices)
     rows = RowBytes.of(config)
-    is_normed = bool(tensor_names(config).of_layer(0).ffn_output_norm)
     shares = num_gpus == 1
     seconds = neuron_seconds(rows, devices, rates, mode, selected_factor, gpu_predicts=shares)
     layer_sizes = np.array(config.ffn_sizes, np.int64)
@@ -360,6 +358,6 @@ def make_problem(
         sync_s=sync_s,
         min_neurons=least_neurons(seconds, layer_sizes, sync_s, num_gpus),
         fixed_s=num_exchanges * exchange_s,
-        exchange_s=0.0 if is_normed or shares else exchange_s,
+        exchange_s=0.0 if shares else exchange_s,
         shares=shares,
     )

@@ -235,6 +235,31 @@ class NumpyKernels:
 
         self._device.run(run)
 
+    def weigh_positions(self, layer, products, positions, first, out):
+        numbers, sinks = layer.numbers, layer.vectors.sinks
+        group = numbers.num_heads // numbers.num_kv_heads
+
+        def run() -> None:
+            places = first + np.arange(products.shape[2])
+            rows = np.repeat(positions, group)[:, None]
+            unseen = places > rows
+            if numbers.window:
+                unseen |= places <= rows - numbers.window
+            scores = products * numbers.scale
+            if numbers.softcap:
+                scores = numbers.softcap * np.tanh(scores / numbers.softcap)
+            scores = np.where(unseen, -np.inf, scores)
+            if sinks.shape[0]:
+                own = np.tile(sinks.reshape(-1, 1, group), (1, len(positions), 1)).reshape(
+                    *scores.shape[:2], 1
+                )
+                scores = np.concatenate([scores, own], axis=2)
+            weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+            weights = (weights / weights.sum(axis=2, keepdims=True))[..., : len(places)]
+            out[:] = half_bits(weights, out)
+
+        self._device.run(run)
+
     def hot_ffn(
         self, neurons, x, function, thresholds, scratch, out, num_fired, block_weights=None,
         residual=None, masks=None,
@@ -562,7 +587,7 @@ class NumpyDevice:
     def multiply(self, a, b, out, *, b_has_rows, add):
         assert self._at_once and a.dtype == b.dtype
         wide = [self._wide(x) for x in (a, b)]
-        found = wide[0] @ (wide[1].T if b_has_rows else wide[1])
+        found = wide[0] @ (wide[1].swapaxes(-1, -2) if b_has_rows else wide[1])
         out[...] = out + found if add else found
 
     @staticmethod

@@ -45,7 +45,7 @@ CONTEXT_BYTES = 10_000
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SystemConfig:
     """A small model; what is left aside of a real GPU would be larger than all of it."""
     monkeypatch.setattr(plan_devices, "RESERVE_BYTES", 0)
-    for name in ("LATE_BYTES", "_MATMUL_BYTES"):
+    for name in ("LATE_BYTES", "BLOCK_BYTES"):
         monkeypatch.setattr(cuda_fit, name, 0)
     wide = {"wide": tiny_models.Variant(tiny_models._opt, ffn_dim=1500)}
     with mock.patch.dict(tiny_models.VARIANTS, wide):
@@ -254,7 +254,7 @@ def test_hot_neurons_are_those_of_the_driver(
     more than the others.
     """
     monkeypatch.setattr(plan_devices, "RESERVE_BYTES", 0)
-    for name in ("LATE_BYTES", "_MATMUL_BYTES"):
+    for name in ("LATE_BYTES", "BLOCK_BYTES"):
         monkeypatch.setattr(cuda_fit, name, 0)
     path = make_mxfp4(tmp_path)
     system = SystemConfig(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hotcold.actors.attention.cuda import prompt
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.protocol.failures import RequestError, is_lost_device
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
@@ -63,6 +64,22 @@ def test_logits_equal_transformers(system: CudaInProcess) -> None:
     for mode, sizes in product(("dense", "exact"), WAYS):
         found = system.logits(mode, checkpoint.ids, sizes)
         assert relative_difference(found, checkpoint.logits) < 1e-4, (mode, sizes)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("variant", ["llama-gqa", "gemma2", "gpt-oss", "phi3-windows"])
+def test_far_positions_of_prompts(
+    tiny: Tiny, variant: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With softcaps, sinks and windows, a few tokens at a time; by CUDA's own kernels, too."""
+    monkeypatch.setattr(prompt, "FAR", 60)
+    monkeypatch.setattr(prompt, "_PRODUCT_BYTES", 30_000)
+    checkpoint, ids = tiny(variant), np.random.default_rng(2).integers(0, VOCAB_SIZE, 128)
+    expected = reference_logits(checkpoint.path, ids)
+    device = emulated_devices()() if variant == "gpt-oss" else NumpyDevice()
+    with CudaInProcess(checkpoint.path, kv_dtype=kv_dtype, device=device) as system:
+        found = system.logits("exact", ids, [40, 36, 4, 48])
+    assert relative_difference(found, expected) < (1e-4 if kv_dtype == "float32" else 5e-3)
 
 
 @pytest.mark.sweep(variant=["llama-gqa", "opt-postnorm"])

@@ -203,6 +203,27 @@ def test_a_whole_ffn_is_added_to_the_residual(
     assert not fired.any() and np.isnan(found[0]).nonzero()[0].tolist() == [5]
 
 
+@pytest.mark.parametrize("width", [1, 513, 1536, 5120])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_a_normed_sum_is_added_to_the_residual(
+    device: DeviceCalls, width: int, scale: float
+) -> None:
+    """To the bit of the driver's; a NaN stays one."""
+    x, residual = random_floats(1, 3, width) * 30, random_floats(2, 3, width)
+    weight, epsilon = random_floats(3, width), np.float32(1e-6)
+    x[2, width // 2] = np.nan
+    facts: Any = {"norm_kind": 0, "norm_eps": epsilon, "residual_scale": scale}
+    put, hidden = device.to_device, np.empty_like(x)
+    layer, out = device_layer(put, **facts), put(np.zeros_like(x))
+    device.kernels.norm(layer, put(x), put(weight), put(weight[:0]), out, put(residual))
+    merge_normed(
+        residual, x[None], np.arange(1), 0, 3, np.int32(0), weight, epsilon, np.float32(scale),
+        hidden,
+    )  # fmt: skip
+    np.testing.assert_array_equal(device.to_host(out), hidden)
+    assert np.isnan(hidden[2]).all() and np.isfinite(hidden[:2]).all()
+
+
 @pytest.mark.parametrize("kind", [*BITS, *KINDS])
 def test_widen(device: DeviceCalls, kind: str) -> None:
     for width in (256, 512, 768, *(() if kind in IN_BLOCKS else (32, 96, 1056))):

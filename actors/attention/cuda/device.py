@@ -84,7 +84,8 @@ class Device(Protocol):
     def multiply(self, a: Any, b: Any, out: Any, *, b_has_rows: bool, add: bool) -> None:
         """out = a . b^T, or a . b without `b_has_rows`; added to `out` with `add`.
 
-        Shapes:  a (T, k), b (n, k) or (k, n), out (T, n), whose rows may be parts of longer ones
+        Shapes:  a (T, k), b (n, k) or (k, n), out (T, n), whose rows may be parts of longer ones;
+                 or several of each: (S, T, k), ...
         Dtypes:  a and b alike: float32, uint16 (float16 bits) or int16 (bfloat16 bits); out float32
         """
 
@@ -101,7 +102,7 @@ class Device(Protocol):
         """Milliseconds between two past events of `mark`."""
 
     def used_bytes(self) -> int:
-        """Device memory of the CUDA context and of arrays, not of graphs or other programs."""
+        """Device memory of the CUDA context and of arrays; not of graphs, code and libraries."""
 
     def free_bytes(self) -> int:
         """Device memory that is free now."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from hotcold.actors.attention.cuda.device import GRAPH_BYTES, MAX_GRAPHS, Device
 from hotcold.actors.attention.cuda.load import CudaLoading
-from hotcold.actors.attention.cuda.prompt import BLOCK_BYTES
+from hotcold.actors.attention.cuda.prompt import BLOCK_BYTES, far_bytes
 from hotcold.actors.protocol.failures import is_out_of_memory
 from hotcold.actors.protocol.messages import Fitted, ServiceSpec, SystemConfig
 from hotcold.actors.protocol.neuron_bundles import ROUND_BYTES
@@ -27,9 +27,8 @@ from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.placement.solver.plan_devices import gpu_budget
 
-# Allocated after the trial: graphs, kernels of other step sizes, a second event.
-LATE_BYTES = MAX_GRAPHS * GRAPH_BYTES + (96 << 20)
-_MATMUL_BYTES = (32 << 20) + BLOCK_BYTES  # of cuBLAS, and a block of dequantized weights
+# Beside arrays and the context: graphs, kernels' code, a second event, and cuBLAS's workspace.
+LATE_BYTES = MAX_GRAPHS * GRAPH_BYTES + (96 << 20) + (32 << 20)
 _GIB = 1 << 30
 
 
@@ -40,7 +39,7 @@ def work_bytes(system: SystemConfig, config: ModelConfig, device: Device) -> int
     width, qkv, neurons = config.hidden_size, config.most_inputs, config.largest_ffn
     block = max(max(layer.ffn.block_sizes) for layer in config.layers)
     own = 2 * width * (config.experts is not None)  # tokens of one expert, and its output
-    prompt = tokens * max(7 * width + 2 * qkv, 3 * width + 3 * block + own)
+    prompt = tokens * max(7 * width + 2 * qkv, 3 * width + 7 * block // 2 + own)
     step = KERNEL_TOKENS * (8 * width + 2 * qkv + config.vocab_size)
     blocks = layout.num_blocks * (config.num_layers + 1)  # what they weigh, a router's logits
     step += KERNEL_TOKENS * (blocks + 1)
@@ -49,7 +48,8 @@ def work_bytes(system: SystemConfig, config: ModelConfig, device: Device) -> int
         KERNEL_TOKENS, config.num_heads, config.head_dim, layout.pages_a_slot * PAGE_POSITIONS
     )
     uploaded = 2 * ROUND_BYTES * bool(system.neuron_upload_tokens)
-    return 4 * (prompt + step) + ffn_bytes(config, 0) + _MATMUL_BYTES + uploaded
+    far = far_bytes(system, config, layout.pages_a_slot * PAGE_POSITIONS)
+    return 4 * (prompt + step) + ffn_bytes(config, 0) + BLOCK_BYTES + far + uploaded
 
 
 def fit_system(
@@ -82,7 +82,7 @@ def fit_system(
                 "should hold; end what else uses that GPU, or use --device cpu"
             )
         device.limit(available)
-        loading = _try(device, config, attention_spec(found, served), budget)
+        loading = _try(device, config, attention_spec(found, served))
         if loading is not None:
             note = _note(device, config, wanted, found)
             if found.gpu_predicts:
@@ -94,13 +94,10 @@ def fit_system(
         guess, less = guess - less, 2 * less  # some five attempts at most
 
 
-def _try(device: Device, config: ModelConfig, spec: ServiceSpec, budget: int) -> CudaLoading | None:
+def _try(device: Device, config: ModelConfig, spec: ServiceSpec) -> CudaLoading | None:
     """The allocated service, or None if it does not fit."""
     try:
-        loading = CudaLoading(device, config, spec)
-        if device.used_bytes() > budget - LATE_BYTES:
-            return None
-        return loading
+        return CudaLoading(device, config, spec)
     except Exception as error:  # CUDA's and cuBLAS's have no common base with MemoryError
         if not (isinstance(error, MemoryError) or is_out_of_memory(str(error))):
             raise

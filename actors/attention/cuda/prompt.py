@@ -1,4 +1,4 @@
-"""Prefill on a GPU, many tokens of one sequence: matmuls, and attention by the step's kernels.
+"""Prefill on a GPU, many tokens of one sequence: matmuls, and near attention by a step's kernels.
 
 Quantized weights are dequantized to float16 in blocks; matmuls accumulate in float32.
 """
@@ -14,18 +14,32 @@ import numpy as np
 from hotcold.actors.attention.cuda.device import Device
 from hotcold.actors.attention.cuda.model import CudaModel
 from hotcold.actors.attention.cuda.step import norm_queries_and_keys, whole_length
+from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.cuda_kernels.kernels import Layer, PagedCache
 from hotcold.cuda_kernels.matrix import DeviceMatrix
 from hotcold.cuda_kernels.neurons import DeviceNeurons, DeviceRouter
 from hotcold.model.config.layer_order import ffn_residual_and_input, layer_input
+from hotcold.model.config.model_config import ModelConfig
 from hotcold.numba_kernels.checks import DRELU
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS
 from hotcold.numba_kernels.loops.mailbox import FULL, WINDOWED
 
 BLOCK_BYTES = 64 << 20  # of dequantized weights
 _MAX_FLOAT16 = np.float32(65504)
+# From this position on, attention is by products: a step's kernel reads keys anew for each token.
+FAR = 1024
+_PRODUCT_BYTES = 64 << 20  # of queries with keys
+_CACHES = {"float32": "f32", "uint16": "f16"}
 _OPERANDS = {"f32": np.float32, "f16": np.uint16, "bf16": np.int16}
+
+
+def far_bytes(system: SystemConfig, config: ModelConfig, positions: int) -> int:
+    """Bytes that attention to far positions takes, of sequences of so many."""
+    if positions <= FAR:
+        return 0
+    item_bytes = 4 if system.kv_dtype == "float32" else 2
+    return 3 * _PRODUCT_BYTES + 2 * positions * config.num_kv_heads * config.head_dim * item_bytes
 
 
 class Group(NamedTuple):
@@ -142,17 +156,22 @@ class PromptWork:
         gates = self.linear(x, part.gate, part.gate_bias, groups)
         factors = None if part.up is None else self.linear(x, part.up, part.up_bias, groups)
         if counts is not None:
-            alone = gates.copy()
-            drelu_factors = factors if self._model.activation.code == DRELU else None
-            self._device.activate(self._model.activation, alone, drelu_factors)
-            if weights is not None:
-                alone *= weights
-            for first, last, begin, end in groups:
-                counts[first:last] = (alone[begin:end] != 0).sum(axis=0)
+            self._count(gates.copy(), factors, weights, groups, counts)
         self._device.activate(self._model.activation, gates, factors)
         if weights is not None:
             gates *= weights
         self._combine(gates, part.down, out, add, groups)
+
+    def _count(
+        self, gates: Any, factors: Any, weights: Any, groups: Sequence[Group], counts: Any
+    ) -> None:
+        """How many tokens make each neuron fire; `gates` are overwritten."""
+        drelu_factors = factors if self._model.activation.code == DRELU else None
+        self._device.activate(self._model.activation, gates, drelu_factors)
+        if weights is not None:
+            gates *= weights
+        for first, last, begin, end in groups:
+            counts[first:last] = (gates[begin:end] != 0).sum(axis=0)
 
     def head(self, hidden: Any) -> Any:
         """Logits (T, V) of hidden (T, d)."""
@@ -173,7 +192,7 @@ class PromptWork:
         groups = groups or [Group(0, weights.num_rows, 0, x.shape[0])]
         width = groups[0].last - groups[0].first
         out = self._device.empty((x.shape[0], width), np.float32)
-        operand, scales = self._operand(x, weights)
+        operand, scales = self._operand(x, weights.format)
         for first, last, begin, end in groups:
             for rows, at, to in self._blocks(weights, first, last):
                 target = out[begin:end, at:to]
@@ -189,7 +208,7 @@ class PromptWork:
         self, h: Any, rows: DeviceMatrix, out: Any, add: bool, groups: Sequence[Group]
     ) -> None:
         """out (T, d) = h (T, N) @ rows, or out += with `add`; h of each token's neurons alone."""
-        operand, scales = self._operand(h, rows)
+        operand, scales = self._operand(h, rows.format)
         if not add:
             out[...] = 0
         elif scales is not None:
@@ -201,13 +220,13 @@ class PromptWork:
         if scales is not None:
             out *= scales
 
-    def _operand(self, x: Any, weights: DeviceMatrix) -> tuple[Any, Any]:
+    def _operand(self, x: Any, weight_format: str) -> tuple[Any, Any]:
         """x (T, k) in the format that matmul takes, and what its sums are to be multiplied with.
 
         Of float16, which ends at 65504, that is (T, 1): a power of two for a token with numbers
         beyond it, by which they are divided, else 1. Others have None.
         """
-        dtype = _OPERANDS.get(weights.format, np.uint16)
+        dtype = _OPERANDS.get(weight_format, np.uint16)
         if dtype != np.uint16 or not x.size:
             return self._device.narrow(x, dtype), None
         xp = self._device.xp
@@ -247,9 +266,51 @@ class PromptWork:
         for few, own in parts:
             norm_queries_and_keys(kernels, layer, qkv[few])
             kernels.rope_store(layer, qkv[few], own)
+        if last_position >= FAR:
+            self._attend_far(layer, qkv, cache, last_position, heads)
+            return heads
         for few, own in parts:
             kernels.decode_attention(layer, qkv[few], own, most, self._scratch, heads[few])
         return heads
+
+    def _attend_far(
+        self, layer: Layer, qkv: Any, cache: PagedCache, last_position: int, heads: Any
+    ) -> None:
+        """heads (T, H * dim): by products with all the keys that tokens see, and with values."""
+        numbers, num_tokens = layer.numbers, qkv.shape[0]
+        kv_heads, dim = numbers.num_kv_heads, numbers.head_dim
+        group, weight_format = numbers.num_heads // kv_heads, _CACHES[cache.keys.dtype.name]
+        seen = last_position + 1 - num_tokens + 1 - numbers.window if numbers.window else 0
+        first_page = max(0, seen) // PAGE_POSITIONS
+        first, end = first_page * PAGE_POSITIONS, last_position + 1
+        own_pages = cache.page_tables[cache.slots[:1]][0]
+        pages = own_pages[first_page : -(-end // PAGE_POSITIONS)]
+
+        def rows_of(stored: Any) -> Any:
+            found = stored.transpose(1, 0, 2, 3).take(pages, axis=1)
+            return found.reshape(kv_heads, -1, dim)[:, : end - first]
+
+        keys, values = rows_of(cache.keys), rows_of(cache.values)
+        at_once = max(1, _PRODUCT_BYTES // (4 * numbers.num_heads * (end - first)))
+        for begin in range(0, num_tokens, at_once):
+            few = slice(begin, begin + at_once)
+            queries = qkv[few].reshape(-1, kv_heads * (group + 2), dim)[:, : kv_heads * group]
+            count = queries.shape[0]
+            queries = queries.reshape(count, kv_heads, group, dim).transpose(1, 0, 2, 3)
+            operand, scales = self._operand(queries.reshape(-1, dim), weight_format)
+            of_each = kv_heads, count * group, -1
+            products = self._device.empty((*of_each[:2], end - first), np.float32)
+            operand = operand.reshape(of_each)
+            self._device.multiply(operand, keys, products, b_has_rows=True, add=False)
+            if scales is not None:
+                products *= scales.reshape(of_each)
+            weights = self._device.empty(products.shape, cache.keys.dtype)
+            positions = cache.positions[few]
+            self._device.kernels.weigh_positions(layer, products, positions, first, weights)
+            found = self._device.empty((*of_each[:2], dim), np.float32)
+            self._device.multiply(weights, values, found, b_has_rows=False, add=False)
+            found = found.reshape(kv_heads, count, group, dim).transpose(1, 0, 2, 3)
+            heads[few] = found.reshape(count, -1)
 
     def _layer_input(self, layer: int, hidden: Any) -> Any:
         before = self._model.layers[max(layer - 1, 0)].numbers
@@ -276,8 +337,8 @@ def _chosen_together(
 ) -> Iterator[tuple[list[Group], np.ndarray, np.ndarray]]:
     """Blocks that tokens chose by weights (T, B), in ascending order, several at once.
 
-    Those are of as many neurons each, and have at most T tokens in all, unless it is one. With them
-    come the tokens, one block's after the other's, and what they weigh.
+    Those are of as many neurons each, and have at most T tokens in all. With them come the tokens,
+    one block's after the other's, and what they weigh.
     """
     groups, tokens, end = list[Group](), list[np.ndarray](), 0
 

@@ -1,9 +1,8 @@
 """The attention service on a GPU: attention, KV cache, norms, head and hot neurons.
 
 Its thread waits at the doorbell without the GIL. A request is copies and one graph on the device's
-stream. A layer's hot neurons are launched right after its attention, before their request: they
-run while requests go to the CPU services. Layers of which the device has everything, or which it
-shares with CPU services (`shared`), are one request and one graph.
+stream. Layers of which the device has everything, or which it shares with CPU services (`shared`),
+are one request and one graph.
 """
 
 from __future__ import annotations
@@ -119,10 +118,10 @@ class CudaAttentionService(Service):
             x = device.empty((tokens, work.width), np.float32)
             x[...] = 0
             place = device.empty((2, tokens), np.int32)
-            place[0], place[1] = device.xp.arange(tokens), 0
+            last = work.most_length - 1
+            place[0], place[1] = device.xp.arange(last + 1 - tokens, last + 1), 0
             if layers:
                 work.attention(layers[0], 1, whole_length(1, work.most_length))
-                last = tokens - 1
                 self._prompts.attention(layers[0], x, place[0], place[1], work.tables, last)
             if hot:
                 work.hot(hot[-1], 1, ALL_FIRE)
@@ -341,9 +340,11 @@ class CudaAttentionService(Service):
         ffn_residual, ffn_input = work.outputs(whole)
         self._link.upload("ffn_input", ffn_input, buffers.ffn_input[:num_tokens], whole)
         if predictors is not None and predictors.reads_residual:
-            residual, hidden = buffers.ffn_residual[:num_tokens], buffers.hidden[:num_tokens]
-            self._link.upload("ffn_residual", ffn_residual, residual, whole)
-            self._link.upload("hidden", work.hidden, hidden, whole)
+            if self._model.layers[layer].numbers.is_parallel:
+                self._link.upload("hidden", work.hidden, buffers.hidden[:num_tokens], whole)
+            else:
+                residual = buffers.ffn_residual[:num_tokens]
+                self._link.upload("ffn_residual", ffn_residual, residual, whole)
         if weighs:
             weights = buffers.block_weights[:num_tokens]
             self._link.upload("block_weights", work.block_weights(layer, whole), weights, whole)

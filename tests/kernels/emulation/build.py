@@ -42,6 +42,7 @@ def all_entries() -> list[Entry]:
         Entry("norm", "NORM_TOKENS"),
         Entry("softcap", "SOFTCAP"),
         Entry("attention", "MERGE_SPLITS"),
+        *(Entry("attention", "WEIGH_POSITIONS", (f,)) for f in ("F32", "F16")),
         Entry("sum_parts", "SUM_PARTS"),
         Entry("router", "CHOOSE_EXPERTS"),
         *(Entry("predict", each) for each in _PREDICTING),
