@@ -31,6 +31,7 @@ from tests.unit.ollama_routes import (
     send,
     with_openai,
 )
+from tests.unit.test_cached_tokens import Finding
 from tests.unit.test_server_limits import make_backend
 from tests.unit.test_thoughts import SAID, answering
 from tests.unit.test_thoughts import thinking as thinking
@@ -268,7 +269,7 @@ def test_tokens_of_an_input_are_counted() -> None:
         answered = await api.responses.create(**asked)
         assert counted.input_tokens == answered.usage.input_tokens > first.usage.input_tokens
 
-    client = Recording()
+    client = Finding(0)
     with_openai(client, work)
     assert len(client.requests) == 2
 

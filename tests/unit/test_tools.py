@@ -16,6 +16,7 @@ from hotcold.chats import template_messages
 from hotcold.model.errors import PromptError
 from hotcold.model.text.call_syntax import BARE, TAGGED, CallSyntax
 from hotcold.model.text.chat_template import ChatTemplate
+from hotcold.ui.api.responses.conversation import as_chat
 from hotcold.ui.api.responses.schemas import ResponsesRequest
 from hotcold.ui.api.schemas import ChatRequest, parse
 from hotcold.ui.api.tools.grammar import calls_grammar
@@ -119,7 +120,7 @@ def test_arguments_stay_the_text_that_they_were(template: str) -> None:
         assert WRITTEN in _template(template).render([one], tools=TOOLS)
     items = [{"type": "function_call", "call_id": "1", "name": "now", "arguments": WRITTEN}]
     body = ResponsesRequest.model_validate({"input": items})
-    chat = body.as_chat(body.items)
+    chat = as_chat(body, body.items, {})
     asked = [one.for_template for one in chat.messages]
     assert WRITTEN in _template(template).render(asked, tools=TOOLS)
 

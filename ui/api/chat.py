@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import Response
 
 from hotcold.actors.protocol.messages import TokenEvent
-from hotcold.ui.api.answer import answer_of, reader_of
+from hotcold.ui.api.answer import answer_of
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.completions import Choice, ChoicesAnswer
 from hotcold.ui.api.schemas import ChatRequest
@@ -28,10 +28,8 @@ class ChatAnswer(ChoicesAnswer):
     kinds = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 
     def __init__(self, backend: Backend, body: ChatRequest) -> None:
-        """Errors:  PromptError without a tokenizer for its tools"""
         super().__init__(backend, body)
         self._body = body
-        self._readers = [reader_of(backend, body) for _ in range(self._count)]
 
     def opening(self) -> Iterable[Any]:
         """Who speaks."""

@@ -6,15 +6,14 @@ import asyncio
 import json
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 from starlette.responses import Response
 
-from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.actors.protocol.messages import Generation, TokenEvent
 from hotcold.ui.api import sse
-from hotcold.ui.api.answer import Answer, answer_of, reader_of
+from hotcold.ui.api.answer import Answer, answer_of
 from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.drawn import ollamas_sampling
 from hotcold.ui.api.errors import LOADING_TOOK, ApiError, timed_out
@@ -57,21 +56,15 @@ class OllamaAnswer(Answer):
         tokenizer = backend.prompts.tokenizer
         if body.think and (tokenizer is None or tokenizer.thinking is None):
             raise body.unable("thinking", "think")
-        asked = body.asked(tokenizer)
-        super().__init__(backend, asked, body.stays)
+        options = ollamas_sampling(body.options)
+        super().__init__(backend, body.asked(tokenizer), body.stays, options)
         self._body = body
         self._started_ns = time.monotonic_ns()
         self._load_ns = 0
-        self._sampling = ollamas_sampling(body.options)
-        self._reader = reader_of(backend, asked)
+        (self._reader,) = self._readers
         self._num_ended = 0  # calls of the reader
         self._calls: list[Line] = []
         self._last: Line = {}
-
-    async def requests(self) -> list[GenerateRequest]:
-        """Its one request, with Ollama's options. Errors: PromptError, UsageError."""
-        (made,) = await super().requests()
-        return [replace(made, sampling=replace(made.sampling, **self._sampling))]
 
     async def start(self) -> Answers:
         """Queue its request; the model is loaded then. Errors: ApiError, HotcoldError."""
