@@ -17,7 +17,7 @@ from tests.unit.ollama_routes import Recording, send
 
 @cache
 def described() -> dict[str, Any]:
-    found: dict[str, Any] = send(Recording(), "GET", "/openapi.json")[0].json()
+    found: dict[str, Any] = send(Recording(), "GET", "/openapi.json").json()
     return found
 
 

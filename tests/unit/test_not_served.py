@@ -23,7 +23,7 @@ from tests.unit.ollama_routes import Recording, backend_of, send, server
     ],
 )
 def test_a_wrong_method_is_told_the_right_one(method: str, path: str, allowed: str) -> None:
-    answer = send(Recording(), method, path)[0]
+    answer = send(Recording(), method, path)
     assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
     right = allowed.replace(", HEAD", "").replace(", ", " or ")
     told = answer.json()["error"]
@@ -48,7 +48,7 @@ def test_a_wrong_method_is_told_the_right_one(method: str, path: str, allowed: s
     ],
 )
 def test_routes_of_other_servers_name_what_is_here(path: str, instead: str) -> None:
-    answer = send(Recording(), "POST", path, {})[0]
+    answer = send(Recording(), "POST", path, {})
     told = answer.json()["error"]["message"]
     assert answer.status_code == 404 and path in told and instead in told
 

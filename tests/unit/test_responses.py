@@ -17,28 +17,26 @@ from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.responses.schemas import ResponsesRequest
 from hotcold.ui.api.responses.stored import StoredResponse, StoredResponses
 from hotcold.ui.api.schemas import parse
-from hotcold.ui.api.served_models import ServedModels
-from hotcold.ui.app import create_app
 from hotcold.ui.gate import Gate
 from tests.unit.ollama_routes import (
     ANSWER,
     HELLO,
     TOOL,
     Recording,
+    backend_of,
     create,
     prompt_of,
     refused,
     send,
+    server,
     with_openai,
 )
-from tests.unit.test_cached_tokens import Finding
-from tests.unit.test_server_limits import make_backend
+from tests.unit.test_cached_tokens import KEYS, Finding
 from tests.unit.test_thoughts import SAID, answering
 from tests.unit.test_thoughts import thinking as thinking
 
 CALL = {"type": "function", **TOOL["function"]}
 CALLED = '<tool_call>\n{"name": "look_up", "arguments": {"a": 1}}\n</tool_call>'
-KEYS = ("a key of one client", "a key of another one")
 
 
 def test_a_follow_up_is_the_whole_conversation() -> None:
@@ -107,7 +105,8 @@ def test_a_kept_response_is_got_and_forgotten(is_streamed: bool) -> None:
 
 
 def test_clients_of_other_keys_find_nothing() -> None:
-    app: Any = create_app(ServedModels([make_backend(Recording())]))
+    backend_of(Recording())
+    app: Any = server()[1]
     app = Gate(app, keys=KEYS, local=True, max_body_bytes=1 << 20)
 
     async def work() -> None:
@@ -213,7 +212,7 @@ def test_what_is_not_done_is_refused(fields: dict[str, Any], param: str | None, 
 
 def test_a_stream_is_not_told_again() -> None:
     made = create(Recording(), input="a")
-    answer, _ = send(Recording(), "GET", f"/v1/responses/{made.id}?stream=true")
+    answer = send(Recording(), "GET", f"/v1/responses/{made.id}?stream=true")
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "stream"
 
 

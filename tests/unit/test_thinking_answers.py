@@ -23,7 +23,7 @@ from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.app import create_app
 from tests.actors.in_process import InProcessSystem
 from tests.chain_model import END, write_chain
-from tests.unit.test_server_limits import Client, Deliver, give_client
+from tests.unit.ollama_routes import Client, Deliver, give_client
 
 # Its prompt ends with what begins thoughts, or with `[go]` alone.
 TEMPLATE = (

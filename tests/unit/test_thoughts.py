@@ -26,7 +26,6 @@ from hotcold.model.text.chat_template import ChatTemplate, Thinking, thinking_of
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.ui.api.tools.reader import AnswerReader, ReasoningPart, TextPart
 from tests.unit.ollama_routes import HELLO, RESULT, Recording, post, server
-from tests.unit.test_server_limits import Deliver
 
 WAY = Thinking("<think>", "</think>")
 # Ends with what begins thoughts unless it is told not to think, as Qwen's and DeepSeek's do.
@@ -184,15 +183,14 @@ class _Answering(Recording):
         super().__init__()
         self._text = text
 
-    async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:
+    def answer(self, request: GenerateRequest) -> Sequence[TokenEvent]:
         assert request.is_chat
         text, tokenizer = self._text, server()[0].prompts.tokenizer
         ids = TOKENIZER.encode(text, False)
         result = replace(RESULT, text=text, ids=ids, num_thought_tokens=NUM_THOUGHT)
         pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
         opened = Thoughts.of(tokenizer, request.prompt_ids or ())
-        self.events = tuple(told([*pieces, ""], opened, result))
-        return await super().submit(request, deliver)
+        return told([*pieces, ""], opened, result)
 
 
 def answering(text: str) -> Recording:
