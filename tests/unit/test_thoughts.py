@@ -20,7 +20,7 @@ from hotcold.actors.driver.thoughts import Thoughts, reader_of
 from hotcold.actors.protocol import messages
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, Grammar, TokenEvent
 from hotcold.model.files.locate import DEMO_DIRECTORY
-from hotcold.model.text.call_syntax import TAGGED
+from hotcold.model.text.call_syntax import TAGGED, CallSyntax
 from hotcold.model.text.calls import SpanKind
 from hotcold.model.text.chat_template import ChatTemplate, Thinking, thinking_of
 from hotcold.model.text.tokenizer import Tokenizer
@@ -72,9 +72,14 @@ ANSWERS: list[tuple[bool, str, str, str, int]] = [
 ]
 
 
-def told(pieces: Sequence[str], opened: Thoughts | None, result: Generation) -> list[TokenEvent]:
+def told(
+    pieces: Sequence[str],
+    opened: Thoughts | None,
+    result: Generation = RESULT,
+    syntax: CallSyntax | None = TAGGED,
+) -> list[TokenEvent]:
     """The events of an answer that comes in these pieces."""
-    reader, found = reader_of(opened, TAGGED, lambda text: True), []
+    reader, found = reader_of(opened, syntax, lambda text: True), []
     kinds = {
         SpanKind.TEXT: messages.SAID,
         SpanKind.THOUGHT: messages.THOUGHT,
@@ -92,7 +97,7 @@ def told(pieces: Sequence[str], opened: Thoughts | None, result: Generation) -> 
 def read(are_open: bool, pieces: Sequence[str], with_calls: bool) -> tuple[str, str, int]:
     reader = AnswerReader(TAGGED if with_calls else None)
     found: list[Any] = []
-    events = told(pieces, thoughts(are_open), RESULT)
+    events = told(pieces, thoughts(are_open))
     assert "".join(event.text for event in events) == "".join(pieces)
     whole = functools.reduce(operator.add, events)
     assert whole.thought == "".join(event.thought for event in events)
