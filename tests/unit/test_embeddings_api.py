@@ -52,25 +52,3 @@ def test_inputs_of_every_form(given: Any, prompts: list[list[int]]) -> None:
     assert float(counts["time_to_first_token_seconds_count"]) == 0
     num_tokens = sum(map(len, prompts))
     assert answer.json()["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-
-
-@pytest.mark.parametrize(
-    ("body", "text", "param"),
-    [
-        ({"input": ""}, "empty", "input"),
-        ({"input": []}, "input", "input"),
-        ({"input": ["a", ""]}, "empty", "input"),
-        ({"input": [[]]}, "input", "input"),
-        ({"input": [99999]}, "not in the vocabulary", "input"),
-        ({"input": [1] * 513}, "has 513 tokens, the context holds 512;", "input"),
-        ({"input": "a", "dimensions": 64}, "dimensions is not supported here", "dimensions"),
-        ({"input": "a", "encoding_format": "int8"}, "must be 'float' or 'base64'", None),
-        ({"input": "a", "model": "other"}, "'other' is not served", "model"),
-        ({"model": "demo"}, "input is missing", "input"),
-    ],
-)
-def test_what_is_refused(body: dict[str, Any], text: str, param: str | None) -> None:
-    answer = post(Embedding(vector), "/v1/embeddings", **body)
-    error = answer.json()["error"]
-    assert answer.status_code in (400, 404) and text in error["message"]
-    assert param is None or error["param"].startswith(param)

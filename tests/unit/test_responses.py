@@ -26,7 +26,6 @@ from tests.unit.ollama_routes import (
     backend_of,
     create,
     prompt_of,
-    refused,
     send,
     server,
     with_openai,
@@ -176,38 +175,6 @@ def test_an_answer_that_fails_midway_is_a_failed_response() -> None:
     assert (error.code, error.message) == ("server_error", "it is gone")
     with pytest.raises(openai.NotFoundError):
         with_openai(Recording(), lambda api: api.responses.retrieve(last.response.id))
-
-
-FLAT = {**CALL, "name": "n__look_up"}
-INNER = {"type": "namespace", "name": "n", "tools": [CALL]}
-FOREIGN = {"type": "web_search"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "told"),
-    [
-        ({"temperature": 3}, "temperature", "must be at most 2"),
-        ({"truncation": "auto"}, "truncation", "is not supported here"),
-        ({"store": "yes"}, "store", "must be true or false"),
-        ({"previous_response_id": 3}, "previous_response_id", "must be a text"),
-        ({"background": True}, "background", "is not supported here"),
-        ({"conversation": "conv_1"}, "conversation", "is not supported here"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "is not supported here"),
-        ({"reasoning": {"summary": "long"}}, "reasoning.summary", "must be"),
-        ({"metadata": {str(number): "" for number in range(17)}}, "metadata", "at most 16"),
-        ({"metadata": {"a": "b" * 513}}, "metadata.a", "at most 512"),
-        ({"input": [{"type": "item_reference", "id": ""}]}, "input.0.id", "must not be empty"),
-        ({"input": [{"type": "item_reference"}]}, "input.0.id", "is missing"),
-        ({"tools": [INNER, FLAT]}, "tools", "'n__look_up', as the model calls them"),
-        ({"tools": [{**INNER, "tools": [INNER]}]}, "tools.0.tools.0", "is of a type that"),
-        ({"tools": [FOREIGN], "tool_choice": "required"}, "tool_choice", "no function among"),
-        ({"tools": [CALL], "tool_choice": FOREIGN}, "tool_choice", "cannot be chosen here"),
-        ({"tools": [CALL], "tool_choice": {"type": "function", "name": "x"}}, None, "is no tool"),
-    ],
-)  # fmt: skip
-def test_what_is_not_done_is_refused(fields: dict[str, Any], param: str | None, told: str) -> None:
-    error = refused("/v1/responses", {"input": "a", **fields})
-    assert error["param"] == param and told in error["message"]
 
 
 def test_a_stream_is_not_told_again() -> None:

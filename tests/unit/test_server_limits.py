@@ -35,7 +35,6 @@ from tests.unit.ollama_routes import (
     backend_of,
     make_backend,
     post,
-    refused,
     send,
     server,
     with_client,
@@ -392,27 +391,3 @@ def test_health_and_metrics() -> None:
         'vllm:generation_tokens_total{model_name="demo"} 0.0',
     ):
         assert line in answer.text.splitlines()
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "told", "param"),
-    [
-        ("/detokenize", {"tokens": [4096]}, "token id 4096 is not in the vocabulary", "tokens"),
-        ("/detokenize", {"tokens": "ab"}, "tokens must be a list", "tokens"),
-        ("/detokenize", {"tokens": [1, -1]}, "tokens.1 must be at least 0", "tokens.1"),
-        ("/detokenize", {"tokens": [1, 2.5]}, "tokens.1 must be a whole number", "tokens.1"),
-        ("/detokenize", {"prompt": "a"}, "tokens is missing", "tokens"),
-        ("/tokenize", {"prompt": "a" * (1 << 21)}, "characters", "prompt"),
-        ("/tokenize", {"messages": LONG}, "characters", "messages"),
-        ("/tokenize", {"content": "b"}, "give either prompt or messages", None),
-        ("/v1/completions", {"prompt": [4096]}, "not in the vocabulary", "prompt"),
-        ("/v1/chat/completions", {"messages": LONG}, "the context", "messages"),
-        ("/v1/responses", {"input": LONG}, "the context", "input"),
-        ("/v1/responses/input_tokens", {"input": LONG}, "the context", "input"),
-    ],
-)
-def test_a_wrong_prompt_is_told_by_its_field(
-    path: str, body: dict[str, Any], told: str, param: str | None
-) -> None:
-    error = refused(path, body)
-    assert error["param"] == param and told in error["message"], error["message"]
