@@ -141,13 +141,15 @@ def refusal(error: ValidationError) -> ApiError:
     problems = [one for one in problems if one["loc"][:1] == problems[0]["loc"][:1]]
     other_kinds = {one["loc"][:-1] for one in problems if _is_of_another_kind(one)}
 
-    def nearness(problem: _Problem) -> tuple[list[int], bool, bool]:
-        """How far the value is right, whether it is of that kind, and of that type."""
+    def nearness(problem: _Problem) -> tuple[list[int], bool, bool, int]:
+        """How far lists are right, whether the value is of that kind and type; how deep that is."""
         place = problem["loc"]
         has_kind = not any(place[:length] in other_kinds for length in range(len(place)))
         has_type = not problem["type"].endswith(("_type", "literal_error"))
         indices = [part for part in place if isinstance(part, int)]
-        return indices, has_kind, has_type if has_kind else _is_of_another_kind(problem)
+        if not has_kind:
+            has_type = _is_of_another_kind(problem)
+        return indices, has_kind, has_type, len(_names(problem))
 
     nearest = max(problems, key=nearness)  # the first one of those
     names = _names(nearest)
