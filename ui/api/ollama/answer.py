@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,7 +17,7 @@ from hotcold.ui.api.answer import Answer, answer_of
 from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.drawn import ollamas_sampling
 from hotcold.ui.api.errors import LOADING_TOOK, ApiError, timed_out
-from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaGenerate
+from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaGenerate, written
 from hotcold.ui.api.tools.reader import CallPart, ReasoningPart, TextPart
 
 Line = dict[str, Any]
@@ -64,7 +64,7 @@ class OllamaAnswer(Answer):
         (self._reader,) = self._readers
         self._num_ended = 0  # calls of the reader
         self._calls: list[Line] = []
-        self._last: Line = {}
+        self._end: Line = {}
 
     async def start(self) -> Answers:
         """Queue its request; the model is loaded then. Errors: ApiError, HotcoldError."""
@@ -77,16 +77,16 @@ class OllamaAnswer(Answer):
         for part in self._reader.push(event):
             match part:
                 case ReasoningPart(text):
-                    yield self._piece(thought=text)
+                    yield _line(self._body, thinking=text)
                 case TextPart(text):
                     yield from self._called()
-                    yield self._piece(text, logprobs=part.logprobs)
+                    yield _line(self._body, text, part.logprobs)
                 case CallPart(number):
                     yield from self._called(number)
         if event.result is not None:
             yield from self._called()
-            self._last = self._end(event.result)
-            yield self._last | _said(self._body)
+            self._end = self._told_of(event.result)
+            yield _line(self._body) | self._end
 
     def failing(self, error: ApiError) -> Iterable[Line]:
         """The last line of a stream that fails."""
@@ -98,12 +98,8 @@ class OllamaAnswer(Answer):
 
     def whole(self) -> Line:
         """The last line with all that was said."""
-        reader = self._reader
-        said = _said(self._body, reader.said, reader.thought, self._calls, reader.logprobs)
-        return self._last | said
-
-    def _piece(self, *said: Any, **more: Any) -> Line:
-        return {**_head(self._body), **_said(self._body, *said, **more), "done": False}
+        said, more = self._reader, {"thinking": self._reader.thought, "tool_calls": self._calls}
+        return _line(self._body, said.said, said.logprobs, **more) | self._end
 
     def _called(self, before: int | None = None) -> Iterator[Line]:
         """The calls that have ended since, but for one that was cut off."""
@@ -115,15 +111,14 @@ class OllamaAnswer(Answer):
                 continue
             function = {"index": len(self._calls), "name": call.name, "arguments": arguments}
             self._calls.append({"id": call.id, "function": function})
-            yield self._piece(calls=self._calls[-1:])
+            yield _line(self._body, tool_calls=self._calls[-1:])
 
-    def _end(self, result: Generation) -> Line:
-        """The last line. Durations in nanoseconds; loading is all before the prompt is read."""
+    def _told_of(self, result: Generation) -> Line:
+        """The end. Durations in nanoseconds; loading is all before the prompt is read."""
         queued_ns, prompt_ns, new_ns = (
             round(seconds * 1e9) for seconds in (result.queued_s, result.prefill_s, result.decode_s)
         )
         return {
-            **_head(self._body),
             "done": True,
             "done_reason": result.finish_reason,
             "total_duration": time.monotonic_ns() - self._started_ns,
@@ -149,30 +144,17 @@ async def _loaded_or_ended(backend: Backend, body: Body) -> Line:
                 await backend.ready()
         except TimeoutError:
             raise timed_out(limit_s, LOADING_TOOK) from None
-    return {**_head(body), **_said(body), "done": True, "done_reason": reason}
+    return _line(body) | {"done": True, "done_reason": reason}
 
 
-def _head(body: Body) -> Line:
-    created_at = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-    return {"model": body.wanted, "created_at": created_at}
-
-
-def _said(
-    body: Body,
-    text: str = "",
-    thought: str = "",
-    calls: Iterable[Line] = (),
-    logprobs: Iterable[Line] = (),
-) -> Line:
-    """The keys of a line that differ between the two routes."""
-    is_chat = isinstance(body, OllamaChat)
-    said: Line = {"role": "assistant", "content": text} if is_chat else {"response": text}
-    if thought:
-        said["thinking"] = thought
-    if calls:
-        said["tool_calls"] = calls
-    if is_chat:
-        said = {"message": said}
+def _line(body: Body, text: str = "", logprobs: Sequence[Line] = (), **more: Any) -> Line:
+    """A line of an answer that goes on; what is empty in it but `text` is left out."""
+    said = {name: part for name, part in more.items() if part}
+    if isinstance(body, OllamaChat):
+        said = {"message": {"role": "assistant", "content": text, **said}}
+    else:
+        said["response"] = text
     if logprobs:
         said["logprobs"] = logprobs
-    return said
+    created_at = written(datetime.now(UTC))
+    return {"model": body.wanted, "created_at": created_at, **said, "done": False}

@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import datetime
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator
@@ -17,6 +18,11 @@ _UNIT = r"(?:ns|[uµμ]s|ms|s|m|h)"
 _NO_TIME = re.compile(rf"0|(?:[+-]?0++(?:\.0*+)?+{_UNIT})++")
 _TIME = re.compile(rf"[+-]?(?:\d++(?:\.\d*+)?+|(?:(?:\d++(?:\.\d*+)?+|\.\d++){_UNIT})++)")
 _MAX_INPUTS = 2048
+
+
+def written(time: datetime) -> str:
+    """A time in UTC, as answers have it."""
+    return time.isoformat().replace("+00:00", "Z")
 
 
 class OllamaModel(Request):
