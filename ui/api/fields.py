@@ -151,9 +151,8 @@ class Request(StrictModel):
     def _changes_nothing_else(self) -> "Request":
         others = self.__pydantic_extra__ or {}
         for name, value in others.items():
-            if name in CHANGING and not (
-                self._does_nothing(name, value) or self._is_said(name, value)
-            ):
+            is_refused = name in CHANGING and not changes_nothing(name, value)
+            if is_refused and not self._is_said(name, value):
                 raise ApiError(400, self._unsupported(name), param=name)
         wanted = CHANGING.keys() | type(self).model_fields.keys()
         unknown = (name for name in others if name not in wanted and name not in _NO_MISTAKES)
@@ -172,13 +171,6 @@ class Request(StrictModel):
         given = (name for name in fields if getattr(self, name, None) is not None)
         return next(given, "prompt")
 
-    @staticmethod
-    def _does_nothing(name: str, value: Any) -> bool:
-        if _is_nothing(value):
-            return True
-        same = CHANGING[name].unchanging
-        return any(one == value and type(value) in (type(one), int, float) for one in same)
-
     def _is_said(self, name: str, value: Any) -> bool:
         """Whether a field of that meaning has the value: some clients send all names of one."""
         return any(getattr(self, other) == value for other in self._instead(name))
@@ -195,6 +187,14 @@ class Request(StrictModel):
         for other in cls._instead(name):
             return f"{name} is not known here; give {other}"
         return f"{name} is not supported here; leave it out"
+
+
+def changes_nothing(name: str, value: Any) -> bool:
+    """Whether a field, or an option of Ollama's, may be read over with this value."""
+    same = CHANGING[name].unchanging if name in CHANGING else ()
+    return _is_nothing(value) or any(
+        one == value and type(value) in (type(one), int, float) for one in same
+    )
 
 
 def _is_nothing(value: Any) -> bool:
