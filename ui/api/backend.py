@@ -199,6 +199,18 @@ class Backend:
         return TokenTexts(self.prompts.tokenizer)
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations are written as the model knows them."""
+        tokenizer = self.prompts.tokenizer
+        return tokenizer is not None and tokenizer.has_chat_template
+
+    @property
+    def thinks(self) -> bool:
+        """Whether answers may begin with thoughts."""
+        tokenizer = self.prompts.tokenizer
+        return tokenizer is not None and tokenizer.thinking is not None
+
+    @property
     def call_syntax(self) -> CallSyntax:
         """The model's syntax of tool calls. Errors: PromptError without a tokenizer."""
         tokenizer = self.prompts.tokenizer

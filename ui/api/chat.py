@@ -71,8 +71,8 @@ class ChatAnswer(ChoicesAnswer):
     @property
     def usage(self) -> dict[str, Any]:
         """Token counts of all, with those of thoughts where the model thinks."""
-        counts, tokenizer = super().usage, self._backend.prompts.tokenizer
-        if tokenizer is None or tokenizer.thinking is None:
+        counts = super().usage
+        if not self._backend.thinks:
             return counts
         num_thought = sum(result.num_thought_tokens for result in self._results.values())
         return {**counts, "completion_tokens_details": {"reasoning_tokens": num_thought}}

@@ -53,11 +53,10 @@ class OllamaAnswer(Answer):
 
     def __init__(self, backend: Backend, body: Body) -> None:
         """Errors:  ApiError 400, ValidationError"""
-        tokenizer = backend.prompts.tokenizer
-        if body.think and (tokenizer is None or tokenizer.thinking is None):
+        if body.think and not backend.thinks:
             raise body.unable("thinking", "think")
-        options = ollamas_sampling(body.options)
-        super().__init__(backend, body.asked(tokenizer), body.stays, options)
+        asked, options = body.asked(backend.has_chat_template), ollamas_sampling(body.options)
+        super().__init__(backend, asked, body.stays, options)
         self._body = body
         self._started_ns = time.monotonic_ns()
         self._load_ns = 0

@@ -108,11 +108,8 @@ def _details(backend: Backend, facts: Facts) -> dict[str, Any]:
 
 def _capabilities(backend: Backend) -> list[str]:
     """Every model with a chat template can use tools: grammars enforce its calls."""
-    tokenizer = backend.prompts.tokenizer
-    has_template = tokenizer is not None and tokenizer.has_chat_template
-    found = ["completion", "tools"] if has_template else ["completion"]
-    thinks = tokenizer is not None and tokenizer.thinking is not None
-    return [*found, "thinking"] if thinks else found
+    found = ["completion", "tools"] if backend.has_chat_template else ["completion"]
+    return [*found, "thinking"] if backend.thinks else found
 
 
 def _template(backend: Backend) -> str:
