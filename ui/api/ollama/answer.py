@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +15,7 @@ from hotcold.ui.api import sse
 from hotcold.ui.api.answer import Answer, answer_of
 from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.drawn import ollamas_sampling
-from hotcold.ui.api.errors import LOADING_TOOK, ApiError, timed_out
+from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaGenerate, written
 from hotcold.ui.api.tools.reader import CallPart, ReasoningPart, TextPart
 
@@ -130,20 +129,11 @@ class OllamaAnswer(Answer):
 
 
 async def _loaded_or_ended(backend: Backend, body: Body) -> Line:
-    """Load the model, or with `keep_alive` 0 unload it, and return that.
-
-    Errors:  ApiError 503 and 504, HotcoldError
-    """
-    reason, limit_s = "load", backend.settings.request_timeout_s
-    if not backend.keep(body.stays):
-        reason = "unload"
-    else:
-        try:
-            async with asyncio.timeout(limit_s):
-                await backend.ready()
-        except TimeoutError:
-            raise timed_out(limit_s, LOADING_TOOK) from None
-    return _line(body) | {"done": True, "done_reason": reason}
+    """Load the model, or with `keep_alive` 0 unload it, and return that. Errors: as `ready`."""
+    stays = backend.keep(body.stays)
+    if stays:
+        await backend.ready()
+    return _line(body) | {"done": True, "done_reason": "load" if stays else "unload"}
 
 
 def _line(body: Body, text: str = "", logprobs: Sequence[Line] = (), **more: Any) -> Line:
