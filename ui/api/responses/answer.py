@@ -27,6 +27,7 @@ from hotcold.ui.api.responses.schemas import (
     ReasoningOptions,
     Reference,
     ResponsesRequest,
+    TextFormat,
 )
 from hotcold.ui.api.responses.stored import StoredResponse, StoredResponses
 from hotcold.ui.api.routes import Route
@@ -68,8 +69,12 @@ class Responses:
         stored, last = self._stored, body.previous_response_id
         previous = None if last is None else stored.continued(last)
         referred = stored.own() if any(isinstance(one, Reference) for one in body.items) else []
-        # A conversation may be long, and a turn is short.
-        return await asyncio.to_thread(ResponseAnswer, backend, body, stored, previous, referred)
+
+        def made() -> ResponseAnswer:
+            items = _conversation(previous, body.items, referred)
+            return ResponseAnswer(backend, body, items, stored)
+
+        return await asyncio.to_thread(made)  # a conversation may be long
 
     def add_stored(self, app: FastAPI) -> None:
         """Add the routes of stored responses to `app`."""
@@ -94,19 +99,13 @@ class ResponseAnswer(Answer):
     """One response; `content` is its object so far."""
 
     def __init__(
-        self,
-        backend: Backend,
-        body: ResponsesRequest,
-        stored: StoredResponses,
-        previous: StoredResponse | None = None,
-        referred: Sequence[StoredResponse] = (),
+        self, backend: Backend, body: ResponsesRequest, items: list[Item], stored: StoredResponses
     ) -> None:
-        """It continues `previous`, and may refer to items of `referred`.
+        """`items`: the whole conversation; `stored`: where the response goes.
 
-        Errors:  ApiError 400 and 404, ValidationError, PromptError without a tokenizer for its
-                 tools
+        Errors:  ApiError 400, ValidationError, PromptError without a tokenizer for its tools
         """
-        items, tools = _conversation(previous, body.items, referred), offered(body)
+        tools = offered(body)
         super().__init__(backend, as_chat(body, items, tools))
         self.prompt = body.prompt_field
         self._stored = stored
@@ -115,7 +114,6 @@ class ResponseAnswer(Answer):
         is_encoded = "reasoning.encrypted_content" in (body.include or ())
         self._output = Output(tools, is_summary, is_encoded)
         self._num_written = 0
-        self._result: Generation | None = None
         self.content: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -140,17 +138,16 @@ class ResponseAnswer(Answer):
         """Take the next event of the system."""
         yield from self._output.of(self._readers[0].push(event))
         if event.result is not None:
-            self._result = event.result
             is_cut = event.result.finish_reason != "stop"
-            self.content["status"] = "incomplete" if is_cut else "completed"
+            self.content |= {
+                "status": "incomplete" if is_cut else "completed",
+                "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+                "usage": _usage(event.result),
+            }
             yield from self._output.end(self.content["status"])
 
     def closing(self) -> Iterable[Event]:
         """The whole response, which is stored now."""
-        if self.content["status"] == "incomplete":
-            self.content["incomplete_details"] = {"reason": "max_output_tokens"}
-        if self._result is not None:
-            self.content["usage"] = _usage(self._result)
         if self.content["store"]:
             ids = frozenset(item["id"] for item in self._output.items)
             one = StoredResponse(self._given, to_json(self.content), ids)
@@ -182,7 +179,7 @@ class ResponseAnswer(Answer):
 
 def _said_again(body: ResponsesRequest) -> dict[str, Any]:
     """The fields of a request that its response tells, with what holds where they are missing."""
-    shape = body.text.format if body.text is not None else None
+    shape = (body.text and body.text.format) or TextFormat(type="text")
     reasoning = body.reasoning or ReasoningOptions()
     said = body.model_dump(include=set(_SAID))
     return {
@@ -192,11 +189,7 @@ def _said_again(body: ResponsesRequest) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "metadata": body.metadata or {},
         "store": body.store is not False,
-        "text": {
-            "format": shape.model_dump(by_alias=True, exclude_none=True)
-            if shape
-            else {"type": "text"}
-        },
+        "text": {"format": shape.model_dump(by_alias=True, exclude_none=True)},
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.told_summary},
     }
 
