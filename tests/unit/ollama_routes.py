@@ -132,20 +132,24 @@ def backend_of(client: Client, timeout_s: float = TIMEOUT_S) -> Backend:
     return backend
 
 
-def with_client(
-    client: Client,
-    work: Callable[[httpx.AsyncClient], Coroutine[Any, Any, Any]],
-    timeout_s: float = TIMEOUT_S,
-) -> Any:
-    """What a client of HTTP makes of the routes; what is taken for a defect is raised."""
-    backend_of(client, timeout_s)
+Work = Callable[[httpx.AsyncClient], Coroutine[Any, Any, Any]]
+
+
+def over(app: Any, work: Work) -> Any:
+    """What a client of HTTP makes of an application; what is taken for a defect is raised."""
 
     async def ask() -> Any:
-        transport = httpx.ASGITransport(server()[1])
+        transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             return await work(http)
 
     return asyncio.run(ask())
+
+
+def with_client(client: Client, work: Work, timeout_s: float = TIMEOUT_S) -> Any:
+    """What a client of HTTP makes of the routes."""
+    backend_of(client, timeout_s)
+    return over(server()[1], work)
 
 
 def with_ollama(

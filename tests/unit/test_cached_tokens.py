@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import pytest
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from hotcold.ui.gate import Gate
-from tests.unit.ollama_routes import HELLO, Client, backend_of, post, server
+from tests.unit.ollama_routes import HELLO, Client, backend_of, over, post, server
 
 KEYS = ["a key of one client", "a key of another one"]
 _CHAT: dict[str, Any] = {"messages": HELLO}
@@ -74,17 +72,14 @@ def test_keys_and_salts_are_apart(path: str, body: dict[str, Any]) -> None:
     client = Finding(0)
     backend_of(client)
 
-    async def ask(key: str, **more: Any) -> None:
-        app: Any = server()[1]
-        app = Gate(app, keys=KEYS if key else [], local=True, max_body_bytes=1 << 20)
-        transport, headers = httpx.ASGITransport(app), {"Authorization": f"Bearer {key}"}
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            answer = await http.post(path, json=body | more, headers=headers)
-        assert answer.status_code == 200, answer.text
+    def ask(key: str, asked: dict[str, Any]) -> None:
+        app = Gate(server()[1], keys=KEYS if key else [], local=True, max_body_bytes=1 << 20)
+        headers = {"Authorization": f"Bearer {key}"}
+        assert over(app, lambda http: http.post(path, json=asked, headers=headers)).is_success
 
     for key in (*KEYS, KEYS[0], ""):
         for more in ({}, {"cache_salt": "x"}):
-            asyncio.run(ask(key, **more))
+            ask(key, body | more)
     salts = [request.cache_salt for request in client.requests]
     assert salts[:2] == salts[4:6] and len(set(salts)) == 6
     assert not any(key in salt for key in KEYS for salt in salts)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-import httpx
-import openai
 import pytest
 
-from tests.unit.ollama_routes import Recording, backend_of, send, server
+from tests.unit.ollama_routes import Recording, send, with_openai
 
 
 @pytest.mark.parametrize(
@@ -55,14 +52,10 @@ def test_routes_of_other_servers_name_what_is_here(path: str, instead: str) -> N
 
 def test_the_list_of_models_may_end_with_a_slash() -> None:
     """As clients ask whose base URL does."""
-    backend_of(Recording())
 
-    async def ask(base: str) -> Any:
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(server()[1]))
-        client = openai.AsyncOpenAI(base_url=base, api_key="any", http_client=http)
+    async def ask(client: Any) -> None:
         listed = await client.get("/models/", cast_to=object)
         plain = [one.id async for one in client.models.list()]
-        return listed, plain
+        assert [one["id"] for one in listed["data"]] == plain == ["demo"]
 
-    listed, plain = asyncio.run(ask("http://localhost/v1"))
-    assert [one["id"] for one in listed["data"]] == plain == ["demo"]
+    with_openai(Recording(), ask)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import typing
 from typing import Any
 
@@ -25,6 +24,7 @@ from tests.unit.ollama_routes import (
     Recording,
     backend_of,
     create,
+    over,
     prompt_of,
     send,
     server,
@@ -105,30 +105,24 @@ def test_a_kept_response_is_got_and_forgotten(is_streamed: bool) -> None:
 
 def test_clients_of_other_keys_find_nothing() -> None:
     backend_of(Recording())
-    app: Any = server()[1]
-    app = Gate(app, keys=KEYS, local=True, max_body_bytes=1 << 20)
 
-    async def work() -> None:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport) as http:
-            own, other = (
-                openai.AsyncOpenAI(base_url="http://localhost/v1", api_key=key, http_client=http)
-                for key in KEYS
-            )
-            made = await own.responses.create(model="demo", input="One")
-            item: Any = {"type": "item_reference", "id": made.output[0].id}
-            for call in (other.responses.retrieve, other.responses.delete):
-                with pytest.raises(openai.NotFoundError):
-                    await call(made.id)
+    async def work(http: httpx.AsyncClient) -> None:
+        own, other = (
+            openai.AsyncOpenAI(base_url="http://localhost/v1", api_key=key, http_client=http)
+            for key in KEYS
+        )
+        made = await own.responses.create(model="demo", input="One")
+        item: Any = {"type": "item_reference", "id": made.output[0].id}
+        for call in (other.responses.retrieve, other.responses.delete):
             with pytest.raises(openai.NotFoundError):
-                await other.responses.create(model="demo", input=[item])
-            with pytest.raises(openai.BadRequestError):
-                await other.responses.create(
-                    model="demo", input="Two", previous_response_id=made.id
-                )
-            assert (await own.responses.retrieve(made.id)).id == made.id
+                await call(made.id)
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.create(model="demo", input=[item])
+        with pytest.raises(openai.BadRequestError):
+            await other.responses.create(model="demo", input="Two", previous_response_id=made.id)
+        assert (await own.responses.retrieve(made.id)).id == made.id
 
-    asyncio.run(work())
+    over(Gate(server()[1], keys=KEYS, local=True, max_body_bytes=1 << 20), work)
 
 
 @pytest.mark.usefixtures("thinking")
