@@ -118,7 +118,7 @@ class SystemRoutes:
             return {"status": backend.state}
         load = await backend.client.load()
         system: SystemConfig = await asyncio.to_thread(lambda: backend.described)
-        config, tokenizer = backend.prompts.config, backend.prompts.tokenizer
+        config = backend.prompts.config
         found = {
             "status": "ready",
             "mode": system.mode,
@@ -126,8 +126,8 @@ class SystemRoutes:
             "context_length": system.context_length,
             "max_positions": config.max_positions,
             "num_neurons": config.num_neurons,
-            "has_text": tokenizer is not None,
-            "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,
+            "has_text": backend.prompts.tokenizer is not None,
+            "has_chat_template": backend.has_chat_template,
             "system": asdict(system),
             "tokens_per_s": backend.tokens_per_s,
             "num_active": backend.num_active,
@@ -191,14 +191,10 @@ async def _answer(backend: Backend, request: GenerateRequest) -> Response:
     """The answer, once it has begun: an error before can be an HTTP status."""
     answers = await backend.start(1, lambda: backend.encoded(request))
     events = answers.events()
-    try:
-        first = await anext(events)
-    except BaseException:
-        answers.close()
-        raise
+    _, first = await anext(events)  # where that fails, it cancels them
 
     async def lines() -> AsyncGenerator[bytes, None]:
-        yield as_line(event_values(first[1]))
+        yield as_line(event_values(first))
         try:
             async with aclosing(events):
                 async for _, event in events:

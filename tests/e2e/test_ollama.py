@@ -40,6 +40,8 @@ def test_answers_are_those_of_openais_route(ollamas: ollama.Client, client: Any)
     assert [piece.done for piece in streamed] == [False] * (len(streamed) - 1) + [True]
     generated = ollamas.generate("demo", QUESTION["content"], options=GREEDY)
     assert generated.response == text
+    pieces = list(ollamas.generate("demo", QUESTION["content"], options=GREEDY, stream=True))
+    assert "".join(piece.response or "" for piece in pieces) == text
     raw = ollamas.generate("demo", "Return the", raw=True, options=GREEDY | {"num_predict": 5})
     continued = client.completions.create(
         model="demo", prompt="Return the", temperature=0, max_tokens=5

@@ -15,7 +15,7 @@ from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.ui.api.embeddings import EmbeddingsRequest
 from hotcold.ui.api.errors import ApiError, as_api_error
-from hotcold.ui.api.fields import CHANGING, INSTEAD, Request
+from hotcold.ui.api.fields import CHANGING, Request
 from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaEmbed, OllamaGenerate
 from hotcold.ui.api.responses.schemas import ResponsesRequest
 from hotcold.ui.api.schemas import (
@@ -61,11 +61,10 @@ def test_each_field_is_done_or_refused_by_its_name(schema: type[Request]) -> Non
     assert len(refused) > 25
     for name in refused:
         assert str(said_of(schema, **{name: ["something"]})).startswith(f"{name} is not "), name
-        neutral = schema.unchanging.get(name, CHANGING[name])
-        for nothing in (None, "", [], {}, *neutral):
+        for nothing in (None, "", [], {}, *CHANGING[name].unchanging):
             assert said_of(schema, **{name: nothing}) is None, name
     known = {*CHANGING, *(name for one in BODIES for name in one.model_fields)}
-    assert set(INSTEAD) <= set(CHANGING) and set(INSTEAD.values()) <= known
+    assert {other.instead for other in CHANGING.values()} <= known | {""}
     for name, value in HARMLESS.items():
         assert name not in CHANGING
         assert said_of(schema, **{name: value}) is None, name
@@ -81,7 +80,7 @@ def test_names_lead_to_what_a_route_has() -> None:
         assert said_of(schema, **{name: 3}) == f"{name} is not known here; give {instead}"
     assert said_of(ChatRequest, extra_body=3) == "extra_body is not supported here; leave it out"
     excluding = {"effort": "low", "exclude": True}
-    assert str(said_of(ChatRequest, reasoning=excluding)).startswith("reasoning: exclude is not")
+    assert said_of(ChatRequest, reasoning=excluding) == "reasoning.exclude must be False"
     assert said_of(ChatRequest, reasoning={"effort": "low", "exclude": False}) is None
 
 
@@ -96,9 +95,14 @@ def asked(path: str = "/v1/chat/completions", **fields: Any) -> GenerateRequest:
 TEXT_SHAPE = {"type": "json_object"}
 
 
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
+CALL = {"type": "function", **TOOL["function"]}
+FLAT = {**CALL, "name": "n__look_up"}
+INNER = {"type": "namespace", "name": "n", "tools": [CALL]}
+FOREIGN = {"type": "web_search"}
+LONG = [{"role": "user", "content": "a " * (1 << 20)}]
+# By route: what a request has besides, and fields, what is told of them, and often the wrong one.
+REFUSED: dict[str, tuple[dict[str, Any], list[tuple[Any, ...]]]] = {
+    "/v1/chat/completions": ({"messages": HELLO, "max_tokens": 20}, [
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"temperature": -1}, "temperature must be at least 0"),
         (
@@ -124,7 +128,7 @@ TEXT_SHAPE = {"type": "json_object"}
         ({"messages": [{"role": "user"}]}, "messages.0: content is missing; a message of user"),
         (
             {"messages": [{"role": "user", "content": [{"type": "smell"}]}]},
-            "messages.0.content.0.type must be 'text' or 'refusal'",
+            "messages.0.content.0.type must be 'text', 'refusal' or",
         ),
         ({"response_format": {"type": "json_schema"}}, "response_format: json_schema must be"),
         ({"grammar": "a", "response_format": TEXT_SHAPE}, "response_format and grammar were both"),
@@ -148,11 +152,62 @@ TEXT_SHAPE = {"type": "json_object"}
             {"continue_final_message": True, "add_generation_prompt": True},
             "continue_final_message and add_generation_prompt exclude each other",
         ),
-    ],
-)
-def test_a_refusal_is_a_sentence(fields: dict[str, Any], told: str) -> None:
-    body = {"max_tokens": 20, "messages": HELLO, **fields}
-    assert refused("/v1/chat/completions", body)["message"].startswith(told)
+        ({"messages": LONG}, "the context", "messages"),
+    ]),
+    "/v1/completions": ({}, [({"prompt": [4096]}, "not in the vocabulary", "prompt")]),
+    "/v1/responses": ({"input": "a"}, [
+        ({"input": LONG}, "the context", "input"),
+        ({"temperature": 3}, "must be at most 2", "temperature"),
+        ({"truncation": "auto"}, "is not supported here", "truncation"),
+        ({"store": "yes"}, "must be true or false", "store"),
+        ({"previous_response_id": 3}, "must be a text", "previous_response_id"),
+        ({"background": True}, "is not supported here", "background"),
+        ({"conversation": "conv_1"}, "is not supported here", "conversation"),
+        ({"include": ["message.output_text.logprobs"]}, "is not supported here", "include"),
+        ({"reasoning": {"summary": "long"}}, "must be", "reasoning.summary"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "at most 16", "metadata"),
+        ({"metadata": {"a": "b" * 513}}, "at most 512", "metadata.a"),
+        ({"input": [{"type": "item_reference", "id": ""}]}, "must not be empty", "input.0.id"),
+        ({"input": [{"type": "item_reference"}]}, "is missing", "input.0.id"),
+        ({"tools": [INNER, FLAT]}, "'n__look_up', as the model calls them", "tools"),
+        ({"tools": [{**INNER, "tools": [INNER]}]}, "is of a type that", "tools.0.tools.0"),
+        ({"tools": [FOREIGN], "tool_choice": "required"}, "no function among", "tool_choice"),
+        ({"tools": [CALL], "tool_choice": FOREIGN}, "cannot be chosen here", "tool_choice"),
+        ({"tools": [CALL], "tool_choice": {"type": "function", "name": "x"}}, "is no tool", None),
+    ]),
+    "/v1/responses/input_tokens": ({}, [({"input": LONG}, "the context", "input")]),
+    "/v1/embeddings": ({}, [
+        ({"input": ""}, "empty", "input"),
+        ({"input": []}, "must not be empty", "input"),
+        ({"input": ["a", ""]}, "empty", "input"),
+        ({"input": [[]]}, "must not be empty", "input.0"),
+        ({"input": [99999]}, "not in the vocabulary", "input"),
+        ({"input": [1] * 513}, "has 513 tokens, the context holds 512;", "input"),
+        ({"input": "a", "dimensions": 64}, "dimensions is not supported here", "dimensions"),
+        ({"input": "a", "encoding_format": "int8"}, "must be 'float' or 'base64'"),
+        ({}, "input is missing", "input"),
+    ]),
+    "/detokenize": ({}, [
+        ({"tokens": [4096]}, "token id 4096 is not in the vocabulary", "tokens"),
+        ({"tokens": "ab"}, "tokens must be a list", "tokens"),
+        ({"tokens": [1, -1]}, "tokens.1 must be at least 0", "tokens.1"),
+        ({"tokens": [1, 2.5]}, "tokens.1 must be a whole number", "tokens.1"),
+        ({"prompt": "a"}, "tokens is missing", "tokens"),
+    ]),
+    "/tokenize": ({}, [
+        ({"prompt": "a" * (1 << 21)}, "characters", "prompt"),
+        ({"messages": LONG}, "characters", "messages"),
+        ({"content": "b"}, "give either prompt or messages", None),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_a_refusal_is_a_sentence_that_names_the_field(path: str) -> None:
+    usual, rows = REFUSED[path]
+    for fields, told, *param in rows:
+        error = refused(path, usual | fields)
+        assert told in error["message"] and [error["param"]] == (param or [error["param"]]), error
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 
-from hotcold.actors.driver.thoughts import Thoughts, reader_of
-from hotcold.actors.protocol import messages
-from hotcold.actors.protocol.messages import TokenEvent
+from hotcold.actors.driver.thoughts import Thoughts
 from hotcold.model.text.call_syntax import CallSyntax, syntax_of
-from hotcold.model.text.calls import SpanKind
 from hotcold.model.text.chat_template import thinking_of
 from hotcold.ui.api.tools.grammar import Callable, Function, calls_grammar
 from hotcold.ui.api.tools.reader import AnswerReader
-from tests.unit.ollama_routes import RESULT
 from tests.unit.test_enforced_schemas import takes_text
+from tests.unit.test_thoughts import told as events_of
 
 PARAMETERS = {
     "type": "object",
@@ -198,21 +195,19 @@ def told(template: str, pieces: Sequence[str], calls: bool = True) -> tuple[str,
     """Thoughts, text and calls of an answer that comes in these pieces."""
     way, own = thinking_of(template), syntax(template)
     opened = None if way is None else Thoughts(way, False, "" if way.are_channels else None)
-    reader = reader_of(opened, own if calls else None, lambda text: True)
-    kinds = {
-        SpanKind.TEXT: messages.SAID,
-        SpanKind.THOUGHT: messages.THOUGHT,
-        SpanKind.MARK: messages.MARK,
-    }
-    answer = AnswerReader(own if calls else None, SCHEMAS)
-    for number, piece in enumerate(pieces):
-        is_last = number == len(pieces) - 1
-        spans = reader.push(piece, is_last)
-        parts = tuple((kinds[span.kind], len(span.text)) for span in spans)
-        text = "".join(span.text for span in spans)
-        list(answer.push(TokenEvent(text, RESULT if is_last else None, 1, parts=parts)))
-    found = [(call.name, json.loads(call.arguments)) for call in answer.calls]
-    return answer.thought, answer.said, found
+    read_as = own if calls else None
+    answer = AnswerReader(read_as, SCHEMAS)
+    for event in events_of(pieces, opened, syntax=read_as):
+        list(answer.push(event))
+    return answer.thought, answer.said, [(one.name, _read(one.arguments)) for one in answer.calls]
+
+
+def _read(arguments: str) -> Any:
+    """The value, or the text where it was cut off."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
 
 
 def in_all_ways(template: str, text: str, **how: Any) -> tuple[str, str, list[Any]]:
@@ -239,6 +234,54 @@ def test_calls_are_read_and_held(template: str, first: str, second: str) -> None
     assert takes_text(
         calls_grammar(Callable(FUNCTIONS, True, True), own, None).text, own.text(calls)
     )
+
+
+# As models write a call: its blanks, and those around it.
+FORMS = [
+    f"{OPEN}{before}{call}{after}{CLOSE}"
+    for before, after in (
+        ("", ""), ("\n", ""), ("", "\n"), (" ", " "), ("\r\n", "\r\n"), ("\n\n", "\n\n"),
+    )
+    for call in (NOW, NOW.replace(" ", ""), NOW.replace(" ", "\n  "))
+]  # fmt: skip
+TAGS, BRACES = f'{OPEN} "arguments"', '{"name": function name, "parameters": dictionary'
+PARIS = '{"name": "weather", "arguments": {"city": "Paris"}}'
+BARE = '{"name": "weather", "parameters": {"city": "Paris", "days": 3}}'
+ODD = {"city": 'a}"{ </tool_call>', "days": 1}
+SPLIT: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
+    (TAGS, "hello  ", "hello  ", []),
+    (TAGS, "", "", []),
+    (TAGS, f"I look.\n\n{OPEN}{PARIS}{CLOSE}\n{FORMS[0]}\n", "I look.",
+     [("weather", {"city": "Paris"}), ("now", {})]),
+    (TAGS, f'{OPEN}{{"name": "weather", "arguments": {json.dumps(ODD)}}}{CLOSE}', "",
+     [("weather", ODD)]),
+    (TAGS, f"{FORMS[0]} done ", "done", [("now", {})]),
+    (TAGS, f"a {OPEN} b", f"a {OPEN} b", []),
+    (TAGS, f"a {OPEN}\n b", f"a {OPEN}\n b", []),
+    (TAGS, f"{OPEN}{PARIS[:38]}", "", [("weather", '{"cit')]),
+    (TAGS, f"a {OPEN}{PARIS[:9]}", "a", []),
+    *((TAGS, f"I look. {call}", "I look.", [("now", {})]) for call in FORMS),
+    (TAGS, "".join(FORMS[:5]), "", [("now", {})] * 5),
+    (BRACES, BARE, "", [("weather", {"city": "Paris", "days": 3})]),
+    (BRACES, f"hello {BARE}", f"hello {BARE}", []),
+    (BRACES, '{"na', "", []),
+    (BRACES, '{"name": "x", "age": 3}', '{"name": "x", "age": 3}', []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "text", "said", "calls"), SPLIT)
+def test_text_and_calls_are_told_apart(
+    template: str, text: str, said: str, calls: list[tuple[str, Any]]
+) -> None:
+    assert in_all_ways(template, text) == ("", said, calls)
+
+
+@pytest.mark.parametrize("is_required", [False, True])
+def test_the_grammar_takes_calls_as_models_write_them(is_required: bool) -> None:
+    held = calls_grammar(Callable(FUNCTIONS, is_required, True), syntax(TAGS), None).text
+    for call in FORMS:
+        assert takes_text(held, call), call
+        assert not takes_text(held, call.replace("now", "not")), call
 
 
 @pytest.mark.parametrize("template", [one[0] for one in WRITTEN])
@@ -272,5 +315,6 @@ def test_channels_are_told_apart(header: str) -> None:
 def test_a_call_within_thoughts_ends_them() -> None:
     for template, first, second in WRITTEN:
         text = f"<think>Let me {first}{second}"
-        thought, said, calls = in_all_ways(f"{template} <think>", text)
-        assert (thought, said) == ("Let me", "") and len(calls) == 2
+        for pieces in ([text], [*text, ""]):
+            thought, said, calls = told(f"{template} <think>", pieces)
+            assert (thought, said) == ("Let me", "") and len(calls) == 2

@@ -19,7 +19,7 @@ from hotcold.ui.api.backend import Backend, ServerSettings
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.page.branches import Message, restored
 from hotcold.ui.page.conversations import ChatHistory, Conversation
-from tests.unit.test_server_limits import give_client
+from tests.unit.ollama_routes import give_client
 
 _USER, _ASSISTANT = ({"role": role, "content": "x"} for role in ("user", "assistant"))
 _NO_BRANCHES: list[dict[str, Any]] = [

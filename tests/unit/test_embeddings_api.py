@@ -8,24 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.ui.api.metrics import metrics_text
-from tests.unit.test_server_limits import Client, Deliver, ask
+from tests.unit.ollama_routes import Embedding, post
 
 
-class Vectors(Client):
-    """Answers each prompt with its length and its first token."""
-
-    async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:
-        assert request.wants_embedding and request.sampling.max_tokens == 1
-        ids = request.prompt_ids or []
-        vector = [float(len(ids)), float(np.float32(ids[0] / 7))]
-        result = Generation("", [], "stop", len(ids), 0.1, 0.0, embedding=vector)
-        self.num_submitted += 1
-        deliver(TokenEvent("", result))
-        return str(self.num_submitted)
+def vector(ids: list[int]) -> list[float]:
+    """Of a prompt's length and its first token."""
+    return [float(len(ids)), float(np.float32(ids[0] / 7))]
 
 
 def vectors_of(answer: Any) -> list[list[float]]:
@@ -52,39 +43,12 @@ def text_ids(text: str) -> list[int]:
     ],
 )
 def test_inputs_of_every_form(given: Any, prompts: list[list[int]]) -> None:
-    answer, backend = ask(Vectors(), "/v1/embeddings", input=given, model="demo", user="me")
-    expected = [[len(ids), float(np.float32(ids[0] / 7))] for ids in prompts]
-    assert vectors_of(answer) == expected
-    told = metrics_text([backend.metrics]).decode()
+    client = Embedding(vector)
+    answer = post(client, "/v1/embeddings", input=given, user="me")
+    assert vectors_of(answer) == list(map(vector, prompts))
+    told = metrics_text([client.backend.metrics]).decode()
     counts = dict(re.findall(r"^vllm:(\w+_count)\{.*\} (\S+)$", told, re.M))
     assert float(counts["e2e_request_latency_seconds_count"]) == len(prompts)
     assert float(counts["time_to_first_token_seconds_count"]) == 0
     num_tokens = sum(map(len, prompts))
     assert answer.json()["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    assert backend.num_active == 0
-
-
-@pytest.mark.parametrize(
-    ("body", "text", "param"),
-    [
-        ({"input": ""}, "empty", "input"),
-        ({"input": []}, "input", "input"),
-        ({"input": ["a", ""]}, "empty", "input"),
-        ({"input": [[]]}, "input", "input"),
-        ({"input": [99999]}, "not in the vocabulary", "input"),
-        ({"input": [1] * 129}, "has 129 tokens, the context holds 128;", "input"),
-        (
-            {"input": "a", "dimensions": 64},
-            "dimensions: a vector has as many",
-            "dimensions",
-        ),
-        ({"input": "a", "encoding_format": "int8"}, "must be 'float' or 'base64'", None),
-        ({"input": "a", "model": "other"}, "'other' is not served", "model"),
-        ({"model": "demo"}, "input is missing", "input"),
-    ],
-)
-def test_what_is_refused(body: dict[str, Any], text: str, param: str | None) -> None:
-    answer, _ = ask(Vectors(), "/v1/embeddings", **body)
-    error = answer.json()["error"]
-    assert answer.status_code in (400, 404) and text in error["message"]
-    assert param is None or error["param"].startswith(param)

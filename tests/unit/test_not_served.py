@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-import httpx
-import openai
 import pytest
 
-from tests.unit.ollama_routes import Recording, backend_of, send, server
+from tests.unit.ollama_routes import Recording, send, with_openai
 
 
 @pytest.mark.parametrize(
@@ -23,7 +20,7 @@ from tests.unit.ollama_routes import Recording, backend_of, send, server
     ],
 )
 def test_a_wrong_method_is_told_the_right_one(method: str, path: str, allowed: str) -> None:
-    answer = send(Recording(), method, path)[0]
+    answer = send(Recording(), method, path)
     assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
     right = allowed.replace(", HEAD", "").replace(", ", " or ")
     told = answer.json()["error"]
@@ -48,21 +45,17 @@ def test_a_wrong_method_is_told_the_right_one(method: str, path: str, allowed: s
     ],
 )
 def test_routes_of_other_servers_name_what_is_here(path: str, instead: str) -> None:
-    answer = send(Recording(), "POST", path, {})[0]
+    answer = send(Recording(), "POST", path, {})
     told = answer.json()["error"]["message"]
     assert answer.status_code == 404 and path in told and instead in told
 
 
 def test_the_list_of_models_may_end_with_a_slash() -> None:
     """As clients ask whose base URL does."""
-    backend_of(Recording())
 
-    async def ask(base: str) -> Any:
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(server()[1]))
-        client = openai.AsyncOpenAI(base_url=base, api_key="any", http_client=http)
+    async def ask(client: Any) -> None:
         listed = await client.get("/models/", cast_to=object)
         plain = [one.id async for one in client.models.list()]
-        return listed, plain
+        assert [one["id"] for one in listed["data"]] == plain == ["demo"]
 
-    listed, plain = asyncio.run(ask("http://localhost/v1"))
-    assert [one["id"] for one in listed["data"]] == plain == ["demo"]
+    with_openai(Recording(), ask)

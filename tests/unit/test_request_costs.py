@@ -181,6 +181,7 @@ COSTS: dict[str, list[Cost]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["one token", "random"])
 @pytest.mark.parametrize("name", COSTS)
 def test_the_cost_of_a_token(name: str, kind: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import typing
 from typing import Any
 
@@ -17,27 +16,26 @@ from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.responses.schemas import ResponsesRequest
 from hotcold.ui.api.responses.stored import StoredResponse, StoredResponses
 from hotcold.ui.api.schemas import parse
-from hotcold.ui.api.served_models import ServedModels
-from hotcold.ui.app import create_app
 from hotcold.ui.gate import Gate
 from tests.unit.ollama_routes import (
     ANSWER,
     HELLO,
     TOOL,
     Recording,
+    backend_of,
     create,
+    over,
     prompt_of,
-    refused,
     send,
+    server,
     with_openai,
 )
-from tests.unit.test_server_limits import make_backend
+from tests.unit.test_cached_tokens import KEYS, Finding
 from tests.unit.test_thoughts import SAID, answering
 from tests.unit.test_thoughts import thinking as thinking
 
 CALL = {"type": "function", **TOOL["function"]}
 CALLED = '<tool_call>\n{"name": "look_up", "arguments": {"a": 1}}\n</tool_call>'
-KEYS = ("a key of one client", "a key of another one")
 
 
 def test_a_follow_up_is_the_whole_conversation() -> None:
@@ -106,30 +104,25 @@ def test_a_kept_response_is_got_and_forgotten(is_streamed: bool) -> None:
 
 
 def test_clients_of_other_keys_find_nothing() -> None:
-    app: Any = create_app(ServedModels([make_backend(Recording())]))
-    app = Gate(app, keys=KEYS, local=True, max_body_bytes=1 << 20)
+    backend_of(Recording())
 
-    async def work() -> None:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport) as http:
-            own, other = (
-                openai.AsyncOpenAI(base_url="http://localhost/v1", api_key=key, http_client=http)
-                for key in KEYS
-            )
-            made = await own.responses.create(model="demo", input="One")
-            item: Any = {"type": "item_reference", "id": made.output[0].id}
-            for call in (other.responses.retrieve, other.responses.delete):
-                with pytest.raises(openai.NotFoundError):
-                    await call(made.id)
+    async def work(http: httpx.AsyncClient) -> None:
+        own, other = (
+            openai.AsyncOpenAI(base_url="http://localhost/v1", api_key=key, http_client=http)
+            for key in KEYS
+        )
+        made = await own.responses.create(model="demo", input="One")
+        item: Any = {"type": "item_reference", "id": made.output[0].id}
+        for call in (other.responses.retrieve, other.responses.delete):
             with pytest.raises(openai.NotFoundError):
-                await other.responses.create(model="demo", input=[item])
-            with pytest.raises(openai.BadRequestError):
-                await other.responses.create(
-                    model="demo", input="Two", previous_response_id=made.id
-                )
-            assert (await own.responses.retrieve(made.id)).id == made.id
+                await call(made.id)
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.create(model="demo", input=[item])
+        with pytest.raises(openai.BadRequestError):
+            await other.responses.create(model="demo", input="Two", previous_response_id=made.id)
+        assert (await own.responses.retrieve(made.id)).id == made.id
 
-    asyncio.run(work())
+    over(Gate(server()[1], keys=KEYS, local=True, max_body_bytes=1 << 20), work)
 
 
 @pytest.mark.usefixtures("thinking")
@@ -178,41 +171,9 @@ def test_an_answer_that_fails_midway_is_a_failed_response() -> None:
         with_openai(Recording(), lambda api: api.responses.retrieve(last.response.id))
 
 
-FLAT = {**CALL, "name": "n__look_up"}
-INNER = {"type": "namespace", "name": "n", "tools": [CALL]}
-FOREIGN = {"type": "web_search"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "told"),
-    [
-        ({"temperature": 3}, "temperature", "must be at most 2"),
-        ({"truncation": "auto"}, "truncation", "is not supported here"),
-        ({"store": "yes"}, "store", "must be true or false"),
-        ({"previous_response_id": 3}, "previous_response_id", "must be a text"),
-        ({"background": True}, "background", "is not supported here"),
-        ({"conversation": "conv_1"}, "conversation", "is not supported here"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "is not supported here"),
-        ({"reasoning": {"summary": "long"}}, "reasoning.summary", "must be"),
-        ({"metadata": {str(number): "" for number in range(17)}}, "metadata", "at most 16"),
-        ({"metadata": {"a": "b" * 513}}, "metadata.a", "at most 512"),
-        ({"input": [{"type": "item_reference", "id": ""}]}, "input.0.id", "must not be empty"),
-        ({"input": [{"type": "item_reference"}]}, "input.0.id", "is missing"),
-        ({"tools": [INNER, FLAT]}, "tools", "'n__look_up', as the model calls them"),
-        ({"tools": [{**INNER, "tools": [INNER]}]}, "tools.0.tools.0", "is of a type that"),
-        ({"tools": [FOREIGN], "tool_choice": "required"}, "tool_choice", "no function among"),
-        ({"tools": [CALL], "tool_choice": FOREIGN}, "tool_choice", "cannot be chosen here"),
-        ({"tools": [CALL], "tool_choice": {"type": "function", "name": "x"}}, None, "is no tool"),
-    ],
-)  # fmt: skip
-def test_what_is_not_done_is_refused(fields: dict[str, Any], param: str | None, told: str) -> None:
-    error = refused("/v1/responses", {"input": "a", **fields})
-    assert error["param"] == param and told in error["message"]
-
-
 def test_a_stream_is_not_told_again() -> None:
     made = create(Recording(), input="a")
-    answer, _ = send(Recording(), "GET", f"/v1/responses/{made.id}?stream=true")
+    answer = send(Recording(), "GET", f"/v1/responses/{made.id}?stream=true")
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "stream"
 
 
@@ -268,7 +229,7 @@ def test_tokens_of_an_input_are_counted() -> None:
         answered = await api.responses.create(**asked)
         assert counted.input_tokens == answered.usage.input_tokens > first.usage.input_tokens
 
-    client = Recording()
+    client = Finding(0)
     with_openai(client, work)
     assert len(client.requests) == 2
 

@@ -223,6 +223,15 @@ async def test_all_who_wait_have_it_loaded_once(house: House) -> None:
     assert house.starts == ["start b"]
 
 
+@house(room=1, timeout_s=0.1)
+async def test_who_waits_too_long_for_a_model_is_told_so(house: House) -> None:
+    house.may_load.clear()
+    for path, prompt in (("/v1/completions", {"prompt": [1]}), ("/api/generate", {})):
+        told = await house.http.post(path, json={"model": "b", **prompt})
+        assert told.status_code == 504 and "was still loading; ask again" in told.text
+    house.may_load.set()
+
+
 @house(room=1)
 async def test_what_cannot_be_loaded_says_why_and_is_tried_again(house: House) -> None:
     house.problem = MemoryBudgetError("this model needs more")

@@ -13,7 +13,7 @@ import httpx
 
 from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.app import create_app
-from tests.unit.test_server_limits import END, Client, make_backend
+from tests.unit.ollama_routes import END, Client, make_backend
 
 _LENGTH = 1 << 15  # characters
 _MOST_S = 1.0  # of the processor's time, from one answer of /health to the next

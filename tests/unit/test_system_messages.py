@@ -9,7 +9,8 @@ import pytest
 
 from hotcold.model.text.chat_template import ChatTemplate
 from hotcold.model.text.system_messages import one_at_the_start, plainer
-from hotcold.ui.api.responses.items import InputMessage, messages_of
+from hotcold.ui.api.responses.conversation import messages_of
+from hotcold.ui.api.responses.schemas import InputMessage
 from tests.unit.ollama_routes import Recording, post, prompt_of, server
 
 SAY = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -23,7 +23,7 @@ from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.app import create_app
 from tests.actors.in_process import InProcessSystem
 from tests.chain_model import END, write_chain
-from tests.unit.test_server_limits import Client, Deliver, give_client
+from tests.unit.ollama_routes import Client, Deliver, give_client, over
 
 # Its prompt ends with what begins thoughts, or with `[go]` alone.
 TEMPLATE = (
@@ -76,12 +76,8 @@ class Served:
         else:
             body["temperature"] = 0
 
-        async def send() -> httpx.Response:
-            transport = httpx.ASGITransport(self._app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                return await http.post(path, json={"model": "demo", **body})
-
-        answer = asyncio.run(send())
+        asked = {"model": "demo", **body}
+        answer: httpx.Response = over(self._app, lambda http: http.post(path, json=asked))
         assert answer.status_code == 200, answer.text
         return answer
 

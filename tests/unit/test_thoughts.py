@@ -20,13 +20,12 @@ from hotcold.actors.driver.thoughts import Thoughts, reader_of
 from hotcold.actors.protocol import messages
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, Grammar, TokenEvent
 from hotcold.model.files.locate import DEMO_DIRECTORY
-from hotcold.model.text.call_syntax import TAGGED
+from hotcold.model.text.call_syntax import TAGGED, CallSyntax
 from hotcold.model.text.calls import SpanKind
 from hotcold.model.text.chat_template import ChatTemplate, Thinking, thinking_of
 from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.ui.api.tools.reader import AnswerReader, ReasoningPart, TextPart
 from tests.unit.ollama_routes import HELLO, RESULT, Recording, post, server
-from tests.unit.test_server_limits import Deliver
 
 WAY = Thinking("<think>", "</think>")
 # Ends with what begins thoughts unless it is told not to think, as Qwen's and DeepSeek's do.
@@ -73,9 +72,14 @@ ANSWERS: list[tuple[bool, str, str, str, int]] = [
 ]
 
 
-def told(pieces: Sequence[str], opened: Thoughts | None, result: Generation) -> list[TokenEvent]:
+def told(
+    pieces: Sequence[str],
+    opened: Thoughts | None,
+    result: Generation = RESULT,
+    syntax: CallSyntax | None = TAGGED,
+) -> list[TokenEvent]:
     """The events of an answer that comes in these pieces."""
-    reader, found = reader_of(opened, TAGGED, lambda text: True), []
+    reader, found = reader_of(opened, syntax, lambda text: True), []
     kinds = {
         SpanKind.TEXT: messages.SAID,
         SpanKind.THOUGHT: messages.THOUGHT,
@@ -93,7 +97,7 @@ def told(pieces: Sequence[str], opened: Thoughts | None, result: Generation) -> 
 def read(are_open: bool, pieces: Sequence[str], with_calls: bool) -> tuple[str, str, int]:
     reader = AnswerReader(TAGGED if with_calls else None)
     found: list[Any] = []
-    events = told(pieces, thoughts(are_open), RESULT)
+    events = told(pieces, thoughts(are_open))
     assert "".join(event.text for event in events) == "".join(pieces)
     whole = functools.reduce(operator.add, events)
     assert whole.thought == "".join(event.thought for event in events)
@@ -184,15 +188,14 @@ class _Answering(Recording):
         super().__init__()
         self._text = text
 
-    async def submit(self, request: GenerateRequest, deliver: Deliver) -> str:
+    def answer(self, request: GenerateRequest) -> Sequence[TokenEvent]:
         assert request.is_chat
         text, tokenizer = self._text, server()[0].prompts.tokenizer
         ids = TOKENIZER.encode(text, False)
         result = replace(RESULT, text=text, ids=ids, num_thought_tokens=NUM_THOUGHT)
         pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
         opened = Thoughts.of(tokenizer, request.prompt_ids or ())
-        self.events = tuple(told([*pieces, ""], opened, result))
-        return await super().submit(request, deliver)
+        return told([*pieces, ""], opened, result)
 
 
 def answering(text: str) -> Recording:

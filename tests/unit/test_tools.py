@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hotcold.actors.protocol.messages import TokenEvent
 from hotcold.chats import template_messages
 from hotcold.model.errors import PromptError
 from hotcold.model.text.call_syntax import BARE, TAGGED, CallSyntax
 from hotcold.model.text.chat_template import ChatTemplate
+from hotcold.ui.api.responses.conversation import as_chat
 from hotcold.ui.api.responses.schemas import ResponsesRequest
 from hotcold.ui.api.schemas import ChatRequest, parse
 from hotcold.ui.api.tools.grammar import calls_grammar
-from hotcold.ui.api.tools.reader import AnswerReader, ArgumentsPart, CallPart, TextPart
-from tests.unit.ollama_routes import RESULT
 from tests.unit.test_enforced_schemas import takes_text
 
 WEATHER = {
@@ -119,7 +113,7 @@ def test_arguments_stay_the_text_that_they_were(template: str) -> None:
         assert WRITTEN in _template(template).render([one], tools=TOOLS)
     items = [{"type": "function_call", "call_id": "1", "name": "now", "arguments": WRITTEN}]
     body = ResponsesRequest.model_validate({"input": items})
-    chat = body.as_chat(body.items)
+    chat = as_chat(body, body.items, {})
     asked = [one.for_template for one in chat.messages]
     assert WRITTEN in _template(template).render(asked, tools=TOOLS)
 
@@ -160,74 +154,3 @@ def test_answers_are_held_to_the_grammar(
     assert {text: takes_text(grammar, text) for text in [*taken, *refused]} == {
         **dict.fromkeys(taken, True), **dict.fromkeys(refused, False)
     }  # fmt: skip
-
-
-def _read(
-    syntax: CallSyntax, pieces: list[str], is_cut: bool = False
-) -> tuple[str | None, list[tuple[str, str]]]:
-    """What an answer of these pieces says and calls; `is_cut`: its tokens came to an end."""
-    reader = AnswerReader(syntax)
-    end = replace(RESULT, finish_reason="length" if is_cut else "stop")
-    said, calls = "", []
-    for number, piece in enumerate(pieces):
-        last = end if number == len(pieces) - 1 else None
-        for part in reader.push(TokenEvent(piece, last)):
-            match part:
-                case TextPart(text):
-                    said += text
-                case CallPart(_, _, name):
-                    calls.append((name, ""))
-                case ArgumentsPart(at, text):
-                    calls[at] = (calls[at][0], calls[at][1] + text)
-    return said or (None if calls else ""), calls
-
-
-NOW_BARE = NOW[len("<tool_call>\n") : -len("\n</tool_call>")]
-# As models write a call.
-FORMS = [
-    f"<tool_call>{before}{call}{after}</tool_call>"
-    for before, after in (
-        ("", ""), ("\n", ""), ("", "\n"), (" ", " "), ("\r\n", "\r\n"), ("\n\n", "\n\n"),
-    )
-    for call in (NOW_BARE, NOW_BARE.replace(" ", ""), NOW_BARE.replace(" ", "\n  "))
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("choice", ["auto", "required"])
-def test_the_grammar_takes_calls_as_models_write_them(choice: str) -> None:
-    request = _request(tool_choice=choice)
-    assert request.callable is not None
-    grammar = calls_grammar(request.callable, TAGGED, None).text
-    for call in FORMS:
-        assert takes_text(grammar, call), call
-        assert not takes_text(grammar, call.replace("now", "not")), call
-
-
-ODD = '{"city": "a}\\"{ </tool_call>", "days": 1}'
-ANSWERS: list[tuple[CallSyntax, str, str | None, list[tuple[str, str]]]] = [
-    (TAGGED, "hello  ", "hello  ", []),
-    (TAGGED, "", "", []),
-    (TAGGED, PARIS, None, [("weather", '{"city": "Paris"}')]),
-    (TAGGED, f"I look.\n\n{PARIS}\n{NOW}\n", "I look.",
-     [("weather", '{"city": "Paris"}'), ("now", "{}")]),
-    (TAGGED, PARIS.replace('{"city": "Paris"}', ODD), None, [("weather", ODD)]),
-    (TAGGED, f"{NOW} done ", "done", [("now", "{}")]),
-    (TAGGED, "a <tool_call> b", "a <tool_call> b", []),
-    (TAGGED, PARIS[:50], None, [("weather", '{"cit')]),
-    (TAGGED, f"a {PARIS[:20]}", "a", []),
-    *((TAGGED, f"I look. {call}", "I look.", [("now", "{}")]) for call in FORMS),
-    (TAGGED, "a <tool_call>\n b", "a <tool_call>\n b", []),
-    (TAGGED, "".join(FORMS), None, [("now", "{}")] * len(FORMS)),
-    (BARE, BARE_PARIS, None, [("weather", '{"city": "Paris", "days": 3}')]),
-    (BARE, "hello " + BARE_PARIS, "hello " + BARE_PARIS, []),
-    (BARE, '{"na', "", []),
-    (BARE, '{"name": "x", "age": 3}', '{"name": "x", "age": 3}', []),
-]  # fmt: skip
-
-
-@given(st.sampled_from(ANSWERS), st.lists(st.integers(0, 200), max_size=8))
-def test_however_the_answer_comes(answer: Any, cuts: list[int]) -> None:
-    syntax, text, said, calls = answer
-    places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    pieces = [text[a:b] for a, b in itertools.pairwise(places)] or [""]
-    assert _read(syntax, pieces) == (said, calls)

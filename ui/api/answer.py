@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from itertools import chain
 from typing import Any, ClassVar
 
+from pydantic_core import to_json
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
 from hotcold.ui.api import sse
@@ -21,8 +20,6 @@ from hotcold.ui.api.logprobs import ContentLogprobs
 from hotcold.ui.api.requests import requests_of
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
 from hotcold.ui.api.tools.reader import AnswerReader
-
-_FEW = 256
 
 
 class Answer(ABC):
@@ -36,15 +33,24 @@ class Answer(ABC):
     end: ClassVar[bytes] = b""  # of a stream that did not fail
 
     def __init__(
-        self, backend: Backend, asked: ChatRequest | CompletionRequest, stays: bool = True
+        self,
+        backend: Backend,
+        asked: ChatRequest | CompletionRequest,
+        stays: bool = True,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`asked`: what any API's request comes to; `stays` as in `Backend.start`."""
+        """`asked`: what any API's request comes to; `stays` as in `Backend.start`.
+
+        `options`: fields of `SamplingParams` in place of those that are asked for.
+        Errors:  PromptError without a tokenizer for its tools
+        """
         self.prompt = asked.prompt_field
         self._backend = backend
         self._asked = asked
         self._count = len(asked.prompts) * (asked.n or 1)
         self._stays = stays
-        self._requests: list[GenerateRequest] = []
+        self._options = options or {}
+        self._readers = [_reader(backend, asked) for _ in range(self._count)]
 
     async def start(self) -> Answers:
         """Queue its requests. Errors: ApiError, HotcoldError."""
@@ -52,8 +58,7 @@ class Answer(ABC):
 
     async def requests(self) -> list[GenerateRequest]:
         """A request for each of its answers. Errors: PromptError, UsageError."""
-        self._requests = made = await requests_of(self._backend, self._asked)
-        return made
+        return await requests_of(self._backend, self._asked, self._options)
 
     def opening(self) -> Iterable[Any]:
         """The pieces before all events."""
@@ -85,7 +90,7 @@ async def answer_of(answer: Answer, is_streamed: bool | None) -> Response:
     if is_streamed:
         started = await answer.start()
         return answer.stream(_pieces(answer, started), started.deadline, started.close)
-    return JsonAnswer(await whole(answer))
+    return await json_answer(await whole(answer))
 
 
 async def whole(answer: Answer) -> dict[str, Any]:
@@ -143,8 +148,8 @@ def _joined(events: Sequence[TokenEvent]) -> TokenEvent:
     )
 
 
-def reader_of(backend: Backend, asked: ChatRequest | CompletionRequest) -> AnswerReader:
-    """What reads an answer. Errors: PromptError without a tokenizer for its tools."""
+def _reader(backend: Backend, asked: ChatRequest | CompletionRequest) -> AnswerReader:
+    """What reads one answer. Errors: PromptError without a tokenizer for its tools."""
     if not isinstance(asked, ChatRequest):
         return AnswerReader(None)
     return AnswerReader(
@@ -155,17 +160,12 @@ def reader_of(backend: Backend, asked: ChatRequest | CompletionRequest) -> Answe
     )
 
 
-def usage(
-    requests: Sequence[GenerateRequest],
-    results: Sequence[Generation],
-    copies: int,
-    most: int = 1 << 31,
-) -> dict[str, Any]:
+def usage(results: Sequence[Generation], copies: int, most: int = 1 << 31) -> dict[str, Any]:
     """Token counts: a prompt of `copies` answers counts once, an answer `most` tokens at most.
 
     Of a prompt that counts once, what its first answer found in the KV cache.
     """
-    prompt = sum(len(request.prompt_ids or ()) for request in requests[::copies])
+    prompt = sum(result.num_prompt_tokens for result in results[::copies])
     new = sum(min(len(result.ids), most) for result in results)
     cached = sum(result.num_cached_tokens for result in results[::copies])
     return {
@@ -176,38 +176,22 @@ def usage(
     }
 
 
-class JsonAnswer(Response):
-    """A JSON answer of any length, encoded in another thread and in pieces that release the GIL."""
-
-    def __init__(self, content: Any) -> None:
-        super().__init__()
-        self._content = content
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI request."""
-        whole = await asyncio.to_thread(lambda: "".join(_written(self._content)).encode())
-        await Response(whole, media_type="application/json")(scope, receive, send)
+async def json_answer(content: dict[str, Any]) -> Response:
+    """A JSON answer of any length, written in another thread."""
+    written = await asyncio.to_thread(lambda: b"".join(_written(content)))
+    return Response(written, media_type="application/json")
 
 
-def _written(content: Any) -> Iterator[str]:
-    """The JSON of `content` in pieces."""
-    if isinstance(content, dict):
-        separator = "{"
-        for key, value in content.items():
-            yield f"{separator}{_dumped(key)}:"
-            yield from _written(value)
-            separator = ","
-        yield "}" if content else "{}"
-    elif isinstance(content, list) and content and isinstance(content[0], dict | list):
-        separator = "["
-        for value in content:
-            yield separator
-            yield from _written(value) if len(content) < _FEW else (_dumped(value),)
-            separator = ","
-        yield "]"
-    else:
-        yield _dumped(content)
-
-
-def _dumped(content: Any) -> str:
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+def _written(content: dict[str, Any]) -> Iterator[bytes]:
+    """Its JSON in pieces: what writes one holds the GIL."""
+    before = b"{"
+    for key, value in content.items():
+        yield before + to_json(key) + b":"
+        if isinstance(value, list) and value:
+            for place, one in enumerate(value):
+                yield (b"," if place else b"[") + to_json(one, inf_nan_mode="null")
+            yield b"]"
+        else:
+            yield to_json(value, inf_nan_mode="null")
+        before = b","
+    yield b"}"

@@ -134,9 +134,14 @@ class Backend:
         return self._client
 
     async def ready(self) -> Client:
-        """The system's client, once the model is loaded. Errors: ApiError 503, HotcoldError."""
+        """The system's client, once it is loaded. Errors: ApiError 503 and 504, HotcoldError."""
+        limit_s = self.settings.request_timeout_s
         if self._client is None and self._loader is not None:
-            await self._loader.load(self)
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._loader.load(self)
+            except TimeoutError:
+                raise timed_out(limit_s, LOADING_TOOK) from None
         return self.client
 
     def keep(self, stays: bool) -> bool:
@@ -197,6 +202,18 @@ class Backend:
     def texts(self) -> TokenTexts:
         """Texts of the model's tokens."""
         return TokenTexts(self.prompts.tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations are written as the model knows them."""
+        tokenizer = self.prompts.tokenizer
+        return tokenizer is not None and tokenizer.has_chat_template
+
+    @property
+    def thinks(self) -> bool:
+        """Whether answers may begin with thoughts."""
+        tokenizer = self.prompts.tokenizer
+        return tokenizer is not None and tokenizer.thinking is not None
 
     @property
     def call_syntax(self) -> CallSyntax:

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import Response
 
 from hotcold.actors.protocol.messages import TokenEvent
-from hotcold.ui.api.answer import answer_of, reader_of
+from hotcold.ui.api.answer import answer_of
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.completions import Choice, ChoicesAnswer
 from hotcold.ui.api.schemas import ChatRequest
@@ -28,10 +28,8 @@ class ChatAnswer(ChoicesAnswer):
     kinds = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 
     def __init__(self, backend: Backend, body: ChatRequest) -> None:
-        """Errors:  PromptError without a tokenizer for its tools"""
         super().__init__(backend, body)
         self._body = body
-        self._readers = [reader_of(backend, body) for _ in range(self._count)]
 
     def opening(self) -> Iterable[Any]:
         """Who speaks."""
@@ -73,8 +71,8 @@ class ChatAnswer(ChoicesAnswer):
     @property
     def usage(self) -> dict[str, Any]:
         """Token counts of all, with those of thoughts where the model thinks."""
-        counts, tokenizer = super().usage, self._backend.prompts.tokenizer
-        if tokenizer is None or tokenizer.thinking is None:
+        counts = super().usage
+        if not self._backend.thinks:
             return counts
         num_thought = sum(result.num_thought_tokens for result in self._results.values())
         return {**counts, "completion_tokens_details": {"reasoning_tokens": num_thought}}

@@ -64,7 +64,7 @@ class ChoicesAnswer(Answer):
     def usage(self) -> dict[str, Any]:
         """Token counts of all."""
         results = [self._results[index] for index in range(self._count)]
-        return usage(self._requests, results, self._asked.n or 1, self.most_counted)
+        return usage(results, self._asked.n or 1, self.most_counted)
 
     def closing(self) -> Iterable[Any]:
         """The usage, where it is asked for."""

@@ -17,14 +17,12 @@ from hotcold.model.parameters import (
 )
 from hotcold.model.sampling import PARAMETERS, SamplingParams
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.fields import Request
+from hotcold.ui.api.fields import CHANGING, Request, changes_nothing
 
 _MAX_STOP_IDS = 64
 _MAX_BIASES = 1024
 
 _BY_OLLAMAS = {one.ollama: (name, one.kind) for name, one in PARAMETERS.items() if one.ollama}
-# Ollama's options that would change tokens, each with the value that has no effect.
-_UNCHANGING = {"tfs_z": 1}
 # Memory and speed, which the server's own options set. A prompt is never cut to num_ctx: a longer
 # one than the context is refused. The last ones only matter with an option above.
 _OLLAMAS_OWN = frozenset(
@@ -101,16 +99,12 @@ def ollamas_sampling(options: dict[str, Any] | None) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for key, value in (options or {}).items():
-        if value is None or key in _OLLAMAS_OWN or _UNCHANGING.get(key) == value:
-            continue
-        if key in _UNCHANGING:
-            text = f"is not supported here; leave it out, or {_UNCHANGING[key]}"
-            raise ApiError(400, f"option {key} {text}", param=f"options.{key}")
-        if key not in _BY_OLLAMAS:
-            text = f"option {key[:50]!a} is not known here; leave it out"
-            raise ApiError(400, text, param="options")
-        name, kind = _BY_OLLAMAS[key]
-        found[name] = _of_ollama(key, kind, value)
+        if key in _BY_OLLAMAS and value is not None:
+            name, kind = _BY_OLLAMAS[key]
+            found[name] = _of_ollama(key, kind, value)
+        elif not (key in _OLLAMAS_OWN or changes_nothing(key, value)):
+            known = f"{key} is not supported" if key in CHANGING else f"{key[:50]!a} is not known"
+            raise ApiError(400, f"option {known} here; leave it out", param="options")
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.errors import ServiceError
@@ -25,20 +25,12 @@ class EmbeddingsRequest(Request):
     input: Prompt = Field(union_mode="left_to_right")
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
-
-    @field_validator("dimensions", mode="before")
-    @classmethod
-    def _not_chosen(cls, given: Any) -> None:
-        if given is not None:
-            raise ValueError(
-                "a vector has as many numbers as the model's hidden states; leave it out"
-            )
+    dimensions: None = None  # all numbers of the model's hidden states
 
 
 async def embed(backend: Backend, body: EmbeddingsRequest) -> dict[str, Any]:
     """A vector for each text: the mean of the model's last hidden states."""
-    prompts = await prompts_to_embed(backend, prompts_of(body.input))
+    prompts = await prompts_to_embed(backend, body.input)
     shown: list[Any] = await embeddings(backend, prompts)
     if body.encoding_format == "base64":
         shown = await asyncio.to_thread(lambda vectors: list(map(_packed, vectors)), shown)
@@ -54,13 +46,18 @@ async def embed(backend: Backend, body: EmbeddingsRequest) -> dict[str, Any]:
     }
 
 
-async def prompts_to_embed(backend: Backend, inputs: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """Token ids of each of `prompts_of`, checked. Errors: PromptError."""
-    return await backend.prompt_ids([replace(_request(backend), **one) for one in inputs])
+async def prompts_to_embed(backend: Backend, given: Any) -> list[list[int]]:
+    """Token ids of each of a `Prompt`, checked. Errors: PromptError."""
+    return await backend.prompt_ids(
+        [replace(_request(backend), **one) for one in prompts_of(given)]
+    )
 
 
 async def embeddings(backend: Backend, prompts: Sequence[list[int]]) -> list[list[float]]:
-    """A vector for each prompt. Errors: ApiError, HotcoldError."""
+    """A vector for each prompt; without any the model is loaded. Errors: ApiError, HotcoldError."""
+    if not prompts:
+        await backend.ready()
+        return []
 
     async def make() -> list[GenerateRequest]:
         return [replace(_request(backend), prompt_ids=ids) for ids in prompts]

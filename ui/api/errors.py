@@ -30,6 +30,7 @@ _SENTENCES = {
     "list_type": "must be a list",
     "literal_error": "must be {expected}",
     "missing": "is missing",
+    "none_required": "is not supported here; leave it out",
     "model_type": "must be an object",
     "string_too_long": "may have at most {max_length} characters",
     "string_too_short": "must not be empty",
@@ -132,50 +133,35 @@ def as_api_error(error: BaseException, prompt: str = "prompt") -> ApiError:
 
 
 def refusal(error: ValidationError) -> ApiError:
-    """400: the first problem. Of a union, that of the nearest member.
+    """400: the first problem. Of a union, that of the member that the value comes nearest to.
 
-    Several nearest members are joined: "must be a text or a list".
+    Several members that are as near are joined: "must be a text or a list".
     """
     problems: list[Any] = error.errors(include_url=False, include_input=False)
-    first, *others = _nearest(problems, 0)
-    names = _names(first)
+    problems = [one for one in problems if one["loc"][:1] == problems[0]["loc"][:1]]
+    other_kinds = {one["loc"][:-1] for one in problems if _is_of_another_kind(one)}
+
+    def nearness(problem: _Problem) -> tuple[list[int], bool, bool, int]:
+        """How far lists are right, whether the value is of that kind and type; how deep that is."""
+        place = problem["loc"]
+        has_kind = not any(place[:length] in other_kinds for length in range(len(place)))
+        has_type = not problem["type"].endswith(("_type", "literal_error"))
+        indices = [part for part in place if isinstance(part, int)]
+        if not has_kind:
+            has_type = _is_of_another_kind(problem)
+        return indices, has_kind, has_type, len(_names(problem))
+
+    nearest = max(problems, key=nearness)  # the first one of those
+    names = _names(nearest)
     param = ".".join(str(name)[:_MAX_NAME_CHARS] for name in names) or None
-    texts = dict.fromkeys(_text(one) for one in (first, *others) if _names(one) == names)
+    same = [one for one in problems if nearness(one) == nearness(nearest) and _names(one) == names]
+    texts = dict.fromkeys(map(_text, same))
     return ApiError(400, ascii(_sentence(list(texts), param))[1:-1], param=param)
 
 
-def _nearest(problems: list[_Problem], depth: int) -> list[_Problem]:
-    """The problems to report, of those whose `loc` agree in `depth` parts."""
-    place = problems[0]["loc"]
-    while depth < len(place) and not _is_label(place[depth]):
-        depth += 1
-    if depth == len(place):
-        return problems[:1]
-    members: dict[str, list[_Problem]] = {}
-    for problem in problems:
-        if problem["loc"][:depth] == place[:depth]:
-            members.setdefault(problem["loc"][depth], []).append(problem)
-    ranks = [_nearness(of_member, depth + 1) for of_member in members.values()]
-    return [
-        problem
-        for of_member, rank in zip(members.values(), ranks, strict=True)
-        if rank == max(ranks)
-        for problem in _nearest(of_member, depth + 1)
-    ]
-
-
-def _nearness(problems: list[_Problem], depth: int) -> tuple[Any, ...]:
-    """How near a value is to a member of a union: has its type, its kind, is right how far."""
-    has_type = has_kind = True
-    furthest: tuple[tuple[int, ...], bool] = ((), False)  # and whether the type is right there
-    for problem in problems:
-        rest = [part for part in problem["loc"][depth:] if not _is_label(part)]
-        of_type = not (problem["type"].endswith("_type") or problem["type"] == "literal_error")
-        has_type &= bool(rest) or of_type
-        has_kind &= rest != ["type"]
-        places = tuple(part for part in rest if isinstance(part, int))
-        furthest = max(furthest, (places, of_type))
-    return has_type, has_kind, furthest
+def _is_of_another_kind(problem: _Problem) -> bool:
+    """Whether the field `type` says that the value is no such member of a union."""
+    return problem["type"] == "literal_error" and problem["loc"][-1:] == ("type",)
 
 
 def _names(problem: _Problem) -> list[str | int]:

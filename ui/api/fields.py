@@ -1,14 +1,15 @@
 """Fields of requests that change answers, of all APIs whose clients may send them.
 
 A field of `CHANGING` that a route's schema lacks is refused unless its value changes nothing. So is
-one whose name is nearly that of a field. All others are ignored.
+one whose name is nearly that of a field. All others are read over. A schema's own field of None
+alone is refused as well.
 """
 
 import difflib
 import json
 from collections.abc import Collection, Iterator
 from itertools import islice
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -45,94 +46,97 @@ def _finite(given: Any) -> Any:
 # Any value of JSON, which has no NaN and no infinity.
 AnyJson = Annotated[Any, AfterValidator(_finite)]
 
-# Fields that change answers with any value but null and empty texts, lists and objects.
-_ALWAYS_CHANGING = (
+
+class Other(NamedTuple):
+    """A field that changes answers, and what a route without it says."""
+
+    instead: str = ""  # the field to give; where a route lacks that one, the one instead of that
+    unchanging: tuple[Any, ...] = ()  # values that change nothing, as null and empty ones do
+
+
+# All fields that change answers, each once. Those without anything to give instead:
+_NOTHING_INSTEAD = (
     # OpenAI's
-    "audio", "conversation", "dimensions", "functions", "max_completion_tokens",
-    "max_output_tokens", "max_tokens", "prompt", "reasoning", "reasoning_effort",
-    "suffix", "tools", "web_search_options",
+    "audio", "conversation", "dimensions", "prompt", "reasoning", "suffix", "tools",
+    "web_search_options",
     # vLLM's, and SGLang's
     "allowed_token_ids", "bad_words", "chat_template", "chat_template_kwargs", "documents",
-    "ebnf", "enable_thinking", "grammar", "guided_choice", "guided_grammar", "guided_json",
-    "guided_regex", "guided_whitespace_pattern", "logits_processors", "max_new_tokens",
-    "mm_processor_kwargs", "prompt_logprobs", "regex", "stop_regex", "structural_tag",
-    "lora_request", "structured_outputs", "truncate_prompt_tokens",
+    "grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
+    "guided_whitespace_pattern", "logits_processors", "lora_request", "mm_processor_kwargs",
+    "prompt_logprobs", "stop_regex", "structural_tag", "structured_outputs",
+    "truncate_prompt_tokens",
     # llama.cpp's
-    "image_data", "input_prefix", "input_suffix", "json_schema", "lora", "penalty_last_n",
-    "response_fields", "samplers",
+    "image_data", "input_prefix", "input_suffix", "json_schema", "lora", "response_fields",
+    "samplers",
     # Ollama's
-    "context", "format", "images", "options", "system", "template", "think",
-    # Transformers', Anthropic's, Mistral's and Google's
-    "extra_body", "max_length", "max_tokens_to_sample", "random_seed", "response_schema",
-    "stop_sequences", "thinking",
+    "context", "images", "options", "system", "template",
+    "extra_body",
 )  # fmt: skip
-# All fields that change answers, with the values that change nothing besides.
-CHANGING: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(_ALWAYS_CHANGING, ()),
+# The same, with the values that change nothing.
+_UNCHANGING: dict[str, tuple[Any, ...]] = {
     **{name: one.unchanging for name, one in PARAMETERS.items() if one.http is not None},
     # OpenAI's
-    "background": (False,), "best_of": (1,), "echo": (False,),
-    "function_call": ("none", "auto"), "logprobs": (False,), "modalities": (["text"],),
-    "n": (1,), "response_format": ({"type": "text"},),
+    "background": (False,), "best_of": (1,), "echo": (False,), "logprobs": (False,),
+    "max_output_tokens": (-1,), "modalities": (["text"],), "n": (1,),
     "tool_choice": ("none", "auto"), "top_logprobs": (0,), "truncation": ("disabled",),
     # vLLM's, and SGLang's
     "add_generation_prompt": (True,), "add_special_tokens": (True,),
-    "continue_final_message": (False,), "early_stopping": (False,),
-    "return_token_strs": (False,), "return_tokens_as_token_ids": (False,),
-    "include_reasoning": (True,), "length_penalty": (1,), "min_new_tokens": (0,),
-    "skip_special_tokens": (True,),
+    "continue_final_message": (False,), "early_stopping": (False,), "include_reasoning": (True,),
+    "length_penalty": (1,), "return_token_strs": (False,), "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,), "use_beam_search": (False,),
     # llama.cpp's
-    "dynatemp_range": (0,), "min_keep": (0,),
-    "n_cmpl": (1,), "n_indent": (0,), "parse_special": (True,), "post_sampling_probs": (False,),
-    "n_predict": (-1,), "n_probs": (0,), "reasoning_budget": (-1,),
-    "reasoning_budget_tokens": (-1,), "thinking_budget": (-1,), "thinking_budget_tokens": (-1,),
-    "reasoning_format": ("auto", "deepseek"),
+    "dynatemp_range": (0,), "min_keep": (0,), "n_indent": (0,), "parse_special": (True,),
+    "post_sampling_probs": (False,), "reasoning_format": ("auto", "deepseek"),
     "smoothing_factor": (0,), "t_max_predict_ms": (0, -1), "tfs_z": (1,), "top_a": (0,),
-    # Ollama's
-    "num_predict": (-1,), "raw": (False,),
-    # Transformers', and of those who wrap others
-    "do_sample": (True,), "json_mode": (False,), "no_repeat_ngram_size": (0,), "num_beams": (1,),
-    "num_return_sequences": (1,),
+    # Ollama's, and Transformers'
+    "raw": (False,), "no_repeat_ngram_size": (0,), "num_beams": (1,),
 }  # fmt: skip
-
-_NO_MISTAKES = ("models",)  # nearly the name of a field, and OpenRouter's own
-
-# The field to give instead; where a route lacks that one, the one instead of that.
-INSTEAD = {
-    "do_sample": "temperature",
-    "ebnf": "grammar",
-    "enable_thinking": "think",
-    "function_call": "tool_choice",
-    "functions": "tools",
-    "format": "response_format",
-    "json_mode": "response_format",
-    "max_completion_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "max_tokens": "max_output_tokens",
-    "max_tokens_to_sample": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "n_cmpl": "n",
-    "n_predict": "max_tokens",
-    "n_probs": "logprobs",
-    "num_predict": "max_tokens",
-    "num_return_sequences": "n",
-    "penalty_last_n": "repeat_last_n",
-    "random_seed": "seed",
-    "reasoning_budget": "thinking_token_budget",
-    "reasoning_budget_tokens": "thinking_token_budget",
-    "reasoning_effort": "reasoning",
-    "regex": "guided_regex",
-    "response_format": "text",
-    "response_schema": "response_format",
-    "return_tokens_as_token_ids": "return_token_ids",
-    "stop_sequences": "stop",
-    "think": "reasoning_effort",
-    "thinking": "enable_thinking",
-    "thinking_budget": "thinking_token_budget",
-    "thinking_budget_tokens": "thinking_token_budget",
+# The same, with the field to give instead, and the values that change nothing.
+_INSTEAD: dict[str, tuple[Any, ...]] = {
+    # OpenAI's
+    "function_call": ("tool_choice", "none", "auto"),
+    "functions": ("tools",),
+    "max_completion_tokens": ("max_tokens", -1),
+    "max_tokens": ("max_output_tokens", -1),
+    "reasoning_effort": ("reasoning",),
+    "response_format": ("text", {"type": "text"}),
+    # vLLM's, and SGLang's
+    "ebnf": ("grammar",),
+    "enable_thinking": ("think",),
+    "max_new_tokens": ("max_tokens",),
+    "min_new_tokens": ("min_tokens", 0),
+    "regex": ("guided_regex",),
+    "return_tokens_as_token_ids": ("return_token_ids", False),
+    # llama.cpp's
+    "n_cmpl": ("n", 1),
+    "n_predict": ("max_tokens", -1),
+    "n_probs": ("logprobs", 0),
+    "penalty_last_n": ("repeat_last_n",),
+    "reasoning_budget": ("thinking_token_budget", -1),
+    "reasoning_budget_tokens": ("thinking_token_budget", -1),
+    "thinking_budget": ("thinking_token_budget", -1),
+    "thinking_budget_tokens": ("thinking_token_budget", -1),
+    # Ollama's
+    "format": ("response_format",),
+    "num_predict": ("max_tokens", -1),
+    "think": ("reasoning_effort",),
+    # Transformers', Anthropic's, Mistral's and Google's
+    "do_sample": ("temperature", True),
+    "json_mode": ("response_format", False),
+    "max_length": ("max_tokens",),
+    "max_tokens_to_sample": ("max_tokens",),
+    "num_return_sequences": ("n", 1),
+    "random_seed": ("seed",),
+    "response_schema": ("response_format",),
+    "stop_sequences": ("stop",),
+    "thinking": ("enable_thinking",),
 }
+CHANGING: dict[str, Other] = {
+    **dict.fromkeys(_NOTHING_INSTEAD, Other()),
+    **{name: Other("", values) for name, values in _UNCHANGING.items()},
+    **{name: Other(instead, tuple(values)) for name, (instead, *values) in _INSTEAD.items()},
+}
+_NO_MISTAKES = ("models",)  # nearly the name of a field, and OpenRouter's own
 
 _NEARLY = 0.9  # of difflib's ratio: one wrong letter in ten
 _MAX_LOOKED_AT = 32  # unknown fields of a request: each is compared with all names
@@ -143,16 +147,12 @@ class Request(StrictModel):
 
     model_config = ConfigDict(extra="allow")
 
-    # A route's own values in place of those in `CHANGING`.
-    unchanging: ClassVar[dict[str, tuple[Any, ...]]] = {}
-
     @model_validator(mode="after")
     def _changes_nothing_else(self) -> "Request":
         others = self.__pydantic_extra__ or {}
         for name, value in others.items():
-            if name in CHANGING and not (
-                self._does_nothing(name, value) or self._is_said(name, value)
-            ):
+            is_refused = name in CHANGING and not changes_nothing(name, value)
+            if is_refused and not self._is_said(name, value):
                 raise ApiError(400, self._unsupported(name), param=name)
         wanted = CHANGING.keys() | type(self).model_fields.keys()
         unknown = (name for name in others if name not in wanted and name not in _NO_MISTAKES)
@@ -171,13 +171,6 @@ class Request(StrictModel):
         given = (name for name in fields if getattr(self, name, None) is not None)
         return next(given, "prompt")
 
-    @classmethod
-    def _does_nothing(cls, name: str, value: Any) -> bool:
-        if _is_nothing(value):
-            return True
-        same = cls.unchanging.get(name, CHANGING[name])
-        return any(one == value and type(value) in (type(one), int, float) for one in same)
-
     def _is_said(self, name: str, value: Any) -> bool:
         """Whether a field of that meaning has the value: some clients send all names of one."""
         return any(getattr(self, other) == value for other in self._instead(name))
@@ -185,17 +178,23 @@ class Request(StrictModel):
     @classmethod
     def _instead(cls, name: str) -> Iterator[str]:
         """The fields of that meaning."""
-        other = INSTEAD.get(name)
-        while other is not None:
-            if other in cls.model_fields:
-                yield other
-            other = INSTEAD.get(other)
+        while name in CHANGING and (name := CHANGING[name].instead):
+            if name in cls.model_fields:
+                yield name
 
     @classmethod
     def _unsupported(cls, name: str) -> str:
         for other in cls._instead(name):
             return f"{name} is not known here; give {other}"
         return f"{name} is not supported here; leave it out"
+
+
+def changes_nothing(name: str, value: Any) -> bool:
+    """Whether a field, or an option of Ollama's, may be read over with this value."""
+    same = CHANGING[name].unchanging if name in CHANGING else ()
+    return _is_nothing(value) or any(
+        one == value and type(value) in (type(one), int, float) for one in same
+    )
 
 
 def _is_nothing(value: Any) -> bool:

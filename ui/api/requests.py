@@ -1,7 +1,9 @@
 """Requests of the system, made from the two forms that all APIs bring theirs into."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar
 from hotcold.model.parameters import LARGEST_SEED
@@ -12,10 +14,13 @@ from hotcold.ui.api.tools.grammar import calls_grammar, schema_grammar
 
 
 async def requests_of(
-    backend: Backend, body: ChatRequest | CompletionRequest
+    backend: Backend, body: ChatRequest | CompletionRequest, options: Mapping[str, Any]
 ) -> list[GenerateRequest]:
-    """One request for each of `n` answers to each prompt. Errors: PromptError, UsageError."""
-    sampling = body.sampling(body.most_new_tokens, backend.defaults)
+    """One request for each of `n` answers to each prompt; `options` as of an `Answer`.
+
+    Errors:  PromptError, UsageError
+    """
+    sampling = replace(body.sampling(body.most_new_tokens, backend.defaults), **options)
     asked = [GenerateRequest(sampling, **prompt) for prompt in body.prompts]
     all_ids = await backend.prompt_ids(asked)
     grammar = await asyncio.to_thread(_grammar, backend, body)
@@ -26,7 +31,8 @@ async def requests_of(
 
 def _grammar(backend: Backend, body: ChatRequest | CompletionRequest) -> Grammar | None:
     """What holds the answers: with tools, calls and beside them JSON of the schema, if any."""
-    grammar = schema_grammar(body.output_grammar, body.is_schema_strict)
+    wanted = body.constraint
+    grammar = schema_grammar(wanted and wanted.make(wanted.value), body.is_schema_strict)
     if body.callable is None:
         return grammar
     schema = None if grammar is None else grammar.text

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from hotcold.ui.api import sse
-from hotcold.ui.api.answer import JsonAnswer
+from hotcold.ui.api.answer import json_answer
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.errors import as_api_error
 from hotcold.ui.api.fields import Request as Body
@@ -54,6 +54,6 @@ def _answering(route: Route, choose: Choose) -> Callable[[Request], Awaitable[Re
             raise
         except Exception as error:
             raise as_api_error(error, body.prompt_field) from error
-        return found if isinstance(found, Response) else JsonAnswer(found)
+        return found if isinstance(found, Response) else await json_answer(found)
 
     return answer

@@ -5,19 +5,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.text.roles import ALWAYS_SAY, TEMPLATE_ROLES
 from hotcold.ui.api.cached import Cached
 from hotcold.ui.api.drawn import Drawn, TokenId
 from hotcold.ui.api.errors import ApiError, refusal
-from hotcold.ui.api.fields import MAX_MESSAGES, AnyJson, NewTokens, Request, StrictModel
+from hotcold.ui.api.fields import MAX_MESSAGES, NewTokens, Request, StrictModel
 from hotcold.ui.api.parts import ContentPart, Declined, LeftOut, text_of
-from hotcold.ui.api.structured_output import (
-    ConstrainedRequest,
-    Constraint,
-    any_object,
-    json_grammar,
-)
+from hotcold.ui.api.structured_output import ConstrainedRequest
 from hotcold.ui.api.tools.schemas import (
     Callable,
     CalledFunction,
@@ -57,26 +51,6 @@ class StreamOptions(StrictModel):
     include_usage: bool | None = None
 
 
-class JsonSchema(StrictModel):
-    """The schema in a `response_format`."""
-
-    content: dict[str, AnyJson] | bool = Field(alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(StrictModel):
-    """The form of an answer: any text, a JSON object, or JSON of a schema."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _complete(self) -> "ResponseFormat":
-        if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("json_schema must be given with type json_schema")
-        return self
-
-
 class SamplingRequest(ConstrainedRequest, Drawn, Cached):
     """The fields of both kinds of completions."""
 
@@ -84,37 +58,13 @@ class SamplingRequest(ConstrainedRequest, Drawn, Cached):
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> "SamplingRequest":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for requests with stream true")
-        names = [wanted.name for wanted in self.constraints()]
-        if len(names) > 1:
-            raise ValueError(f"{names[0]} and {names[1]} were both given; leave one out")
         return self
-
-    @property
-    def is_schema_strict(self) -> bool | None:
-        """Whether the answer must match all of its schema; None: not given."""
-        wanted = self.response_format
-        return wanted.json_schema.strict if wanted and wanted.json_schema else None
-
-    def constraints(self) -> list[Constraint]:
-        """Each given constraint, `response_format` included."""
-        given, wanted = super().constraints(), self.response_format
-        if wanted is None or wanted.type == "text":
-            return given
-        if wanted.json_schema is None:
-            return [Constraint("response_format", True, any_object), *given]
-        return [Constraint("response_format", wanted.json_schema.content, json_grammar), *given]
-
-    @property
-    def output_grammar(self) -> Grammar | None:
-        """The grammar of the answer's constraint, if any."""
-        return next((wanted.make(wanted.value) for wanted in self.constraints()), None)
 
     @property
     def has_usage_chunk(self) -> bool:
@@ -173,13 +123,7 @@ class Reasoning(StrictModel):
     effort: str | None = None
     enabled: bool | None = None
     max_tokens: _Budget | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_done(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("exclude"):
-            raise ValueError("exclude is not supported here; leave it out, or give effort")
-        return given
+    exclude: Literal[False] | None = None
 
 
 class Thinking(StrictModel):
@@ -233,11 +177,6 @@ class Rendered(Request):
 class ChatRequest(SamplingRequest, Rendered):
     """POST /v1/chat/completions."""
 
-    unchanging: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "add_special_tokens": (False,),
-        "max_output_tokens": (-1,),
-    }
-
     messages: Messages
     max_tokens: NewTokens = None
     max_completion_tokens: NewTokens = None
@@ -245,6 +184,7 @@ class ChatRequest(SamplingRequest, Rendered):
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    add_special_tokens: Literal[False] | None = None  # the template writes them
 
     def drawn(self) -> dict[str, Any]:
         """With the budget of thoughts, also by Anthropic's and OpenRouter's names."""
@@ -281,7 +221,7 @@ class ChatRequest(SamplingRequest, Rendered):
 
     @model_validator(mode="after")
     def _fits(self) -> "ChatRequest":
-        if self.callable is not None and not all(wanted.is_json for wanted in self.constraints()):
+        if self.callable is not None and self.constraint and not self.constraint.is_json:
             raise ValueError("tools and grammar were both given; leave one out")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is for requests with logprobs true")
@@ -319,8 +259,8 @@ class CompletionRequest(SamplingRequest):
 
 
 def prompts_of(prompt: Any) -> list[dict[str, Any]]:
-    """Each of a `Prompt`, a text or token ids, as fields of a `GenerateRequest`."""
-    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    """Each of a `Prompt`, a text or token ids, as fields of a `GenerateRequest`; of [] none."""
+    is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
     inputs = [prompt] if is_one else prompt
     return [{"prompt" if isinstance(one, str) else "prompt_ids": one} for one in inputs]
 

@@ -39,9 +39,8 @@ def require_allowed(scope: Scope) -> str:
     """The path from where the page is mounted, if it needs the request. Errors: ApiError 404."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     if scope["type"] != "http" or not is_allowed(scope["method"], path):
-        raise ApiError(
-            404, "there is no such route; /docs lists those of the API", code="route_refused"
-        )
+        text = "there is no such route; /openapi.json lists those of the API"
+        raise ApiError(404, text, code="route_refused")
     return path
 
 

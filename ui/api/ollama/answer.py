@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from starlette.responses import Response
 
-from hotcold.actors.protocol.messages import GenerateRequest, Generation, TokenEvent
+from hotcold.actors.protocol.messages import Generation, TokenEvent
 from hotcold.ui.api import sse
-from hotcold.ui.api.answer import Answer, answer_of, reader_of
+from hotcold.ui.api.answer import Answer, answer_of
 from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.drawn import ollamas_sampling
-from hotcold.ui.api.errors import LOADING_TOOK, ApiError, timed_out
-from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaGenerate
+from hotcold.ui.api.errors import ApiError
+from hotcold.ui.api.ollama.schemas import OllamaChat, OllamaGenerate, written
 from hotcold.ui.api.tools.reader import CallPart, ReasoningPart, TextPart
 
 Line = dict[str, Any]
@@ -54,24 +52,17 @@ class OllamaAnswer(Answer):
 
     def __init__(self, backend: Backend, body: Body) -> None:
         """Errors:  ApiError 400, ValidationError"""
-        tokenizer = backend.prompts.tokenizer
-        if body.think and (tokenizer is None or tokenizer.thinking is None):
+        if body.think and not backend.thinks:
             raise body.unable("thinking", "think")
-        asked = body.asked(tokenizer)
-        super().__init__(backend, asked, body.stays)
+        asked, options = body.asked(backend.has_chat_template), ollamas_sampling(body.options)
+        super().__init__(backend, asked, body.stays, options)
         self._body = body
         self._started_ns = time.monotonic_ns()
         self._load_ns = 0
-        self._sampling = ollamas_sampling(body.options)
-        self._reader = reader_of(backend, asked)
+        (self._reader,) = self._readers
         self._num_ended = 0  # calls of the reader
         self._calls: list[Line] = []
-        self._last: Line = {}
-
-    async def requests(self) -> list[GenerateRequest]:
-        """Its one request, with Ollama's options. Errors: PromptError, UsageError."""
-        (made,) = await super().requests()
-        return [replace(made, sampling=replace(made.sampling, **self._sampling))]
+        self._end: Line = {}
 
     async def start(self) -> Answers:
         """Queue its request; the model is loaded then. Errors: ApiError, HotcoldError."""
@@ -84,16 +75,16 @@ class OllamaAnswer(Answer):
         for part in self._reader.push(event):
             match part:
                 case ReasoningPart(text):
-                    yield self._piece(thought=text)
+                    yield _line(self._body, thinking=text)
                 case TextPart(text):
                     yield from self._called()
-                    yield self._piece(text, logprobs=part.logprobs)
+                    yield _line(self._body, text, part.logprobs)
                 case CallPart(number):
                     yield from self._called(number)
         if event.result is not None:
             yield from self._called()
-            self._last = self._end(event.result)
-            yield self._last | _said(self._body)
+            self._end = self._told_of(event.result)
+            yield _line(self._body) | self._end
 
     def failing(self, error: ApiError) -> Iterable[Line]:
         """The last line of a stream that fails."""
@@ -105,12 +96,8 @@ class OllamaAnswer(Answer):
 
     def whole(self) -> Line:
         """The last line with all that was said."""
-        reader = self._reader
-        said = _said(self._body, reader.said, reader.thought, self._calls, reader.logprobs)
-        return self._last | said
-
-    def _piece(self, *said: Any, **more: Any) -> Line:
-        return {**_head(self._body), **_said(self._body, *said, **more), "done": False}
+        said, more = self._reader, {"thinking": self._reader.thought, "tool_calls": self._calls}
+        return _line(self._body, said.said, said.logprobs, **more) | self._end
 
     def _called(self, before: int | None = None) -> Iterator[Line]:
         """The calls that have ended since, but for one that was cut off."""
@@ -122,15 +109,14 @@ class OllamaAnswer(Answer):
                 continue
             function = {"index": len(self._calls), "name": call.name, "arguments": arguments}
             self._calls.append({"id": call.id, "function": function})
-            yield self._piece(calls=self._calls[-1:])
+            yield _line(self._body, tool_calls=self._calls[-1:])
 
-    def _end(self, result: Generation) -> Line:
-        """The last line. Durations in nanoseconds; loading is all before the prompt is read."""
+    def _told_of(self, result: Generation) -> Line:
+        """The end. Durations in nanoseconds; loading is all before the prompt is read."""
         queued_ns, prompt_ns, new_ns = (
             round(seconds * 1e9) for seconds in (result.queued_s, result.prefill_s, result.decode_s)
         )
         return {
-            **_head(self._body),
             "done": True,
             "done_reason": result.finish_reason,
             "total_duration": time.monotonic_ns() - self._started_ns,
@@ -143,43 +129,21 @@ class OllamaAnswer(Answer):
 
 
 async def _loaded_or_ended(backend: Backend, body: Body) -> Line:
-    """Load the model, or with `keep_alive` 0 unload it, and return that.
+    """Load the model, or with `keep_alive` 0 unload it, and return that. Errors: as `ready`."""
+    stays = backend.keep(body.stays)
+    if stays:
+        await backend.ready()
+    return _line(body) | {"done": True, "done_reason": "load" if stays else "unload"}
 
-    Errors:  ApiError 503 and 504, HotcoldError
-    """
-    reason, limit_s = "load", backend.settings.request_timeout_s
-    if not backend.keep(body.stays):
-        reason = "unload"
+
+def _line(body: Body, text: str = "", logprobs: Sequence[Line] = (), **more: Any) -> Line:
+    """A line of an answer that goes on; what is empty in it but `text` is left out."""
+    said = {name: part for name, part in more.items() if part}
+    if isinstance(body, OllamaChat):
+        said = {"message": {"role": "assistant", "content": text, **said}}
     else:
-        try:
-            async with asyncio.timeout(limit_s):
-                await backend.ready()
-        except TimeoutError:
-            raise timed_out(limit_s, LOADING_TOOK) from None
-    return {**_head(body), **_said(body), "done": True, "done_reason": reason}
-
-
-def _head(body: Body) -> Line:
-    created_at = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-    return {"model": body.wanted, "created_at": created_at}
-
-
-def _said(
-    body: Body,
-    text: str = "",
-    thought: str = "",
-    calls: Iterable[Line] = (),
-    logprobs: Iterable[Line] = (),
-) -> Line:
-    """The keys of a line that differ between the two routes."""
-    is_chat = isinstance(body, OllamaChat)
-    said: Line = {"role": "assistant", "content": text} if is_chat else {"response": text}
-    if thought:
-        said["thinking"] = thought
-    if calls:
-        said["tool_calls"] = calls
-    if is_chat:
-        said = {"message": said}
+        said["response"] = text
     if logprobs:
         said["logprobs"] = logprobs
-    return said
+    created_at = written(datetime.now(UTC))
+    return {"model": body.wanted, "created_at": created_at, **said, "done": False}

@@ -3,48 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Iterable
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.setup.account import loaded_bytes
-from hotcold.actors.setup.preflight import read_model
-from hotcold.actors.setup.shards import served_config, system_kv_bytes
-from hotcold.model.config.build import read_config
-from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.errors import CheckpointError, HotcoldError
-from hotcold.model.files.artifact import ModelIdentity
-from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.errors import HotcoldError
 from hotcold.model.sampling import PARAMETERS
-from hotcold.model.weights.sizes import num_parameters, stored_bytes
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.api.ollama.schemas import OllamaShow
+from hotcold.ui.api.model_facts import Facts, facts_of, known_facts, planned_bytes
+from hotcold.ui.api.ollama.schemas import OllamaShow, written
 
 TAG = ":latest"  # what a name without a tag has in Ollama
 _NEVER = "2262-04-11T23:47:16Z"  # the last whole second of a date in nanoseconds
-
-
-class _Facts(NamedTuple):
-    """Facts from a model's files."""
-
-    config: ModelConfig
-    digest: str
-    num_parameters: int
-    stored_bytes: int
-    format_name: str  # of most of these bytes
-    modified_at: str
 
 
 async def listed(backends: Iterable[Backend]) -> dict[str, Any]:
     """All models, loaded or not; without their files' facts where these cannot be read."""
     found = []
     for backend in backends:
-        facts = await _known_facts(backend)
-        more = {"modified_at": facts.modified_at, "capabilities": _capabilities(backend)}
+        facts = await known_facts(backend)
+        more = {"modified_at": written(facts.modified_at), "capabilities": _capabilities(backend)}
         found.append(_described(backend, facts, facts.stored_bytes) | more)
     return {"models": found}
 
@@ -55,9 +34,9 @@ async def running(backends: Iterable[Backend]) -> dict[str, Any]:
     for backend in backends:
         if not backend.is_loaded:
             continue
-        facts, system, size = await _known_facts(backend), backend.config, 0
+        facts, system, size = await known_facts(backend), backend.config, 0
         with suppress(HotcoldError, OSError):
-            size = await asyncio.to_thread(_memory_bytes, system)
+            size = await asyncio.to_thread(planned_bytes, system)
         more = {
             "expires_at": _NEVER,
             "size_vram": system.gpu_memory_bytes if system.device == "cuda" else 0,
@@ -69,7 +48,7 @@ async def running(backends: Iterable[Backend]) -> dict[str, Any]:
 
 async def show(backend: Backend, body: OllamaShow) -> dict[str, Any]:
     """What a model is."""
-    facts, defaults = await _facts(backend), backend.defaults
+    facts, defaults = await facts_of(backend), backend.defaults
     config = facts.config
     own = [name for name, one in PARAMETERS.items() if one.is_models]
     sampled = {name: getattr(defaults, name) for name in own}
@@ -102,18 +81,18 @@ async def show(backend: Backend, body: OllamaShow) -> dict[str, Any]:
             **{f"{config.family}.{name}": value for name, value in of_family.items()},
         },
         "capabilities": _capabilities(backend),
-        "modified_at": facts.modified_at,
+        "modified_at": written(facts.modified_at),
     }
 
 
-def _described(backend: Backend, facts: _Facts, size: int) -> dict[str, Any]:
+def _described(backend: Backend, facts: Facts, size: int) -> dict[str, Any]:
     """A model in a list. Its name without a tag has one in Ollama; `size` in bytes."""
     name = backend.name if ":" in backend.name else f"{backend.name}{TAG}"
     details = _details(backend, facts)
     return {"name": name, "model": name, "size": size, "digest": facts.digest, "details": details}
 
 
-def _details(backend: Backend, facts: _Facts) -> dict[str, Any]:
+def _details(backend: Backend, facts: Facts) -> dict[str, Any]:
     config = facts.config
     return {
         "parent_model": "",
@@ -129,11 +108,8 @@ def _details(backend: Backend, facts: _Facts) -> dict[str, Any]:
 
 def _capabilities(backend: Backend) -> list[str]:
     """Every model with a chat template can use tools: grammars enforce its calls."""
-    tokenizer = backend.prompts.tokenizer
-    has_template = tokenizer is not None and tokenizer.has_chat_template
-    found = ["completion", "tools"] if has_template else ["completion"]
-    thinks = tokenizer is not None and tokenizer.thinking is not None
-    return [*found, "thinking"] if thinks else found
+    found = ["completion", "tools"] if backend.has_chat_template else ["completion"]
+    return [*found, "thinking"] if backend.thinks else found
 
 
 def _template(backend: Backend) -> str:
@@ -141,50 +117,6 @@ def _template(backend: Backend) -> str:
     tokenizer = backend.prompts.tokenizer
     found = None if tokenizer is None else tokenizer.chat_template
     return found or "{{ .Prompt }}"
-
-
-async def _facts(backend: Backend) -> _Facts:
-    try:
-        return await asyncio.to_thread(_read_facts, backend.config.model_path)
-    except OSError as problem:
-        raise CheckpointError(f"{backend.name}: cannot be read ({problem.strerror})") from None
-
-
-async def _known_facts(backend: Backend) -> _Facts:
-    """`_facts`, or what is known without the model's files."""
-    try:
-        return await _facts(backend)
-    except HotcoldError:
-        since = datetime.fromtimestamp(backend.created_at, UTC)
-        return _Facts(backend.prompts.config, "", 0, 0, "", _written(since))
-
-
-@functools.lru_cache(maxsize=64)
-def _read_facts(model_path: str) -> _Facts:
-    """Read once: a model is not changed while it is served. Errors: ConfigError, CheckpointError"""
-    path = Path(model_path)
-    config, checkpoint = read_model(path), Checkpoint(path)
-    stored = stored_bytes(checkpoint)
-    file = path if path.is_file() else path / "config.json"
-    changed = datetime.fromtimestamp(file.stat().st_mtime, UTC)
-    return _Facts(
-        config=config,
-        digest=ModelIdentity.of(path).digest,
-        num_parameters=num_parameters(checkpoint, config),
-        stored_bytes=sum(stored.values()),
-        format_name=next(iter(stored)),
-        modified_at=_written(changed),
-    )
-
-
-def _memory_bytes(system: SystemConfig) -> int:
-    """Weights as they are loaded, and the KV cache."""
-    config = served_config(system, read_config(system.model_path))
-    return loaded_bytes(system, config) + system_kv_bytes(system, config)
-
-
-def _written(time: datetime) -> str:
-    return time.isoformat().replace("+00:00", "Z")
 
 
 def _short(count: int) -> str:

@@ -2,12 +2,12 @@
 
 import json
 import re
+from datetime import datetime
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
 from hotcold.model.errors import shown
-from hotcold.model.text.tokenizer import Tokenizer
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.fields import MAX_MESSAGES, MAX_TOOLS, Request, StrictModel
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
@@ -17,6 +17,11 @@ _UNIT = r"(?:ns|[uµμ]s|ms|s|m|h)"
 _NO_TIME = re.compile(rf"0|(?:[+-]?0++(?:\.0*+)?+{_UNIT})++")
 _TIME = re.compile(rf"[+-]?(?:\d++(?:\.\d*+)?+|(?:(?:\d++(?:\.\d*+)?+|\.\d++){_UNIT})++)")
 _MAX_INPUTS = 2048
+
+
+def written(time: datetime) -> str:
+    """A time in UTC, as answers have it."""
+    return time.isoformat().replace("+00:00", "Z")
 
 
 class OllamaModel(Request):
@@ -114,14 +119,13 @@ class OllamaGenerate(_Answered):
         """Whether it asks for no answer."""
         return not self.prompt
 
-    def asked(self, tokenizer: Tokenizer | None) -> ChatRequest | CompletionRequest:
+    def asked(self, has_chat_template: bool) -> ChatRequest | CompletionRequest:
         """As OpenAI's: the latter with `raw` or where the model has no chat template.
 
         Errors:  ApiError 400, ValidationError
         """
         shape = self._response_format()
-        has_template = tokenizer is not None and tokenizer.has_chat_template
-        if self.raw or not has_template:
+        if self.raw or not has_chat_template:
             if self.think:
                 raise self.unable("thinking in raw mode", "think")
             if self.system:
@@ -201,7 +205,7 @@ class OllamaChat(_Answered):
         """Whether it asks for no answer."""
         return not self.messages
 
-    def asked(self, tokenizer: Tokenizer | None) -> ChatRequest:
+    def asked(self, has_chat_template: bool) -> ChatRequest:
         """As OpenAI's. Errors: ApiError 400, ValidationError."""
         if any(message.images for message in self.messages):
             raise self.unable("images", "messages.images")

@@ -15,14 +15,21 @@ from pydantic_core import to_json
 from hotcold.actors.protocol.messages import Generation, TokenEvent
 from hotcold.model.errors import PromptTooLongError
 from hotcold.ui.api import sse
-from hotcold.ui.api.answer import Answer, answer_of, reader_of, usage
+from hotcold.ui.api.answer import Answer, answer_of, usage
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.errors import TOO_LONG, ApiError, as_api_error
-from hotcold.ui.api.responses.items import ITEMS, MAX_ITEMS, Item, Reference
+from hotcold.ui.api.responses.conversation import as_chat, offered, told
 from hotcold.ui.api.responses.output import Event, Output
-from hotcold.ui.api.responses.schemas import ReasoningOptions, ResponsesRequest
+from hotcold.ui.api.responses.schemas import (
+    ITEMS,
+    MAX_ITEMS,
+    Item,
+    ReasoningOptions,
+    Reference,
+    ResponsesRequest,
+    TextFormat,
+)
 from hotcold.ui.api.responses.stored import StoredResponse, StoredResponses
-from hotcold.ui.api.responses.tools import told
 from hotcold.ui.api.routes import Route
 
 # Fields of a request that its response tells again.
@@ -62,8 +69,12 @@ class Responses:
         stored, last = self._stored, body.previous_response_id
         previous = None if last is None else stored.continued(last)
         referred = stored.own() if any(isinstance(one, Reference) for one in body.items) else []
-        # A conversation may be long, and a turn is short.
-        return await asyncio.to_thread(ResponseAnswer, backend, body, stored, previous, referred)
+
+        def made() -> ResponseAnswer:
+            items = _conversation(previous, body.items, referred)
+            return ResponseAnswer(backend, body, items, stored)
+
+        return await asyncio.to_thread(made)  # a conversation may be long
 
     def add_stored(self, app: FastAPI) -> None:
         """Add the routes of stored responses to `app`."""
@@ -88,33 +99,21 @@ class ResponseAnswer(Answer):
     """One response; `content` is its object so far."""
 
     def __init__(
-        self,
-        backend: Backend,
-        body: ResponsesRequest,
-        stored: StoredResponses,
-        previous: StoredResponse | None = None,
-        referred: Sequence[StoredResponse] = (),
+        self, backend: Backend, body: ResponsesRequest, items: list[Item], stored: StoredResponses
     ) -> None:
-        """It continues `previous`, and may refer to items of `referred`.
+        """`items`: the whole conversation; `stored`: where the response goes.
 
-        Errors:  ApiError 400 and 404, ValidationError, PromptError without a tokenizer for its
-                 tools
+        Errors:  ApiError 400, ValidationError, PromptError without a tokenizer for its tools
         """
-        items = _conversation(previous, body.items, referred)
-        chat = body.as_chat(items)
-        super().__init__(backend, chat)
+        tools = offered(body)
+        super().__init__(backend, as_chat(body, items, tools))
         self.prompt = body.prompt_field
         self._stored = stored
-        self._is_stored = body.store is not False
         self._given = ITEMS.dump_json(items, by_alias=True, exclude_none=True)
-        reasoning = body.reasoning or ReasoningOptions()
+        is_summary = body.reasoning is not None and body.reasoning.told_summary is not None
         is_encoded = "reasoning.encrypted_content" in (body.include or ())
-        self._output = Output(body.offered, reasoning.told_summary is not None, is_encoded)
-        self._reader = reader_of(backend, chat)
+        self._output = Output(tools, is_summary, is_encoded)
         self._num_written = 0
-        self._result: Generation | None = None
-        shape = body.text.format if body.text is not None else None
-        said = body.model_dump(include=set(_SAID))
         self.content: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -122,19 +121,8 @@ class ResponseAnswer(Answer):
             "status": "in_progress",
             "model": backend.settings.model_name,
             "output": self._output.items,
-            **said,
-            "tools": list(told(body.tools or ())),
-            "tool_choice": said["tool_choice"] or "auto",
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "metadata": body.metadata or {},
-            "store": self._is_stored,
+            **_said_again(body),
             "truncation": "disabled",
-            "text": {
-                "format": shape.model_dump(by_alias=True, exclude_none=True)
-                if shape
-                else {"type": "text"}
-            },
-            "reasoning": {"effort": reasoning.effort, "summary": reasoning.told_summary},
             "background": False,
             "error": None,
             "incomplete_details": None,
@@ -148,31 +136,19 @@ class ResponseAnswer(Answer):
 
     def take(self, index: int, event: TokenEvent) -> Iterator[Event]:
         """Take the next event of the system."""
-        yield from self._output.of(self._reader.push(event))
+        yield from self._output.of(self._readers[0].push(event))
         if event.result is not None:
-            self._result = event.result
             is_cut = event.result.finish_reason != "stop"
-            self.content["status"] = "incomplete" if is_cut else "completed"
+            self.content |= {
+                "status": "incomplete" if is_cut else "completed",
+                "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+                "usage": _usage(event.result),
+            }
             yield from self._output.end(self.content["status"])
 
     def closing(self) -> Iterable[Event]:
         """The whole response, which is stored now."""
-        result = self._result
-        if self.content["status"] == "incomplete":
-            self.content["incomplete_details"] = {"reason": "max_output_tokens"}
-        if result is not None:
-            counts = usage(self._requests, [result], 1)
-            self.content["usage"] = {
-                "input_tokens": counts["prompt_tokens"],
-                "input_tokens_details": {
-                    **counts["prompt_tokens_details"],
-                    "cache_write_tokens": 0,
-                },
-                "output_tokens": counts["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": result.num_thought_tokens},
-                "total_tokens": counts["total_tokens"],
-            }
-        if self._is_stored:
+        if self.content["store"]:
             ids = frozenset(item["id"] for item in self._output.items)
             one = StoredResponse(self._given, to_json(self.content), ids)
             self._stored.add(self.content["id"], one)
@@ -199,6 +175,35 @@ class ResponseAnswer(Answer):
     def whole(self) -> dict[str, Any]:
         """The response."""
         return self.content
+
+
+def _said_again(body: ResponsesRequest) -> dict[str, Any]:
+    """The fields of a request that its response tells, with what holds where they are missing."""
+    shape = (body.text and body.text.format) or TextFormat(type="text")
+    reasoning = body.reasoning or ReasoningOptions()
+    said = body.model_dump(include=set(_SAID))
+    return {
+        **said,
+        "tools": list(told(body.tools or ())),
+        "tool_choice": said["tool_choice"] or "auto",
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "metadata": body.metadata or {},
+        "store": body.store is not False,
+        "text": {"format": shape.model_dump(by_alias=True, exclude_none=True)},
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.told_summary},
+    }
+
+
+def _usage(result: Generation) -> dict[str, Any]:
+    """Token counts by the names that they have here."""
+    counts = usage([result], 1)
+    return {
+        "input_tokens": counts["prompt_tokens"],
+        "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": counts["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": result.num_thought_tokens},
+        "total_tokens": counts["total_tokens"],
+    }
 
 
 def _conversation(

@@ -6,8 +6,8 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hotcold.ui.api.responses.items import encoded
-from hotcold.ui.api.responses.tools import FunctionTool, Offered
+from hotcold.ui.api.responses.conversation import Offered, encoded
+from hotcold.ui.api.responses.schemas import FunctionTool
 from hotcold.ui.api.tools.reader import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 
 Event = dict[str, Any]

@@ -1,22 +1,176 @@
-"""Schemas of /v1/responses, and the same request as a chat completion."""
+"""Schemas of /v1/responses: the items of a conversation, tools, and the request.
 
-from collections import Counter
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+A session goes on whatever its history holds: items of other servers' tools, and those that nobody
+here knows, are passed over.
+"""
 
-from pydantic import Field, field_validator
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator
 
 from hotcold.ui.api.cached import Cached
 from hotcold.ui.api.drawn import Drawn
-from hotcold.ui.api.errors import ApiError
-from hotcold.ui.api.fields import AnyJson, NewTokens, StrictModel
-from hotcold.ui.api.responses.items import InputMessage, Item, Items, messages_of
-from hotcold.ui.api.responses.tools import Offered, Tools, offered
-from hotcold.ui.api.schemas import ChatRequest, Reasoning
-from hotcold.ui.api.tools.schemas import NamedFunction
+from hotcold.ui.api.fields import MAX_TOOLS, AnyJson, NewTokens, StrictModel
+from hotcold.ui.api.parts import Declined, LeftOut
+from hotcold.ui.api.schemas import Reasoning
+from hotcold.ui.api.tools.schemas import Function, NamedFunction
 
+MAX_ITEMS = 10_000
 _MAX_METADATA = 16
-_SAME = ("parallel_tool_calls", "chat_template_kwargs", "cache", "cache_salt")  # in a chat
+
+
+class InputText(StrictModel):
+    """A part of a message or of a tool's result."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+_Text = str | Annotated[list[InputText | Declined | LeftOut], Field(fail_fast=True)]
+
+
+class InputMessage(StrictModel):
+    """A message of any role."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Text
+
+
+class AgentMessage(StrictModel):
+    """What one of Codex's agents tells another."""
+
+    type: Literal["agent_message"]
+    content: _Text | None = None
+
+
+class InputCall(StrictModel):
+    """A call in an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    arguments: str
+
+
+class CustomCall(StrictModel):
+    """A call of a custom tool in an earlier answer."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+
+class InputResult(StrictModel):
+    """A call's result."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str | None = None
+    output: _Text
+
+
+class ReasoningItem(StrictModel):
+    """Reasoning before the next item, or its summary."""
+
+    type: Literal["reasoning"]
+    content: list[dict[str, Any]] | None = None
+    summary: list[dict[str, Any]] | None = None
+    encrypted_content: str | None = None
+
+
+class Reference(StrictModel):
+    """In place of an item of a kept response."""
+
+    type: Literal["item_reference"]
+    id: Annotated[str, Field(min_length=1)]
+
+
+class Other(StrictModel):
+    """An item that is passed over, or a tool that is not run here."""
+
+    type: str = Field(max_length=100)
+
+
+_TAGS = {
+    "message": "Message", "agent_message": "Agent", "function_call": "Call",
+    "custom_tool_call": "Custom", "function_call_output": "Result",
+    "custom_tool_call_output": "Result", "reasoning": "Reasoning", "item_reference": "Reference",
+}  # fmt: skip
+
+
+def _kind_of_item(given: Any) -> str:
+    of = given.get if isinstance(given, dict) else lambda name, other: getattr(given, name, other)
+    kind = of("type", "message")
+    return _TAGS.get(kind, "Other") if isinstance(kind, str) else "Message"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("Message")]
+    | Annotated[AgentMessage, Tag("Agent")]
+    | Annotated[InputCall, Tag("Call")]
+    | Annotated[CustomCall, Tag("Custom")]
+    | Annotated[InputResult, Tag("Result")]
+    | Annotated[ReasoningItem, Tag("Reasoning")]
+    | Annotated[Reference, Tag("Reference")]
+    | Annotated[Other, Tag("Other")],
+    Discriminator(_kind_of_item),
+]
+Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+
+
+class FunctionTool(Function):
+    """A function that the answer may call."""
+
+    type: Literal["function"]
+
+
+class InputFormat(StrictModel):
+    """The form of a custom tool's input."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class CustomTool(StrictModel):
+    """A tool that the answer may call with a text."""
+
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: InputFormat | None = None
+
+
+def _kind_of_tool(given: Any) -> str:
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", "function")
+    return kind.capitalize() if kind in ("function", "custom", "namespace") else "Other"
+
+
+_Named = (
+    Annotated[FunctionTool, Tag("Function")]
+    | Annotated[CustomTool, Tag("Custom")]
+    | Annotated[Other, Tag("Other")]
+)
+_InNamespace = Annotated[_Named, Discriminator(_kind_of_tool)]
+
+
+class NamespaceTool(StrictModel):
+    """Tools of one origin, such as an MCP server."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Annotated[list[_InNamespace], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+Tool = Annotated[_Named | Annotated[NamespaceTool, Tag("Namespace")], Discriminator(_kind_of_tool)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class NamedTool(NamedFunction):
@@ -67,11 +221,6 @@ _MetadataText = Annotated[str, Field(max_length=512)]
 class ResponsesRequest(Drawn, Cached):
     """POST /v1/responses."""
 
-    unchanging: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "max_completion_tokens": (-1,),
-        "max_tokens": (-1,),
-    }
-
     input: str | Items
     model: str | None = None
     instructions: str | None = None
@@ -109,55 +258,3 @@ class ResponsesRequest(Drawn, Cached):
         if isinstance(self.input, str):
             return [InputMessage(role="user", content=self.input)]
         return self.input
-
-    @property
-    def offered(self) -> dict[str, Offered]:
-        """The tools that an answer may call, by flat name. Errors: ApiError 400: two have one."""
-        own = list(offered(self.tools or ()))
-        found = {one.flat_name: one for one in own}
-        if len(found) < len(own):
-            names = Counter(one.flat_name for one in own)
-            (name, _), *_ = names.most_common(1)
-            text = (
-                f"two of the tools are {name[:100]!a}, as the model calls them: the name of a "
-                "namespace stands before those of its tools; rename one"
-            )
-            raise ApiError(400, text, param="tools")
-        return found
-
-    def as_chat(self, items: list[Item]) -> ChatRequest:
-        """The same request of a conversation. Errors: ValidationError, ApiError 400."""
-        tools = self.offered
-        if self.tool_choice == "required" and self.tools and not tools:
-            text = "tool_choice asks for a call, but there is no function among the tools to call"
-            raise ApiError(400, text, param="tool_choice")
-        shape = self.text.format if self.text is not None else None
-        return ChatRequest.model_validate(
-            {
-                **self.drawn(),
-                **{name: getattr(self, name) for name in _SAME},
-                "messages": messages_of(self.instructions, items),
-                "max_tokens": self.max_output_tokens,
-                "tools": [one.in_chat for one in tools.values()] or None,
-                "tool_choice": self._choice(tools),
-                "response_format": None if shape is None else shape.in_chat,
-                "reasoning": None if self.reasoning is None else self.reasoning.model_dump(),
-            }
-        )
-
-    def _choice(self, tools: Mapping[str, Offered]) -> Any:
-        """`tool_choice` as a chat completion has it: a tool is named by its flat name."""
-        choice = self.tool_choice
-        if not isinstance(choice, NamedTool):
-            return choice
-        named = (
-            flat_name
-            for flat_name, one in tools.items()
-            if one.tool.type == choice.type
-            and (
-                flat_name == choice.name
-                or (choice.namespace or one.namespace, choice.name)
-                == (one.namespace, one.tool.name)
-            )
-        )
-        return {"type": choice.type, choice.type: {"name": next(named, choice.name)}}

@@ -2,9 +2,10 @@
 
 llguidance compiles them in its lenient mode, which passes over the keywords and formats that it
 lacks. What it does not do is done here. It refuses a whole schema for one value that is no JSON
-Schema, a pattern that it cannot read, or a part that no value fits: each is dropped. And objects
-are closed: where `properties` are declared, and nothing says that there may be others, an answer
-has only those; small models ramble otherwise.
+Schema, or a pattern that it cannot read, which are dropped; and for a part that no value fits, for
+which the root's property that holds it may be anything. And objects are closed: where `properties`
+are declared, and nothing says that there may be others, an answer has only those; small models
+ramble otherwise.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ WHOLE = "schema"  # in a keyword's place: a node as a whole
 _MAX_DEPTH = 100
 _MAX_NODES = 20_000
 _MAX_STEPS = 50_000  # from node to node, to find what applies in place
-_MAX_TRIED = 1 << 19  # characters that the repair of one schema tries, besides four times its own
-_COST_OF_TRY = 2000  # as many characters
+_MAX_TRIED = 1 << 19  # characters of a schema that is tried once for each of its properties
 _MAX_CACHED = 1 << 14  # characters of a schema whose reading is cached
 _MAX_COUNTED = 1 << 20  # more than any answer's tokens
 _LARGEST = 1 << 53  # beyond it neighbouring whole numbers are one float
@@ -55,7 +55,6 @@ _GOES_WITH = {
 }
 _LOST = object()  # in place of a value that cannot be enforced
 Node = dict[str, Any] | bool
-_Holder = Any  # a node, or the list or object of nodes in one
 
 
 class Enforced(NamedTuple):
@@ -97,9 +96,19 @@ def _read(text: str, is_object: bool) -> Enforced:
     reader = _Reader(found)
     root = reader.node(_as_object(found, reader.lost) if is_object else found, 0)
     fallback: dict[str, Any] = {"type": "object"} if is_object else {}
-    whole: dict[str, Any] = {"root": fallback if isinstance(root, bool) else root}
-    warnings = _Repair(whole, reader.lost, 4 * len(text) + _MAX_TRIED).repaired()
-    schema = fallback if whole["root"] is True else whole["root"]
+    schema = fallback if isinstance(root, bool) else root
+    problem, warnings = _problem_of(schema)
+    properties = schema.get("properties", {})
+    if problem and "fuel" not in problem and len(properties) * len(text) <= _MAX_TRIED:
+        others = dict.fromkeys(properties, True)
+        for name, node in properties.items():
+            if _problem_of({**schema, "properties": {**others, name: node}})[0]:
+                properties[name] = True
+        problem, warnings = _problem_of(schema)
+        reader.lost.append(WHOLE)
+    if problem:
+        schema, warnings = fallback, []
+        reader.lost.append(WHOLE)
     return Enforced(schema, tuple(dict.fromkeys([*reader.lost, *_passed_over(warnings)])))
 
 
@@ -141,6 +150,11 @@ def _problem_of(schema: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 @lru_cache(1024)
+def _is_taken(schema: str) -> bool:
+    """Whether llguidance takes a short schema, given as JSON."""
+    return not _problem_of(json.loads(schema))[0]
+
+
 def is_possible_pattern(pattern: str) -> bool:
     """Whether llguidance reads the pattern as JSON Schema means it, at a bounded cost."""
     repeated = 1
@@ -148,7 +162,7 @@ def is_possible_pattern(pattern: str) -> bool:
         repeated *= max(1, *(int(count[:9] or 0) for count in counts))
     if repeated > _MAX_REPEATED or len(pattern) > _MAX_PATTERN_CHARS:
         return False
-    return not _SET_IN_SET.search(pattern) and not _problem_of({"pattern": pattern})[0]
+    return not _SET_IN_SET.search(pattern) and _is_taken(json.dumps({"pattern": pattern}))
 
 
 def _are_texts(value: Any) -> bool:
@@ -232,12 +246,20 @@ class _Reader:
             return value if isinstance(value, str) and is_possible_pattern(value) else _LOST
         if keyword == "$ref" and isinstance(value, str) and value.startswith(("#/", "http")):
             return value if self._target(value) else _LOST
-        is_wrong = value == [] if keyword == "type" else not _are_texts(value)
-        return _LOST if is_wrong and keyword in ("type", "required") else value
+        if keyword == "enum":
+            return value if isinstance(value, list) else _LOST
+        if keyword == "required":
+            return value if _are_texts(value) else _LOST
+        if keyword in ("type", "multipleOf"):
+            text = json.dumps({keyword: value})
+            return value if len(text) <= _MAX_PATTERN_CHARS and _is_taken(text) else _LOST
+        return value
 
     @staticmethod
     def _are_possible(patterns: list[str]) -> bool:
-        return len(patterns) <= _MAX_PATTERN_NAMES and all(map(is_possible_pattern, patterns))
+        if len(patterns) > _MAX_PATTERN_NAMES or not all(map(is_possible_pattern, patterns)):
+            return False
+        return _is_taken(json.dumps({"patternProperties": dict.fromkeys(patterns, True)}))
 
     def _close(self, given: dict[str, Any], made: dict[str, Any]) -> None:
         """Allow only the mentioned properties, unless others are allowed, or parts close it."""
@@ -337,74 +359,3 @@ class _Reader:
             else:
                 return None
         return node if isinstance(node, dict) else None
-
-
-class _Repair:
-    """Drops the parts of a schema that llguidance refuses, at a bounded cost."""
-
-    def __init__(self, whole: dict[str, Any], lost: list[str], max_chars: int) -> None:
-        """`whole["root"]` is the schema, which is changed in place; `lost` gets what is dropped."""
-        self._whole = whole
-        self._lost = lost
-        self._chars_left = max_chars
-        self._warnings: list[str] = []
-
-    def repaired(self) -> list[str]:
-        """Drop what is refused; returns what llguidance passes over besides."""
-        self._mend(self._whole, "root")
-        return self._warnings
-
-    def _is_taken(self) -> bool:
-        root = self._whole["root"]
-        if self._chars_left < 0:
-            return False
-        problem, self._warnings = _problem_of({} if root is True else root)
-        self._chars_left -= len(json.dumps(root)) + _COST_OF_TRY
-        if "fuel" in problem:
-            self._chars_left = -1
-        return not problem
-
-    def _mend(self, held: _Holder, key: Any) -> None:
-        """Have llguidance take the node `held[key]`; all that is there besides is taken."""
-        if self._is_taken():
-            return
-        node = held[key]
-        if isinstance(node, dict) and self._chars_left >= 0:
-            children = list(_children(node))
-            values = [holder[name] for holder, name in children]
-            for holder, name in children:
-                holder[name] = True
-            if self._is_taken() or self._has_dropped(node):
-                for (holder, name), value in zip(children, values, strict=True):
-                    if holder is not node or name in node:  # it has not been dropped
-                        holder[name] = value
-                        self._mend(holder, name)
-                return
-        self._lost.append(WHOLE)
-        held[key] = True
-        self._is_taken()  # for its warnings
-
-    def _has_dropped(self, node: dict[str, Any]) -> bool:
-        """Drop the one keyword without which llguidance takes the node, if there is one."""
-        for keyword in sorted(node, key=lambda one: one in (*_NAMED, *_UNIONS, *_SINGLE, "type")):
-            dropped = {one: node[one] for one in (keyword, _GOES_WITH.get(keyword)) if one in node}
-            for one in dropped:
-                del node[one]
-            if self._is_taken():
-                self._lost.append(keyword)
-                return True
-            node.update(dropped)
-        return False
-
-
-def _children(node: dict[str, Any]) -> Iterator[tuple[_Holder, Any]]:
-    """Where the schemas within a node are."""
-    for keyword in (*_NAMED, *_UNIONS, "prefixItems", "items"):
-        held = node.get(keyword)
-        if isinstance(held, dict) and keyword != "items":
-            yield from ((held, name) for name in held)
-        elif isinstance(held, list):
-            yield from ((held, place) for place in range(len(held)))
-    for keyword in _SINGLE:
-        if isinstance(node.get(keyword), dict):
-            yield node, keyword
