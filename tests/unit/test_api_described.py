@@ -43,3 +43,12 @@ def test_types_of_one_name_are_told_apart() -> None:
         refs = re.findall(r"[\w/]+CustomTool", json.dumps(parts[schema]["properties"]["tools"]))
         (name,) = {ref.rsplit("/", 1)[1] for ref in refs}
         assert key in parts[name]["properties"]
+
+
+def test_the_page_runs_nothing() -> None:
+    page = send(Recording(), "GET", "/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "<script" not in page.text and "https://" not in page.text
+    assert "integer, 1 to 128" in page.text  # of `n`
+    for name in ChatRequest.model_fields:
+        assert f"<code>{name}</code>" in page.text
