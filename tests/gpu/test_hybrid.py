@@ -20,6 +20,7 @@ from hotcold.actors.attention.cuda.fit import open_device
 from hotcold.cuda_kernels.device import list_gpus
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
+from tests.actors.test_cuda_service import FAR, far_difference
 from tests.actors.test_cuda_whole_layers import (
     SIZES,
     SUPPORTED,
@@ -110,6 +111,15 @@ def test_shared_layers(
     checkpoint = tiny(variant)
     with CudaInProcess(checkpoint.path, num_services, hot=a_third, device=device) as system:
         assert_shared(system, checkpoint.ids, SIZES)
+
+
+@pytest.mark.parametrize(("kv_dtype", "most"), [("float32", 1e-4), ("float16", 5e-3)])
+@pytest.mark.parametrize("variant", FAR)
+def test_far_positions_of_prompts(
+    tiny: Tiny, variant: str, kv_dtype: str, most: float, device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    assert far_difference(tiny(variant).path, kv_dtype, device, monkeypatch) < most
 
 
 @pytest.mark.parametrize("kinds", [SIGN, LOWRANK])
