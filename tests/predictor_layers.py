@@ -53,9 +53,9 @@ def linear_layer(rows: np.ndarray, thresholds: np.ndarray) -> LowRankLayer:
     )
 
 
-def column_layer(columns: np.ndarray, width: int, more: float = 0) -> LowRankLayer:
-    """A predictor that expects neuron n to fire where x[columns[n]] + more is above zero."""
-    return linear_layer(np.eye(width)[columns], np.full(columns.size, -more))
+def column_layer(columns: np.ndarray, width: int) -> LowRankLayer:
+    """A predictor that expects neuron n to fire where x[columns[n]] is above zero."""
+    return linear_layer(np.eye(width)[columns], np.zeros(columns.size))
 
 
 def constant_layer(chosen: np.ndarray, width: int) -> LowRankLayer:

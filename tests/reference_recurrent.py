@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from hotcold.model.config.families import tensor_names
+from hotcold.model.config.layer_spec import RecurrentSpec
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.numba_kernels.load.convert import to_float32
@@ -35,8 +36,7 @@ def recurrent_output(
     def convolved(rows: torch.Tensor) -> torch.Tensor:
         kernel = tensor(f"{names.conv}.weight").reshape(rows.shape[1], 1, -1)
         bias = tensor(f"{names.conv}.bias") if spec.has_conv_bias else None
-        padded = functional.pad(rows.T[None], (kernel.shape[2] - 1, 0))
-        return functional.conv1d(padded, kernel, bias, groups=len(kernel))[0].T
+        return convolve(rows, kernel, bias)
 
     if spec.kind == "conv":
         b, c, inner = linear(names.inputs[0]).chunk(3, 1)
@@ -75,20 +75,39 @@ def recurrent_output(
         b, a = (part.reshape(length, -1) for part in parts)
     else:
         b, a = (linear(name) for name in names.gates)
-    mixed = functional.silu(convolved(mixed))
-    q, k, v = mixed.split([keys * spec.key_dim, keys * spec.key_dim, spec.values_size], 1)
+    rate, bias = -tensor(names.decay).flatten().exp(), tensor(names.step_bias)
+    norm = tensor(f"{names.norm}.weight")
+    out = delta_net(spec, convolved(mixed), z, b, a, rate, bias, norm, config.norm_eps)
+    return linear(names.out, out)
+
+
+def delta_net(
+    spec: RecurrentSpec,
+    mixed: torch.Tensor,
+    z: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    rate: torch.Tensor,
+    bias: torch.Tensor,
+    norm: torch.Tensor,
+    epsilon: float,
+) -> torch.Tensor:
+    """Of convolved queries, keys and values, and three gates of each token: (T, Hv dv)."""
+    keys, values, length = spec.num_key_heads, spec.num_value_heads, len(mixed)
+    q, k, v = functional.silu(mixed).split(
+        [keys * spec.key_dim, keys * spec.key_dim, spec.values_size], 1
+    )
 
     def of_values(part: torch.Tensor) -> torch.Tensor:
         heads = part.reshape(length, keys, spec.key_dim)
         unit = heads * torch.rsqrt(heads.pow(2).sum(-1, keepdim=True) + 1e-6)
         if spec.has_tiled_heads:
-            return unit.repeat(1, group, 1)
-        return unit.repeat_interleave(group, 1)
+            return unit.repeat(1, values // keys, 1)
+        return unit.repeat_interleave(values // keys, 1)
 
     q, k = of_values(q) * spec.key_dim**-0.5, of_values(k)
     v, z = (part.reshape(length, values, spec.value_dim) for part in (v, z))
-    rate = -tensor(names.decay).flatten().exp()
-    decays, betas = (rate * functional.softplus(a + tensor(names.step_bias))).exp(), b.sigmoid()
+    decays, betas = (rate * functional.softplus(a + bias)).exp(), b.sigmoid()
     state, outs = torch.zeros(values, spec.key_dim, spec.value_dim).double(), []
     for t in range(length):
         state = state * decays[t, :, None, None]
@@ -96,6 +115,13 @@ def recurrent_output(
         state = state + k[t][:, :, None] * change[:, None]
         outs.append(torch.einsum("hkv,hk->hv", state, q[t]))
     out = torch.stack(outs)
-    out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + config.norm_eps)
-    out = out * tensor(f"{names.norm}.weight") * functional.silu(z)
-    return linear(names.out, out.reshape(length, -1))
+    out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (out * norm * functional.silu(z)).reshape(length, -1)
+
+
+def convolve(
+    rows: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Each channel of rows (T, C) by itself; kernel (C, 1, taps), of the position itself last."""
+    padded = functional.pad(rows.T[None], (kernel.shape[2] - 1, 0))
+    return functional.conv1d(padded, kernel, bias, groups=len(kernel))[0].T

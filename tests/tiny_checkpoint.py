@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,3 +100,7 @@ class TinyCheckpoint:
         import torch
 
         return load_model(self.path, dtype or torch.float32)
+
+
+Tiny = Callable[..., TinyCheckpoint]
+"""tiny(variant, dtype="float32"), as `tests.conftest` has it."""

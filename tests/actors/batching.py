@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from hotcold.actors.protocol.messages import (
     GenerateRequest,
     Generation,
     SystemConfig,
+    TokenLogprob,
 )
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.decode.activations import Thresholds
@@ -29,8 +32,10 @@ from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.sign import SignLayer
 from tests.actors.in_process import InProcessSystem
+from tests.actors.kept_system import wait_until
 from tests.conftest import TinyCheckpoint
 from tests.predictor_layers import random_sign
+from tests.tiny_checkpoint import GREEDY_TOKENS
 from tests.tiny_models import VOCAB_SIZE
 
 CONTEXT = 384
@@ -141,6 +146,75 @@ def random_request(seed: int, longest: int = 300, most_tokens: int = 24) -> Gene
     )
     ids = random.integers(0, VOCAB_SIZE, min(length, longest)).tolist()
     return GenerateRequest(sampling, prompt_ids=ids, request_id=f"request {seed}")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that a request hands out; equal to another that says the same, however it was found."""
+
+    ids: list[int]
+    text: str
+    finish_reason: str
+    logprobs: list[TokenLogprob]
+    prompt_logprobs: list[TokenLogprob]
+    result: Generation = field(compare=False)
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens of the prompt that were not computed."""
+        return self.result.num_cached_tokens
+
+
+def answer(driver: Driver, request: GenerateRequest) -> Answer:
+    """Run a request to its end, and take all its events."""
+    whole, *others = driver.generate(request)
+    for event in others:
+        whole += event
+    result = whole.result
+    assert result is not None and result.ids == list(whole.token_ids)
+    logprobs = list(whole.logprobs), list(whole.prompt_logprobs)
+    return Answer(result.ids, result.text, result.finish_reason, *logprobs, result)
+
+
+def answers(driver: Driver, requests: Sequence[GenerateRequest]) -> list[Answer]:
+    """Of all requests at once; in the place of one that fails its error."""
+    running = [Background(partial(answer, driver, request)) for request in requests]
+    return [one.end() for one in running]
+
+
+def at_once(driver: Driver, requests: Sequence[GenerateRequest]) -> list[Answer]:
+    """Answers to requests that are all there before the first begins."""
+    running: list[Background] = []
+
+    def ask() -> None:
+        for request in requests:
+            num_waiting = driver.load().num_waiting
+            running.append(Background(partial(answer, driver, request)))
+            wait_until(lambda num=num_waiting: driver.load().num_waiting > num)  # type: ignore[misc]
+
+    driver.between_requests(ask)
+    return [one.end() for one in running]
+
+
+def all_pages_are_free(driver: Driver) -> bool:
+    """In nobody's use, each once; some may be kept for whoever asks the same."""
+    driver.between_requests(lambda: None)  # when the last one has left
+    for group in driver._pool._groups:
+        free = [*group._free_pages, *group.index._unused]
+        assert sorted(free) == list(range(group.num_pages)) and not group.held
+    return True
+
+
+def greedy(
+    ids: Sequence[int] | np.ndarray,
+    max_tokens: int | None = GREEDY_TOKENS,
+    request_id: str = "",
+    **options: Any,
+) -> GenerateRequest:
+    """A request for the most likely tokens after `ids`, so many whatever they are."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    prompt = np.asarray(ids, int).tolist()
+    return GenerateRequest(sampling, prompt_ids=prompt, request_id=request_id, **options)
 
 
 def complete(driver: Driver, request: GenerateRequest) -> Generation:

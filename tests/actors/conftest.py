@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.actors.kept_system import KeptSystem
 from tests.e2e.word_model import add_tokenizer
-from tests.tiny_checkpoint import TinyCheckpoint
+from tests.tiny_checkpoint import Tiny, TinyCheckpoint
 
 
 @pytest.fixture(scope="session")
-def words(
-    tiny: Callable[..., TinyCheckpoint], tmp_path_factory: pytest.TempPathFactory
-) -> TinyCheckpoint:
+def words(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
     """A copy with a tokenizer: other tests use the checkpoint without one."""
     path = tmp_path_factory.mktemp("words") / "model"
     shutil.copytree(tiny("llama-gqa", "float16").path, path)
@@ -33,6 +31,6 @@ def kept(local_ray: None, words: TinyCheckpoint) -> Iterator[KeptSystem]:
 
 
 @pytest.fixture
-def copied(tiny: Callable[..., TinyCheckpoint], tmp_path: Path) -> TinyCheckpoint:
+def copied(tiny: Tiny, tmp_path: Path) -> TinyCheckpoint:
     """A copy of a checkpoint, which a test may put files beside."""
     return TinyCheckpoint(Path(shutil.copytree(tiny("llama-relu").path, tmp_path / "model")))

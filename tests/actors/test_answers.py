@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,11 +28,11 @@ from hotcold.actors.protocol.messages import (
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
 from hotcold.model.text.tokenizer import Tokenizer
-from tests.actors.batching import WAIT_S, batching, complete, random_request, start
-from tests.conftest import TinyCheckpoint
+from tests.actors.batching import WAIT_S, answer, answers, batching, complete
+from tests.actors.test_dry import dry_logits
 from tests.reference import reference_logits
+from tests.tiny_checkpoint import Tiny, TinyCheckpoint
 
-Tiny = Callable[..., TinyCheckpoint]
 FILTERS: list[dict[str, Any]] = [
     {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
     {"top_n_sigma": 1.5},
@@ -59,18 +59,17 @@ def test_random_numbers_follow_from_the_options_alone(options: dict[str, Any]) -
 
 
 def test_the_same_alone_and_beside_others(tiny: Tiny) -> None:
+    prompt, sampling = [5, 9, 17, 40, 3], SamplingParams(max_tokens=24, temperature=1.2, seed=5)
+    requests = [
+        GenerateRequest(replace(sampling, ignore_eos=True, **options), prompt_ids=prompt)
+        for options in FILTERS
+    ]
     with batching(tiny("llama-relu"), "dense") as (_, driver):
-        for name, options in enumerate(FILTERS):
-            sampling = SamplingParams(
-                max_tokens=24, temperature=1.2, ignore_eos=True, seed=5, **options
-            )
-            request = GenerateRequest(sampling, prompt_ids=[5, 9, 17, 40, 3], request_id=f"{name}")
-            alone = complete(driver, request).ids
-            others = [start(driver, random_request(seed)) for seed in range(4)]
-            assert start(driver, replace(request, request_id=f"{name} b")).end().ids == alone
-            assert not any(isinstance(other.end(), Exception) for other in others)
-            second = replace(sampling, seed=6)
-            assert complete(driver, replace(request, sampling=second)).ids != alone
+        alone = [answer(driver, request) for request in requests]
+        assert answers(driver, requests) == alone
+        for request, found in zip(requests, alone, strict=True):
+            other = replace(request, sampling=replace(request.sampling, seed=6))
+            assert complete(driver, other).ids != found.ids
 
 
 def test_with_a_grammar_and_min_tokens() -> None:
@@ -100,6 +99,7 @@ PENALTIES: list[dict[str, Any]] = [
     {"repeat_penalty": 1.7, "presence_penalty": 0.5, "repeat_last_n": -1, "penalize_prompt": False},
     {"logit_bias": ((3, -100.0), (7, 2.5), (9, 0.75))},
     {"logit_bias": ((5, 3.0), (9, -4.0)), "repeat_penalty": 1.4, "frequency_penalty": 0.5},
+    {"dry_multiplier": 3.0, "dry_allowed_length": 1},
 ]
 
 
@@ -118,57 +118,46 @@ def expected(
     tokens = tokens if params.penalize_prompt else [*answer]
     for token, count in Counter(tokens if last < 0 else tokens[-last:]).items():
         found[token] -= count * params.frequency_penalty + params.presence_penalty
-    return found
+    return dry_logits(found, [*prompt, *answer], params, []) if params.dry_multiplier else found
 
 
-@pytest.mark.sweep(keep=5)
-@pytest.mark.parametrize("penalties", PENALTIES)
-def test_whole_answers(tiny: Tiny, penalties: dict[str, Any]) -> None:
+def test_whole_answers(tiny: Tiny) -> None:
     """Greedy, so that each token follows from those before it; the same beside other requests."""
-    checkpoint, prompt = tiny("llama-relu"), [5, 9, 5, 5, 17, 9, 40, 3]
-    sampling = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, **penalties)
-    request = GenerateRequest(sampling, prompt_ids=prompt, request_id="penalized")
+    checkpoint, prompt = tiny("llama-relu"), [5, 9, 5, 5, 9, 5, 5, 9]
+    sampling = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    plain, *requests = [
+        GenerateRequest(replace(sampling, **penalties), prompt_ids=prompt)
+        for penalties in ({}, *PENALTIES)
+    ]
     with batching(checkpoint, "dense") as (_, driver):
-        found = complete(driver, request).ids
-        plain = complete(driver, replace(request, sampling=replace(
-            sampling, repeat_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
-            logit_bias=(),
-        ))).ids  # fmt: skip
-        others = [start(driver, random_request(seed)) for seed in range(4)]
-        again = start(driver, replace(request, request_id="in a batch")).end()
-        assert again.ids == found
-        assert not any(isinstance(other.end(), Exception) for other in others)
-    for place, token in enumerate(found):
-        answer = found[:place]
-        logits = reference_logits(checkpoint.path, [*prompt, *answer])[-1]
-        weighed = expected(logits, prompt, answer, sampling)
-        assert weighed[token] >= weighed.max() - 1e-3
-    assert found != plain
+        unchanged = complete(driver, plain).ids
+        alone = [answer(driver, request) for request in requests]
+        assert answers(driver, requests) == alone
+    for request, found in zip(requests, alone, strict=True):
+        logits = reference_logits(checkpoint.path, [*prompt, *found.ids])[len(prompt) - 1 :]
+        for place, token in enumerate(found.ids):
+            weighed = expected(logits[place], prompt, found.ids[:place], request.sampling)
+            assert weighed[token] >= weighed.max() - 1e-3, request.sampling
+        assert found.ids != unchanged, request.sampling
 
 
 def test_where_answers_end(tiny: Tiny) -> None:
     """At tokens that a request names, in the text or not, and nowhere before `min_tokens`."""
     checkpoint, prompt = tiny("llama-relu"), [5, 9, 17, 40, 3]
     greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, repeat_penalty=1.7)
-
     with batching(checkpoint, "dense") as (_, driver):
 
-        def answer(**changes: Any) -> tuple[list[int], str]:
-            sampling = replace(greedy, **changes)
-            number = f"{len(names)}"
-            names.append(number)
-            found = complete(driver, GenerateRequest(
-                sampling, prompt_ids=prompt, request_id=number
-            ))  # fmt: skip
-            return found.ids, found.finish_reason
+        def found(**changes: Any) -> tuple[list[int], str]:
+            request = GenerateRequest(replace(greedy, **changes), prompt_ids=prompt)
+            result = complete(driver, request)
+            return result.ids, result.finish_reason
 
-        names: list[str] = []
-        free, reason = answer()
+        free, reason = found()
         assert (len(free), reason) == (12, "length") and len(set(free[:6])) == 6
-        assert answer(stop_token_ids=(free[4], free[2])) == (free[:3], "stop")
-        held, reason = answer(stop_token_ids=(free[2],), min_tokens=6)
+        assert found(stop_token_ids=(free[4], free[2])) == (free[:3], "stop")
+        held, reason = found(stop_token_ids=(free[2],), min_tokens=6)
         assert held[:2] == free[:2] and free[2] not in held[:6] and len(held) > 6
-        forced, _ = answer(logit_bias=((11, 100.0),))
+        forced, _ = found(logit_bias=((11, 100.0),))
         assert forced[0] == 11 != free[0]
         # The next best stands in where a token may not end the answer.
         logits = reference_logits(checkpoint.path, [*prompt, *free[:2]])[-1]

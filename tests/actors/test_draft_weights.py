@@ -74,35 +74,34 @@ def draft_logits(system: InProcessSystem) -> np.ndarray:
     return logits(engine, [1, 3], [draft_mode(engine)])
 
 
-@pytest.mark.sweep(keep=1)
-@pytest.mark.parametrize("name", MODELS)
-def test_a_draft_is_the_model_in_4_bits(name: str, model: Callable[[str], Path]) -> None:
+@pytest.mark.sweep(keep=2)
+@pytest.mark.parametrize(
+    ("name", "kind"), [("q-llama", StoredSystem), *((name, InProcessSystem) for name in MODELS)]
+)
+def test_a_draft_is_the_model_in_4_bits(
+    name: str, kind: type[InProcessSystem], model: Callable[[str], Path]
+) -> None:
+    """In memory, also where the model's own neurons are on storage."""
     path = model(name)
     with InProcessSystem(path, 2, 2) as plain:
         own = target_logits(plain)
     with InProcessSystem(path, 2, 2, weight_dtype="q4") as quantized:
         wanted = target_logits(quantized)
     assert not np.array_equal(own, wanted)
-    with InProcessSystem(path, 2, 2, draft="q4") as system:
+    if kind is StoredSystem:
+        packed(path)
+    with kind(path, 2, 2, draft="q4") as system:
         for _ in range(2):
             np.testing.assert_array_equal(target_logits(system), own)
+            read = bytes_read(system)
             np.testing.assert_array_equal(draft_logits(system), wanted)
+            assert bytes_read(system) == read and (read > 0) == (kind is StoredSystem)
         service: Any = system.services[0]
         assert service.draft._scratch.part_sums is service._scratch.part_sums
 
 
-def test_a_draft_in_memory_of_neurons_on_storage(model: Callable[[str], Path]) -> None:
-    path = model("q-llama")
-    packed(path)
-    with InProcessSystem(path, 2, 2) as plain:
-        own = target_logits(plain)
-    with InProcessSystem(path, 2, 2, weight_dtype="q4") as quantized:
-        wanted = target_logits(quantized)
-    with StoredSystem(path, 2, 2, draft="q4") as system:
-        np.testing.assert_array_equal(target_logits(system), own)
-        read = system.counted(BYTES_READ)
-        np.testing.assert_array_equal(draft_logits(system), wanted)
-        assert system.counted(BYTES_READ) == read > 0
+def bytes_read(system: InProcessSystem) -> int:
+    return system.counted(BYTES_READ) if isinstance(system, StoredSystem) else 0
 
 
 @pytest.mark.parametrize("neurons_a_piece", [256, 2400])

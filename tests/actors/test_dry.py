@@ -1,10 +1,9 @@
-"""DRY: the penalties by a plain search, breakers of real tokens, and whole answers."""
+"""DRY: the penalties by a plain search, and breakers of real tokens."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -12,16 +11,11 @@ import pytest
 import tokenizers
 
 from hotcold.actors.driver.sampler import Breakers, Dry
-from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
 from hotcold.model.text.tokenizer import Tokenizer
-from tests.actors.batching import batching, complete, random_request, start
-from tests.conftest import TinyCheckpoint
-from tests.reference import reference_logits
 
-Tiny = Callable[..., TinyCheckpoint]
 Starts = list[tuple[int, tuple[int, ...]]]  # a token, and those that must follow it
 
 OPTIONS: list[dict[str, Any]] = [
@@ -64,7 +58,7 @@ def starts_of(tokenizer: Any, vocab_size: int, texts: Sequence[str]) -> Starts:
     return found
 
 
-def expected(
+def dry_logits(
     logits: np.ndarray, tokens: Sequence[int], params: SamplingParams, starts: Starts
 ) -> np.ndarray:
     """For each token and each earlier place of it, the longest context that both have."""
@@ -110,7 +104,7 @@ def test_the_formula(options: dict[str, Any], texts: tuple[str, ...]) -> None:
         for length in range(3, 81):
             found = logits.copy()
             growing.lower(found, tokens[:length])
-            wanted = expected(logits, tokens[:length], params, starts)
+            wanted = dry_logits(logits, tokens[:length], params, starts)
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
             num_lowered += int((found < logits).sum())
             afresh = logits.copy()
@@ -168,25 +162,3 @@ def test_a_model_without_a_tokenizer() -> None:
     assert not ends(Breakers(None, 5, SamplingParams().dry_sequence_breakers), [1, 2])
     with pytest.raises(UsageError, match=r"has no tokenizer.*leave out dry_sequence_breakers"):
         Breakers(None, 5, ("a",))
-
-
-def test_whole_answers(tiny: Tiny) -> None:
-    """Greedy, so that each token follows from those before it; the same beside other requests."""
-    checkpoint, prompt = tiny("llama-relu"), [5, 9, 5, 5, 9, 5, 5, 9]
-    sampling = SamplingParams(
-        max_tokens=20, temperature=0, ignore_eos=True, dry_multiplier=3.0, dry_allowed_length=1
-    )
-    request = GenerateRequest(sampling, prompt_ids=prompt, request_id="dry")
-    with batching(checkpoint, "dense") as (_, driver):
-        found = complete(driver, request).ids
-        without = replace(sampling, dry_multiplier=0.0)
-        plain = complete(driver, replace(request, sampling=without)).ids
-        others = [start(driver, random_request(seed)) for seed in range(4)]
-        again = start(driver, replace(request, request_id="in a batch")).end()
-        assert again.ids == found
-        assert not any(isinstance(other.end(), Exception) for other in others)
-    for place, token in enumerate(found):
-        tokens = [*prompt, *found[:place]]
-        weighed = expected(reference_logits(checkpoint.path, tokens)[-1], tokens, sampling, [])
-        assert weighed[token] >= weighed.max() - 1e-3
-    assert found != plain

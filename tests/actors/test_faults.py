@@ -23,6 +23,7 @@ from hotcold.model.errors import ServiceError
 from hotcold.model.sampling import SamplingParams
 from hotcold.model.synthetic.make import make_model
 from hotcold.model.synthetic.shape import resolve_shape
+from tests.actors import batching
 from tests.actors.batching import Background
 from tests.actors.kept_system import (
     CONTEXT,
@@ -37,7 +38,7 @@ from tests.actors.kept_system import (
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
-ENDLESS = 4000  # tokens; in a second or two
+ENDLESS = 2000  # tokens; in a second or so
 
 
 SIZES = (1, 10, 33, 64, 100, 200, 300, 300)
@@ -132,12 +133,7 @@ def test_a_second_failure_during_recovery(eight: Eight) -> None:
         os.kill(before["gpu"], signal.SIGKILL)
 
     # Endless, so that the faults come in the middle of it.
-    stream = eight.system.generate(
-        GenerateRequest(
-            SamplingParams(max_tokens=ENDLESS, temperature=0.0, ignore_eos=True),
-            prompt_ids=[5],
-        )
-    )
+    stream = eight.system.generate(batching.greedy([5], ENDLESS))
     endless = Background(lambda: list(stream)[-1].result)
     threading.Event().wait(0.1)
     fault()

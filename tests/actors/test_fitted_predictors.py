@@ -14,24 +14,23 @@ import pytest
 
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.modes import ModeTrial, compare_modes, saved_trial
-from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.modes import trial_key
 from hotcold.model.config.build import read_config
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.sampling import SamplingParams
 from hotcold.predictors.fitting.fit_lowrank import fit_lowrank
 from hotcold.predictors.fitting.fit_sign import fit_sign
 from hotcold.predictors.fitting.layer_data import LayerData
 from hotcold.predictors.predictor_file import Predictors, Quality, write_predictors
 from hotcold.predictors.stacked import AnyLayer
+from tests.actors.batching import complete, greedy
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_predicted_modes import ffn_inputs
-from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
+from tests.tiny_checkpoint import GREEDY_TOKENS, Tiny, TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-Tiny = Callable[..., TinyCheckpoint]
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +80,9 @@ def test_fitted_predictors_through_the_driver(
         assert precision > counts.num_fired.sum() / everyone + 0.05
         assert counts.num_listed.sum() < 0.95 * everyone
         assert scores.kld.mean() < 0.05
-        sampling = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
-        request = GenerateRequest(sampling, prompt_ids=checkpoint.ids[:10].tolist())
-        *_, last = driver.generate(request)
-        assert last.result is not None and len(last.result.ids) == GREEDY_TOKENS
-        assert 0 < last.result.neurons_computed < last.result.gates_computed < 0.95
+        result = complete(driver, greedy(checkpoint.ids[:10]))
+        assert len(result.ids) == GREEDY_TOKENS
+        assert 0 < result.neurons_computed < result.gates_computed < 0.95
         driver.close()
 
 
@@ -97,17 +94,14 @@ def test_the_faster_mode_is_taken(
     monkeypatch.setattr(
         "hotcold.actors.driver.driver.saved_trial", lambda modes, key, found: found()
     )
-    request = GenerateRequest(
-        SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True),
-        prompt_ids=checkpoint.ids[:10].tolist(),
-    )
+    request = greedy(checkpoint.ids[:10], 6)
     with InProcessSystem(checkpoint.path) as system:
         settings = SystemConfig(
             str(checkpoint.path), "sign", context_length=120, kv_dtype="float32",
             predictors_path=str(fitted["sign"]), auto_mode=True,
         )  # fmt: skip
         plain = Driver(replace(settings, mode="exact"), system.exchange, system.topology)
-        *_, expected = plain.generate(request)
+        expected = complete(plain, request)
         plain.close()
         for faster in ("sign", "exact"):
             speeds = {"sign": 2.0, "exact": 1.0 if faster == "sign" else 3.0}
@@ -122,12 +116,11 @@ def test_the_faster_mode_is_taken(
             monkeypatch.setattr("hotcold.actors.driver.driver.compare_modes", trial)
             driver = Driver(settings, system.exchange, system.topology)
             assert driver.choose_mode().fastest == faster
-            *_, last = driver.generate(request)
+            found = complete(driver, request)
             assert driver.telemetry().mode == faster
-            assert last.result is not None and expected.result is not None
-            assert (last.result.gates_computed < 1) == (faster == "sign")
+            assert (found.gates_computed < 1) == (faster == "sign")
             if faster == "exact":
-                assert last.result.ids == expected.result.ids
+                assert found.ids == expected.ids
             driver.close()
 
 

@@ -26,9 +26,12 @@ from hotcold.numba_kernels.formats import FLOAT_FORMATS
 from tests import reference, reference_experts
 from tests.actors.in_process import InProcessSystem
 from tests.gguf_files import BLOCKS
+from tests.mxfp4_models import WIDE, make_mxfp4
 from tests.tiny_models import MIXTURES, VOCAB_SIZE, Variant, make_tiny
+from tests.unit.test_gguf_architectures import CASES, GEMMA4_EXTRA, made
+from tests.unit.test_gguf_architectures import IDS as FEW_IDS
 from tests.unit.test_gguf_model import file_of, tiny
-from tests.unit.test_mixtures import write_gguf
+from tests.unit.test_mixtures import FILES, write_gguf
 
 IDS = np.random.default_rng(7).integers(0, VOCAB_SIZE, 48)
 
@@ -101,8 +104,13 @@ def rounding_logits(path: Path, of: tuple[ModuleType, ...]) -> np.ndarray:
         return reference.reference_logits(path, IDS)
 
 
-def require_good(path: Path, rounding: tuple[ModuleType, ...], num_services: int = 2) -> np.ndarray:
-    """In steps of one and of five tokens, to the bit, and in a prompt of other kernels."""
+def require_good(
+    path: Path, rounding: tuple[ModuleType, ...], num_services: int = 2, most: float = 0.1
+) -> np.ndarray:
+    """In steps of one and of five tokens, to the bit, and in a prompt of other kernels.
+
+    most: as large a difference as may be, of tokens that a rounded number moves
+    """
     options = SystemOptions(context_length=128, num_cpu_actors=num_services, kv_dtype="float32")
     system, config = prepare_system(path, options)
     wanted = rounding_logits(path, rounding)
@@ -110,6 +118,7 @@ def require_good(path: Path, rounding: tuple[ModuleType, ...], num_services: int
         one_by_one = running.logits("dense", IDS, (1,))
         assert np.array_equal(one_by_one, running.logits("dense", IDS, (5,)))
         prompt = running.logits("dense", IDS, (48,))
+        assert not running.python_answers
     for found in (one_by_one, prompt):
         errors = np.abs(found - wanted).max(axis=1) / np.abs(wanted).max()
         if Checkpoint(path).conversion_note(dict(config.mean_row_bytes)):
@@ -117,7 +126,7 @@ def require_good(path: Path, rounding: tuple[ModuleType, ...], num_services: int
         else:  # a number half a step from the reference's moves its token and some that follow
             assert errors.min() < 1e-5
             assert np.quantile(errors, 0.85) < 0.01
-        assert errors.max() < 0.1  # of other tokens it would be 1 or more
+        assert errors.max() < most  # of other tokens it would be 1 or more
     return one_by_one
 
 
@@ -148,3 +157,45 @@ def test_formats_of_each_matrix(tmp_path: Path) -> None:
     assert attention.qkv.nbytes + attention.out.nbytes == of_attention
     assert attention_bytes(config) == sum(array.nbytes for array in vars(attention).values())
     assert not Checkpoint(path).conversion_note(dict(config.mean_row_bytes))
+
+
+@pytest.mark.parametrize("variant", ["gpt-oss", "gpt-oss-plain"])
+def test_experts_in_mxfp4(variant: str, tmp_path: Path) -> None:
+    """As published, with the numbers that transformers makes of them, and in a GGUF file."""
+    path, floats = make_mxfp4(tmp_path, variant), tmp_path / "floats"
+    exact, files = reference.reference_logits(path, IDS), [path]
+    assert reference.relative_difference(reference.reference_logits(floats, IDS), exact) < 1e-12
+    if variant == "gpt-oss-plain":
+        name, arch, pairs_rows, keys = FILES["gpt-oss"]
+        keys = keys | {"expert_feed_forward_length": WIDE["intermediate_size"]}
+        with mock.patch.dict(FILES, {"gpt-oss": (name, arch, pairs_rows, keys)}):
+            write_gguf(floats, "gpt-oss", kinds={"exps.weight": "MXFP4"})
+        files.append(floats / "m.gguf")
+    for file in files:
+        system, config = prepare_system(file, SystemOptions(context_length=128))
+        assert system.down_transposed and config.dtype_of("qkv") == "float32"
+        assert {config.dtype_of("gate"), config.dtype_of("down")} == {"mxfp4"}
+        found = require_good(file, (reference_experts,), most=0.02)
+        assert reference.relative_difference(found, exact) < 0.06
+
+
+@pytest.mark.sweep(kind=["Q8_0"])
+@pytest.mark.parametrize(("kind", "most"), [("F16", 1e-3), ("Q8_0", 0.03)])
+def test_layers_own_embeddings(kind: str, most: float, tmp_path: Path) -> None:
+    """Those of Gemma 4, and what matrices make of them; quantized ones round activations, too."""
+    name, changes, how, keys = CASES["gemma4"]
+    kinds = {
+        "per_layer_token_embd": "Q5_1",
+        "per_layer_model_proj": kind,
+        "inp_gate": kind,
+        ".proj": kind,
+        "blk.0.attn_v": "F16",
+        "ffn_": "F16",
+    }
+    path, ids = tmp_path / "m.gguf", np.array(FEW_IDS)
+    made((name, changes, how | {"kinds": kinds}, keys), path, "gemma4", GEMMA4_EXTRA)
+    expected = reference.reference_logits(path, ids)
+    with InProcessSystem(path, num_services=2, num_threads=2) as system:
+        for way in ([1], [4], [ids.size]):
+            found = system.logits("dense", ids, way)
+            assert reference.relative_difference(found, expected) < most

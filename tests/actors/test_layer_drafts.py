@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from hotcold.actors.driver.draft_policy import AutoPolicy, FixedPolicy
-from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.layer_drafter import LayerDrafter
 from hotcold.actors.protocol.failures import CacheLost
-from hotcold.actors.protocol.messages import GenerateRequest
-from hotcold.model.sampling import SamplingParams
-from tests.actors.test_model_drafts import driven, requests
-from tests.actors.test_speculation import answer, answers, beside, drafting
+from tests.actors.batching import answer, answers, batching, greedy
+from tests.actors.test_model_drafts import requests
+from tests.actors.test_speculation import beside, drafting
+from tests.conftest import TinyCheckpoint
 from tests.draft_layer_models import DraftedModel
 from tests.tiny_models import VOCAB_SIZE
 from tests.unit.test_mixtures import FILES, write_gguf
@@ -45,60 +44,58 @@ class Resting(FixedPolicy):
         return self.num_steps % 51 < 7 and super().looks(num, most, has_model)
 
 
-def require_proposals(model: DraftedModel, driver: Driver, most_tokens: int = 12) -> None:
+PROPOSING = ["qwen3.5", "qwen3.5-moe", "glm4-moe-groups", "deepseek-v3"]
+IN_FILES = ["qwen35moe", "glm4moe", "deepseek2"]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("variant", "case"),
+    [*((name, "") for name in PROPOSING), *((FILES[case][0], case) for case in IN_FILES)],
+)
+def test_what_a_layer_proposes(
+    variant: str, case: str, drafted: Callable[[str], DraftedModel]
+) -> None:
     """Each draft of a short prompt's answer, and of a long one's, is transformers'.
 
     Rows are left out where more than 32 tokens came since the last draft: the first of these.
+    With a `case` the model is a GGUF file.
     """
-    assert isinstance(driver.drafter, LayerDrafter)
-    drafter: Any = driver.drafter
-    propose = drafter.propose
+    model, most_tokens = drafted(variant), 12 if case else 75
+    if case:
+        write_gguf(model.path, case, changed_keys={"nextn_predict_layers": 1})
+    checkpoint = TinyCheckpoint(model.path / "m.gguf" if case else model.path)
     seen: list[tuple[list[int], list[int]]] = []
+    with batching(checkpoint, shares=True, draft="mtp") as (_, driver):
+        assert isinstance(driver.drafter, LayerDrafter)
+        drafter: Any = driver.drafter
+        propose = drafter.propose
 
-    def recording(asked: Any, counts: Any) -> Any:
-        found = propose(asked, counts)
-        seen.extend((list(one.tokens), draft) for one, draft in zip(asked, found, strict=True))
-        return found
+        def recording(asked: Any, counts: Any) -> Any:
+            found = propose(asked, counts)
+            seen.extend((list(one.tokens), draft) for one, draft in zip(asked, found, strict=True))
+            return found
 
-    drafter.propose = recording
-    ids = np.random.default_rng(6).integers(0, VOCAB_SIZE, 150).tolist()
-    for length in (9, 150):
-        seen.clear()
-        with drafting(driver, drafter, Resting(3), ngrams=False):
-            sampling = SamplingParams(max_tokens=most_tokens, temperature=0.0, ignore_eos=True)
-            request = GenerateRequest(sampling, prompt_ids=ids[:length], request_id=str(length))
-            answer(driver, request)
-        left_out, end = set[int](), length
-        for tokens, draft in seen:
-            left_out.update(range(end, len(tokens) - 33))
-            end = len(tokens) - 1
-            assert draft == model.draft(tokens, len(draft), left_out), len(tokens)
-        assert len(seen) > 2 and (left_out or most_tokens < 60)
-
-
-@pytest.mark.parametrize("variant", ["qwen3.5", "qwen3.5-moe", "glm4-moe-groups", "deepseek-v3"])
-def test_what_a_layer_proposes(variant: str, drafted: Callable[[str], DraftedModel]) -> None:
-    model = drafted(variant)
-    with driven(model.path, draft="mtp") as (_, driver):
-        require_proposals(model, driver, most_tokens=75)
-
-
-@pytest.mark.parametrize("case", ["qwen35moe", "glm4moe", "deepseek2"])
-def test_what_a_layer_of_a_gguf_file_proposes(
-    case: str, drafted: Callable[[str], DraftedModel]
-) -> None:
-    model = drafted(FILES[case][0])
-    write_gguf(model.path, case, changed_keys={"nextn_predict_layers": 1})
-    with driven(model.path / "m.gguf", draft="mtp") as (_, driver):
-        require_proposals(model, driver)
+        drafter.propose = recording
+        ids = np.random.default_rng(6).integers(0, VOCAB_SIZE, 150).tolist()
+        for length in (9, 150):
+            seen.clear()
+            with drafting(driver, drafter, Resting(3), ngrams=False):
+                answer(driver, greedy(ids[:length], most_tokens))
+            left_out, end = set[int](), length
+            for tokens, draft in seen:
+                left_out.update(range(end, len(tokens) - 33))
+                end = len(tokens) - 1
+                assert draft == model.draft(tokens, len(draft), left_out), len(tokens)
+            assert len(seen) > 2 and (left_out or case)
 
 
 def test_a_lost_cache_changes_nothing(drafted: Callable[[str], DraftedModel]) -> None:
     """It is lost in steps of the layer that drafts; what it had kept is not used again."""
-    path = drafted("glm4-moe-groups").path
-    with driven(path) as (_, driver):
+    model = TinyCheckpoint(drafted("glm4-moe-groups").path)
+    with batching(model) as (_, driver):
         wanted = answers(driver, requests())
-    with driven(path, draft="mtp") as (_, driver):
+    with batching(model, shares=True, draft="mtp") as (_, driver):
         assert isinstance(driver.drafter, LayerDrafter)
         engine = driver.drafter.engine
         lost: list[bool] = []
@@ -119,10 +116,10 @@ def test_a_lost_cache_changes_nothing(drafted: Callable[[str], DraftedModel]) ->
 
 @pytest.mark.parametrize("variant", ["qwen3.5", "deepseek-v3"])
 def test_answers_are_those_without(variant: str, drafted: Callable[[str], DraftedModel]) -> None:
-    path = drafted(variant).path
-    with driven(path) as (_, driver):
+    model = TinyCheckpoint(drafted(variant).path)
+    with batching(model) as (_, driver):
         wanted = answers(driver, requests())
-    with driven(path, draft="mtp") as (_, driver):
+    with batching(model, shares=True, draft="mtp") as (_, driver):
         assert driver.drafter is not None
         for name, policy in (
             ("4", FixedPolicy(4)),

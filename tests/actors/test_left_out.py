@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,10 +14,9 @@ import pytest
 from hotcold.numba_kernels.loops.doorbell import INTS_A_CELL, SLEEPERS
 from hotcold.numba_kernels.loops.mailbox import ENDED, TEAM, WANTED, cell_index
 from tests.actors.in_process import InProcessSystem
-from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model
+from tests.tiny_checkpoint import Tiny
 
-Tiny = Callable[..., TinyCheckpoint]
 IDS = np.random.default_rng(5).integers(3, 60, 44)
 NUM_THREADS = 3
 

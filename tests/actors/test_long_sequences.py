@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,10 +11,9 @@ from hotcold.actors.driver.engine import Engine
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.numba_kernels.decode.attention import SEGMENT_POSITIONS
 from tests.actors.in_process import InProcessSystem
-from tests.conftest import TinyCheckpoint
+from tests.tiny_checkpoint import Tiny
 from tests.tiny_models import VOCAB_SIZE
 
-Tiny = Callable[..., TinyCheckpoint]
 LENGTH = 2 * SEGMENT_POSITIONS + 40
 IDS = np.random.default_rng(3).integers(0, VOCAB_SIZE, LENGTH)
 

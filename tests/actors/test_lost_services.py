@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pickle
 import queue
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -50,12 +48,12 @@ from hotcold.numba_kernels.loops.mailbox import (
     cell,
 )
 from tests.actors.in_process import InProcessSystem
-from tests.conftest import TinyCheckpoint
+from tests.tiny_checkpoint import Tiny
 
 
 @pytest.mark.parametrize(("service", "copying"), [(AttentionService, False), (CpuService, True)])
 def test_a_thread_that_fails_is_named(
-    tiny: Callable[..., TinyCheckpoint],
+    tiny: Tiny,
     service: type[Service],
     copying: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -79,7 +77,7 @@ def test_a_thread_that_fails_is_named(
 
 
 def test_a_service_that_cannot_release_still_ends(
-    tiny: Callable[..., TinyCheckpoint], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: Service) -> None:
         raise RuntimeError("still in use")
@@ -118,9 +116,7 @@ def test_a_frozen_machine_loses_no_service(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.timeout(60)
-def test_the_affinity_thread_sees_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_affinity_thread_sees_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """STOP is rung between its reading of the end and its reading of the bell."""
     layout = ArenaLayout(1, 1, 4, 4, 4, 1, 1, 1)
     buffers, waits = layout.buffers(layout.new_arena()), queue.SimpleQueue[Callable[[], bool]]()
@@ -220,40 +216,41 @@ def test_a_ping_from_another_process_is_a_loss(
         watch.check([0], 0)
 
 
-@pytest.mark.parametrize("who", ["kernel", "ray", "nobody"])
+@pytest.mark.parametrize(
+    ("who", "looks_since", "is_meant"),
+    [
+        ("kernel", 0, True),
+        ("kernel", 1, True),
+        ("kernel", 2, False),
+        ("ray", 0, True),
+        ("nobody", 0, False),
+    ],
+)
 def test_a_loss_for_want_of_memory_is_told_as_such(
-    who: str, watch: ActorWatch, child: psutil.Process, monkeypatch: pytest.MonkeyPatch
+    who: str,
+    looks_since: int,
+    is_meant: bool,
+    watch: ActorWatch,
+    child: psutil.Process,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = service_process._num_oom_kills()
-    killed = [child.pid] if who == "ray" else []
-    monkeypatch.setattr(service_process, "killed_by_ray", lambda pid: pid in killed)
-    monkeypatch.setattr(service_process, "_num_oom_kills", lambda: before + (who == "kernel"))
+    """Whom the kernel killed long ago says nothing of a service."""
+    count, now = [5], [0.0]
+    monkeypatch.setattr(service_process, "killed_by_ray", lambda pid: who == "ray")
+    monkeypatch.setattr(service_process, "_num_oom_kills", lambda: count[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(service_process.time, "monotonic", lambda: now[0])
+        process = ServiceProcess(child.pid, is_local=True)
+        count[0] += who == "kernel"
+        for _ in range(looks_since):
+            now[0] += 5
+            process.note_kills()
+    watch.expect(0, process)
     child.kill()
     psutil.wait_procs([child])
     with pytest.raises(ServiceLost, match="the cpu0 service") as found:
         watch.check([0], 0)
-    assert is_killed_for_memory(str(found.value)) == (who != "nobody")
-
-
-@pytest.mark.parametrize(("looks_since", "is_meant"), [(0, True), (1, True), (2, False)])
-def test_whom_the_kernel_killed_long_ago_says_nothing_of_a_service(
-    looks_since: int, is_meant: bool, child: psutil.Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    count, now = [5], [0.0]
-    monkeypatch.setattr(service_process, "killed_by_ray", lambda pid: False)
-    monkeypatch.setattr(service_process, "_num_oom_kills", lambda: count[0])
-    monkeypatch.setattr(service_process.time, "monotonic", lambda: now[0])
-    process = ServiceProcess(child.pid, is_local=True)
-    count[0] += 1
-    for _ in range(looks_since):
-        now[0] += 5
-        process.note_kills()
-    monkeypatch.undo()
-    monkeypatch.setattr(service_process, "killed_by_ray", lambda pid: False)
-    monkeypatch.setattr(service_process, "_num_oom_kills", lambda: count[0])
-    child.kill()
-    psutil.wait_procs([child])
-    assert process.is_gone() and is_killed_for_memory(process.how_it_ended()) == is_meant
+    assert is_killed_for_memory(str(found.value)) == is_meant
 
 
 LAYOUT = ArenaLayout(4, 8, 16, 32, 50, 8, 1, 1)
@@ -348,20 +345,12 @@ def request_and_done(buffers: SharedBuffers, service: int) -> list[int]:
     return [int(buffers.cells[index * INTS_A_CELL]) for index in cells]
 
 
-@pytest.fixture
-def stopped() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that was stopped by a signal."""
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    process.send_signal(signal.SIGSTOP)
-    yield process
-    process.kill()
-    process.communicate()
-
-
 @pytest.mark.parametrize("is_far", [False, True])
 def test_a_place_ends_the_old_process_and_withdraws_its_request(
-    is_far: bool, stopped: subprocess.Popen[bytes]
+    is_far: bool, child: psutil.Process
 ) -> None:
+    """One that was only stopped, too."""
+    child.suspend()
     buffers = new_buffers()
     for service in (1, 2):
         buffers.cells[cell(service, REQUEST) * INTS_A_CELL] = 5
@@ -370,24 +359,22 @@ def test_a_place_ends_the_old_process_and_withdraws_its_request(
         handle = SimpleNamespace(ping=SimpleNamespace(remote=lambda: None))
         relay = RelayActor(["gpu", "cpu0", "cpu1", "cpu2"], [handle] * 4)
         relay._exchange = ArenaExchange(buffers, relay._watch)
-        relay.expect(2, stopped.pid)
+        relay.expect(2, child.pid)
         relay.end(2)
         with pytest.raises(ServiceLost, match="the cpu1 service died") as caught:
             relay._watch.check([2], 0)
         assert caught.value.service == 2
     else:
-        place, process = OwnPlace([], buffers), ServiceProcess(stopped.pid, is_local=True)
+        place, process = OwnPlace([], buffers), ServiceProcess(child.pid, is_local=True)
         assert place.end(2, process)
         place.expect(2, process)
-    assert not psutil.pid_exists(stopped.pid)
+    assert not psutil.pid_exists(child.pid)
     assert request_and_done(buffers, 2) == [0, 0]
     assert request_and_done(buffers, 1) == [5, 4]
 
 
-def test_a_process_of_another_host_is_not_ended_from_here(
-    stopped: subprocess.Popen[bytes],
-) -> None:
+def test_a_process_of_another_host_is_not_ended_from_here(child: psutil.Process) -> None:
     """Its number may be that of some other process here."""
     place = OwnPlace([], None)
-    assert not place.end(1, ServiceProcess(stopped.pid, is_local=False))
-    assert stopped.poll() is None
+    assert not place.end(1, ServiceProcess(child.pid, is_local=False))
+    assert child.is_running()

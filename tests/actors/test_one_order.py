@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,17 +20,18 @@ from hotcold.numba_kernels.ffn import in_memory, prompt_plan
 from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.loops.work_stealing import new_block_counters
 from hotcold.numba_kernels.prefill import serve_prefill
+from tests.actors.cuda_in_process import a_third
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_gguf_mixtures import quantized
 from tests.actors.test_in_process import as_on_a_cpu_with
-from tests.conftest import TinyCheckpoint
 from tests.mxfp4_models import make_mxfp4
 from tests.quantized_models import make_model
+from tests.reference import relative_difference
+from tests.tiny_checkpoint import Tiny
 from tests.unit.test_down_outputs import MIXED
 from tests.unit.test_gguf_model import file_of
 from tests.unit.test_gguf_model import tiny as tiny_gguf
 
-Tiny = Callable[..., TinyCheckpoint]
 SHAPES = [(1, 3), (3, 2), (4, 1)]  # services, threads of each
 SOME = Thresholds(np.float32(0.02), np.float32(0.001))
 IDS = np.random.default_rng(5).integers(3, 60, 17)
@@ -56,7 +58,7 @@ def nobody_counts_beyond(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def all_logits(system: InProcessSystem, modes: tuple[str, ...]) -> Iterator[np.ndarray]:
     """Of some modes and of thresholds, token by token, several at once, and prompts."""
     some = [SOME] * system.config.num_layers
-    for ids, sizes in ((IDS, [1]), (IDS, [7, 3]), (IDS, [17]), (LONG, [120]), (LONG, [33, 70, 2])):
+    for ids, sizes in ((IDS, [1]), (IDS, [7, 3]), (IDS, [17]), (LONG, [120]), (LONG, [33, 50, 37])):
         for mode in modes:
             thresholds = some if mode == "threshold" else None
             yield system.logits(mode, ids, sizes, thresholds=thresholds)
@@ -65,7 +67,7 @@ def all_logits(system: InProcessSystem, modes: tuple[str, ...]) -> Iterator[np.n
 def check_shapes(
     start: Callable[[int, int], InProcessSystem], modes: tuple[str, ...]
 ) -> list[np.ndarray]:
-    """The logits, which must have the same bits on all SHAPES."""
+    """The logits, which must have the same bits on all SHAPES, of a prompt in any chunks."""
     expected: list[np.ndarray] = []
     for shape in [(1, 1), *SHAPES]:
         with start(*shape) as system:
@@ -73,6 +75,9 @@ def check_shapes(
         expected = expected or found
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(one, other)
+    num_modes = len(modes)
+    for one, other in zip(expected[-num_modes:], expected[-2 * num_modes :], strict=False):
+        np.testing.assert_array_equal(one, other)
     return expected
 
 
@@ -153,17 +158,18 @@ def test_rows_of_outputs(tmp_path: Path, kind: str, pieces: int) -> None:
     check_shapes(start, ("dense", "threshold"))
 
 
-def test_hot_neurons_without_a_gpu(tiny: Tiny) -> None:
+@pytest.mark.parametrize("variant", ["llama-relu", "opt-postnorm", "falcon-bias"])
+def test_hot_neurons_without_a_gpu(tiny: Tiny, variant: str) -> None:
     """Those of the attention service are added up by stripes, too."""
-    path = tiny("llama-relu").path
+    checkpoint = tiny(variant)
 
     def start(services: int, threads: int) -> InProcessSystem:
-        def hot(num_layers: int, num_neurons: int) -> list[np.ndarray]:
-            return [np.arange(layer, num_neurons, 3, dtype=np.int32) for layer in range(num_layers)]
+        return InProcessSystem(
+            checkpoint.path, services, threads, hot=a_third, max_tokens=120, num_positions=128
+        )
 
-        return InProcessSystem(path, services, threads, hot=hot, max_tokens=120, num_positions=128)
-
-    check_shapes(start, ("dense", "exact"))
+    found, *_ = check_shapes(start, ("dense", "exact"))
+    assert relative_difference(found, checkpoint.logits_of(IDS)) < 1e-4
 
 
 def test_biases_are_added_by_a_service_without_neurons(tiny: Tiny) -> None:
@@ -177,11 +183,12 @@ def test_biases_are_added_by_a_service_without_neurons(tiny: Tiny) -> None:
     np.testing.assert_array_equal(found[0], found[1])
 
 
-@pytest.mark.parametrize("bad", [1, 2, 3])
+@pytest.mark.parametrize("bad", range(4))
 def test_the_service_whose_numbers_are_bad_is_named(tiny: Tiny, bad: int) -> None:
     """Also after sums of services were added to each other: three share eight stripes unevenly."""
-    with InProcessSystem(tiny("llama-relu").path, 3, 1) as system:
-        system.services[bad].arrays.down[:] = np.nan  # type: ignore[attr-defined]
+    with InProcessSystem(tiny("llama-relu").path, 3, 1, hot=None if bad else a_third) as system:
+        service: Any = system.services[bad]
+        (service if bad else service._hot).arrays.down[:] = np.nan
         with pytest.raises(NotFiniteError, match="in layer 0") as caught:
             system.logits("dense", np.arange(3, 5), [2])
         assert caught.value.service == bad

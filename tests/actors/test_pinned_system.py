@@ -14,15 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.actors.setup.choose import NUMA_ROOT
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system
 from hotcold.actors.system import System
 from hotcold.model.limits import parse_core_list
-from hotcold.model.sampling import SamplingParams
 from hotcold.placement.machine.memory_pages import running_services
-from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
+from tests.actors.batching import greedy
 from tests.numa_trees import write_tree
+from tests.tiny_checkpoint import Tiny
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
 NUM_OTHERS = 4
@@ -45,7 +44,7 @@ def cores_of_threads(pid: int) -> dict[tuple[int, ...], int]:
 
 
 def test_services_stay_on_their_nodes(
-    tiny: Callable[..., TinyCheckpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Node 1 is not there in truth: its memory cannot be bound, and all works without that."""
     first, second = CORES
@@ -54,8 +53,7 @@ def test_services_stay_on_their_nodes(
     checkpoint = tiny("opt-postnorm")
     config, _ = prepare_system(checkpoint.path, SystemOptions(num_threads=2, context_length=128))
     assert config.num_cpu_actors == 2
-    sampling = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
-    request = GenerateRequest(sampling, prompt_ids=checkpoint.ids[:10].tolist())
+    request = greedy(checkpoint.ids[:10])
     with System.start(config) as system:
         assert system.complete(request).ids == checkpoint.greedy_ids
         long = checkpoint.ids.tolist() * 2  # by matrix products
@@ -76,14 +74,13 @@ def test_services_stay_on_their_nodes(
 
 @pytest.mark.thorough
 def test_threads_have_cores_of_their_own_until_others_want_those(
-    tiny: Callable[..., TinyCheckpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = CORES
     monkeypatch.setenv(NUMA_ROOT, str(write_tree(tmp_path, {0: f"{first},{second}"})))
     checkpoint = tiny("llama-relu")
     config, _ = prepare_system(checkpoint.path, SystemOptions(num_threads=2, context_length=128))
-    sampling = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
-    request = GenerateRequest(sampling, prompt_ids=checkpoint.ids[:10].tolist())
+    request = greedy(checkpoint.ids[:10])
     with System.start(config) as system:
         process = system.call("processes")["gpu"]
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.actors.protocol.stripes import num_shares
 from hotcold.actors.setup import placement_choice
 from hotcold.actors.setup.placement_choice import plan_note, plan_request
@@ -19,14 +16,11 @@ from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_m
 from hotcold.actors.setup.shards import service_specs
 from hotcold.model.errors import ArtifactError, UsageError
 from hotcold.model.files.artifact import ModelIdentity
-from hotcold.model.sampling import SamplingParams
 from hotcold.placement.machine.description import CpuNode, GpuDevice, Machine
 from hotcold.placement.plan import PlacementPlan, plan_path, write_plan
-from tests.actors.batching import complete
+from tests.actors.batching import complete, greedy
 from tests.actors.in_process import InProcessSystem
-from tests.conftest import TinyCheckpoint
 from tests.placement_cases import layout_of, make_plan
-from tests.reference import relative_difference
 from tests.tiny_models import make_tiny
 
 NODES = tuple(CpuNode(f"node{i}", 1, 16 << 30, 8 << 30, 40.0 + i, 38.0, 30.0) for i in range(2))
@@ -124,8 +118,7 @@ def test_a_plan_with_a_gpu_is_left_alone_unless_named(
 
 
 def test_the_same_tokens_with_a_plan_and_without(model: Path) -> None:
-    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    request = GenerateRequest(sampling, prompt_ids=[1, 2, 3])
+    request = greedy([1, 2, 3], 8)
 
     def run() -> tuple[list[int], list[int]]:
         """The tokens of the system that is chosen now, and the neurons of each CPU service."""
@@ -150,37 +143,3 @@ def test_the_same_tokens_with_a_plan_and_without(model: Path) -> None:
     for device, size in enumerate(planned_for):
         assert size == pytest.approx((places == device).sum(), abs=a_share / 2)
     assert with_plan == without
-
-
-Tiny = Callable[..., TinyCheckpoint]
-SIZES = ([1], [7, 3], [40])  # tokens of each step, in turn
-
-
-def hot_ids(num_layers: int, ffn_size: int) -> list[np.ndarray]:
-    """A third of layer 0, none of layer 1, some of the others."""
-    rng = np.random.default_rng(5)
-    shares = [ffn_size // 3, 0, *[11] * (num_layers - 2)][:num_layers]
-    return [np.sort(rng.choice(ffn_size, k, replace=False)).astype(np.int32) for k in shares]
-
-
-@pytest.mark.parametrize("variant", ["llama-mlp-bias", "opt-postnorm", "falcon-bias"])
-def test_hot_and_cold_equal_all_cold(tiny: Tiny, variant: str) -> None:
-    checkpoint = tiny(variant)
-    with InProcessSystem(checkpoint.path, 2, 2, hot=hot_ids) as system:
-        for mode in ("dense", "exact"):
-            for sizes in SIZES:
-                found = system.logits(mode, checkpoint.ids, sizes)
-                assert relative_difference(found, checkpoint.logits) < 1e-4
-        engine = system.engine("dense")
-        engine.step(checkpoint.ids[:1].tolist(), [0], [0])
-        config = system.config
-        assert engine.times.num_neurons == config.num_neurons
-
-
-def test_bad_numbers_of_hot_neurons_are_the_gpus(tiny: Tiny) -> None:
-    checkpoint = tiny("llama-relu")
-    with InProcessSystem(checkpoint.path, 1, 1, hot=hot_ids) as system:
-        system.services[0]._hot.arrays.down[:] = np.nan  # type: ignore[attr-defined]
-        with pytest.raises(Exception, match="not finite in layer 0") as caught:
-            system.logits("dense", checkpoint.ids[:2], [1])
-        assert caught.value.service == 0  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from hotcold.actors.processes import precompile
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.preflight import read_model
 from hotcold.actors.setup.storage import pack_model
-from tests.conftest import TinyCheckpoint
+from tests.tiny_checkpoint import Tiny
 
 ROOT = Path(__file__).parents[2]
 _NUM_RESTS = 100  # fewer neurons than the model has
@@ -29,9 +29,7 @@ _KEPT = 1.03  # of what was promised
 
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
-def test_a_start_that_compiles_keeps_the_promise(
-    tiny: Callable[..., TinyCheckpoint], tmp_path: Path
-) -> None:
+def test_a_start_that_compiles_keeps_the_promise(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("llama-relu").path
     pack_model(model, read_model(model))
     command = [sys.executable, "-m", "tests.actors.promise_script", str(model), str(_NUM_RESTS)]

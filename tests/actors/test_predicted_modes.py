@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +21,10 @@ from hotcold.predictors.predictor import NeuronPredictor, PredictorInput
 from hotcold.predictors.stacked import AnyLayer
 from tests.actors.batching import mode_of, random_predictor
 from tests.actors.in_process import InProcessSystem, PythonExchange
-from tests.conftest import TinyCheckpoint
 from tests.predictor_layers import column_layer, constant_layer, linear_layer
+from tests.tiny_checkpoint import Tiny, TinyCheckpoint
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-Tiny = Callable[..., TinyCheckpoint]
 # Biases; parallel layers without a gate; fatrelu of a gate.
 VARIANTS = ["opt-postnorm", "falcon-relu", "prosparse"]
 # First matrix and, neuron by neuron, the last, as transformers names them.

@@ -5,9 +5,7 @@ And a prompt's last layer, of which only the last token's output is wanted.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,23 +16,22 @@ from hotcold.actors.protocol.failures import NotFiniteError
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
 from hotcold.actors.setup.preflight import prepare_system
-from hotcold.actors.setup.shards import service_specs
+from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.layer_pages import LayerPages
 from hotcold.numba_kernels.loops.mailbox import FFN, LAYER, NUM_TOKENS, OPERATION
 from tests.actors.in_process import InProcessSystem
+from tests.actors.test_in_process import as_on_a_cpu_with
 from tests.quantized_models import make_model
-from tests.tiny_models import VOCAB_SIZE
-from tests.unit.test_down_outputs import MIXED
-from tests.unit.test_gguf_model import file_of, tiny
+from tests.tiny_models import MAX_POSITIONS, VOCAB_SIZE
 
 IDS = np.random.default_rng(4).integers(0, 101, 128)
-CUTS = [128], [64], [MATRIX_TOKENS, 95], [50, 40, 38]
-GEMMA_LIKE: dict[str, Any] = {"ffn_": "Q4_1", "attn_": "Q8_0", "blk.1.attn_v": "Q6_K"}
 
 
-def state(system: InProcessSystem, mode: str, sizes: list[int]) -> list[np.ndarray]:
-    """Logits of IDS run in steps of `sizes`, and the cache that they leave."""
-    logits = system.logits(mode, IDS, sizes)
+def state(
+    system: InProcessSystem, mode: str, sizes: list[int], ids: np.ndarray
+) -> list[np.ndarray]:
+    """Logits of `ids` run in steps of `sizes`, and the cache that they leave."""
+    logits = system.logits(mode, ids, sizes)
     attention = system.services[0]
     assert isinstance(attention, AttentionService)
     found = [logits, *(cache.items.copy() for cache in caches(attention))]
@@ -51,25 +48,55 @@ def are_equal(found: list[np.ndarray], wanted: list[np.ndarray]) -> bool:
     return all(a.tobytes() == b.tobytes() for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.sweep(keep=1)
+LENGTH = 512
+CUTS = {
+    LENGTH: ([64], [128], [97, MATRIX_TOKENS, 70, 200, 112]),
+    MAX_POSITIONS: ([64], [95, 33]),
+}
+FEATURES: dict[str, tuple[str, ...] | None] = {"this": None, "plain": (), "vnni": ("avx512vnni",)}
+
+
+# Stored dtype, dtype in memory, the features that products differ by (`matmul_kinds` has the
+# table), mode: each format in each mode whose down rows lie otherwise.
+@pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("kinds", "num_services", "num_threads"), [(MIXED, 2, 2), (GEMMA_LIKE, 1, 1)]
+    ("variant", "stored", "weights", "way", "mode"),
+    [
+        ("llama-gqa", "bfloat16", "", "this", "exact"),
+        ("llama-gqa", "bfloat16", "", "this", "dense"),
+        ("llama-gqa", "bfloat16", "", "plain", "exact"),
+        ("llama-gqa", "bfloat16", "", "vnni", "dense"),
+        ("gemma2", "float16", "", "this", "dense"),
+        ("opt-postnorm", "float32", "", "this", "exact"),
+        ("q-llama-wide", "float16", "q4", "this", "dense"),
+        ("q-llama-wide", "float16", "q4", "plain", "exact"),
+        ("q-opt", "float16", "q4_1", "this", "exact"),
+    ],
 )
-def test_a_file_of_quantized_weights(
-    kinds: dict[str, str], num_services: int, num_threads: int, tmp_path: Path
+def test_bits_do_not_depend_on_the_cuts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variant: str,
+    stored: str,
+    weights: str,
+    way: str,
+    mode: str,
 ) -> None:
-    """Attention and FFN, with formats by layers and rows of outputs."""
-    path = tmp_path / "tiny.gguf"
-    file_of(tiny(), path, {"token_embd": "Q6_K", "output.": "Q6_K", **kinds})
-    options = SystemOptions(context_length=128, num_cpu_actors=num_services)
-    made, config = prepare_system(path, options)
-    specs = service_specs(replace(made, num_threads=num_threads), config)
-    with InProcessSystem(path, num_threads=num_threads, specs=specs, max_tokens=128) as system:
-        wanted = state(system, "dense", CUTS[0])
-        assert np.isfinite(wanted[0]).all() and wanted[1].any()
-        for sizes in CUTS[1:]:
-            assert are_equal(state(system, "dense", sizes), wanted), sizes
-        assert not system.python_answers
+    features = FEATURES[way]
+    if features is not None:
+        if not all(map(has_feature, features)):
+            pytest.skip(f"this CPU does not have all of {features}")
+        as_on_a_cpu_with(monkeypatch, *features)
+    path = make_model(variant, tmp_path, stored)
+    length = MAX_POSITIONS if "opt" in variant else LENGTH  # learned positions
+    ids = np.random.default_rng(5).integers(0, VOCAB_SIZE, length)
+    with InProcessSystem(
+        path, 2, 2, num_positions=length, max_tokens=length, weight_dtype=weights
+    ) as system:
+        whole = state(system, mode, [length], ids)
+        assert np.isfinite(whole[0]).all() and whole[1].any()
+        for sizes in CUTS[length]:
+            assert are_equal(state(system, mode, sizes, ids), whole), sizes
 
 
 def test_tokens_of_two_sequences_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,11 +16,8 @@ from hotcold.actors.driver.draft_policy import FixedPolicy
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.kv_cache.page_store import PageStore
 from hotcold.actors.kv_cache.prefix_file import FOLDER
-from hotcold.actors.protocol.failures import (
-    CacheLost,
-    NotFiniteError,
-)
-from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig, TokenLogprob
+from hotcold.actors.protocol.failures import CacheLost, NotFiniteError
+from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
 from hotcold.actors.protocol.options import OPTIONS, SystemOptions
 from hotcold.actors.setup.choose import choose_system
 from hotcold.actors.system import System
@@ -28,17 +25,22 @@ from hotcold.model.config.build import read_config
 from hotcold.model.errors import UsageError
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS as PAGE
-from tests.actors.batching import CONTEXT, Background, batching
+from tests.actors.batching import (
+    CONTEXT,
+    Answer,
+    Background,
+    all_pages_are_free,
+    answer,
+    at_once,
+    batching,
+)
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
 from tests.actors.kept_system import wait_until
 from tests.actors.test_speculation import drafting
-from tests.conftest import TinyCheckpoint
 from tests.draft_layer_models import DraftedModel
+from tests.tiny_checkpoint import Tiny, TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE
-
-Tiny = Callable[..., TinyCheckpoint]
-Answer = tuple[list[int], list[TokenLogprob], int]  # the last: cached tokens
 
 _IDS = np.random.default_rng(5).integers(0, VOCAB_SIZE, CONTEXT).tolist()
 _EDITED = [*_IDS[:150], (_IDS[150] + 1) % VOCAB_SIZE, *_IDS[151:]]
@@ -53,39 +55,17 @@ def request_of(ids: Sequence[int], **changes: Any) -> GenerateRequest:
     return replace(GenerateRequest(sampling, prompt_ids=list(ids), num_logprobs=2), **changes)
 
 
-def answer(driver: Driver, request: GenerateRequest) -> Answer:
-    logprobs: list[TokenLogprob] = []
-    for event in driver.generate(request):
-        logprobs += event.logprobs
-        if event.result is not None:
-            return event.result.ids, logprobs, event.result.num_cached_tokens
-    raise AssertionError("no result")
-
-
 def cold(tiny: TinyCheckpoint, requests: Sequence[GenerateRequest], **options: Any) -> list[Answer]:
     """Each alone, of a system that shares nothing."""
     with batching(tiny, **options) as (_, driver):
         found = [answer(driver, request) for request in requests]
-    assert not any(cached for *_, cached in found)
+    assert not any(one.num_cached for one in found)
     return found
 
 
-def same(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
-    assert [one[:2] for one in found] == [one[:2] for one in expected]
-
-
-def at_once(driver: Driver, requests: Sequence[GenerateRequest]) -> list[Answer]:
-    """Answers to requests that are all there before the first begins."""
-    running: list[Background] = []
-
-    def ask() -> None:
-        for request in requests:
-            num_waiting = driver.load().num_waiting
-            running.append(Background(partial(answer, driver, request)))
-            wait_until(lambda num=num_waiting: driver.load().num_waiting > num)  # type: ignore[misc]
-
-    driver.between_requests(ask)
-    return [one.end() for one in running]
+@pytest.fixture(scope="module")
+def llama(tiny: Tiny) -> TinyCheckpoint:
+    return tiny("llama-gqa", "bfloat16")
 
 
 # Variant, mode, and options of the system.
@@ -111,13 +91,13 @@ def test_cold_is_cached(
     expected = cold(checkpoint, requests, mode=mode, **options)
     with batching(checkpoint, mode, shares=True, **options) as (_, driver):
         found = [answer(driver, request) for request in requests]
-        same(found, expected)
-        assert [cached for *_, cached in found] == _CACHED
+        assert found == expected
+        assert [one.num_cached for one in found] == _CACHED
         found = at_once(driver, requests)
-        same(found, expected)
+        assert found == expected
         lengths = [len(request.prompt_ids or ()) for request in requests]
-        assert [cached for *_, cached in found] == [(size - 1) // PAGE * PAGE for size in lengths]
-        assert all_are_free(driver)
+        assert [one.num_cached for one in found] == [(size - 1) // PAGE * PAGE for size in lengths]
+        assert all_pages_are_free(driver)
 
 
 @pytest.mark.usefixtures("one_torch_thread")
@@ -134,21 +114,15 @@ def test_a_gpu_shares_whole_chunks(tiny: Tiny) -> None:
     with batching(checkpoint, shares=True, **options) as (_, driver):
         assert driver.engine.cut_tokens == max_tokens
         found = [answer(driver, request) for request in requests]
-        same(found, expected)
-        assert [cached for *_, cached in found] == [n // max_tokens * max_tokens for n in _CACHED]
+        assert found == expected
+        assert [one.num_cached for one in found] == [n // max_tokens * max_tokens for n in _CACHED]
 
 
-def all_are_free(driver: Driver) -> bool:
-    driver.between_requests(lambda: None)  # when the last one has left
-    return driver._pool.num_free_pages.tolist() == driver._pool.num_pages.tolist()
-
-
-def test_the_second_finds_what_the_first_has_computed_meanwhile(tiny: Tiny) -> None:
+def test_the_second_finds_what_the_first_has_computed_meanwhile(llama: TinyCheckpoint) -> None:
     """Of eight requests with one beginning, all of which wait before the first begins."""
     requests = [request_of([*_IDS[:200], n]) for n in range(8)]
-    checkpoint = tiny("llama-gqa", "bfloat16")
-    expected = cold(checkpoint, requests)
-    with batching(checkpoint, shares=True) as (_, driver):
+    expected = cold(llama, requests)
+    with batching(llama, shares=True) as (_, driver):
         placed: list[int] = []
         place = driver.engine.place
 
@@ -159,42 +133,38 @@ def test_the_second_finds_what_the_first_has_computed_meanwhile(tiny: Tiny) -> N
         driver.engine.place = noted  # type: ignore[method-assign]
         found = at_once(driver, requests)
         assert sorted(placed) == list(range(192))
-    same(found, expected)
-    assert [cached for *_, cached in found] == [0] + [192] * 7
+    assert found == expected
+    assert [one.num_cached for one in found] == [0] + [192] * 7
 
 
-def test_a_small_pool_gives_up_what_was_used_least_recently(tiny: Tiny) -> None:
+def test_a_small_pool_gives_up_what_was_used_least_recently(llama: TinyCheckpoint) -> None:
     """Pages for one context: what others need is computed again, and never what is in use."""
     others = [[(token + n) % VOCAB_SIZE for token in _IDS] for n in range(1, 4)]
     prompts = [ids[:length] for length in (300, 200, 90) for ids in (_IDS, *others)]
     requests = [request_of(ids) for ids in prompts]
-    checkpoint = tiny("llama-gqa", "bfloat16")
-    expected = cold(checkpoint, requests)
-    with batching(checkpoint, shares=True, kv_positions=CONTEXT) as (_, driver):
+    expected = cold(llama, requests)
+    with batching(llama, shares=True, kv_positions=CONTEXT) as (_, driver):
         pool, random = driver._pool, np.random.default_rng(1)
         assert pool.num_pages == CONTEXT // PAGE
-        same([answer(driver, request) for request in requests], expected)
+        assert [answer(driver, request) for request in requests] == expected
         for _ in range(3):
             order = random.permutation(len(requests)).tolist()
             found = at_once(driver, [requests[number] for number in order])
-            same(found, [expected[number] for number in order])
-        assert all_are_free(driver)
-        first, *rest = (requests[0], *requests[1:4])
-        for request in (first, rest[0], first):
-            *_, cached = answer(driver, request)
-        assert cached < 256  # the other one had needed some of its pages
-        *_, cached = answer(driver, first)
-        assert cached == 256
+            assert found == [expected[number] for number in order]
+        assert all_pages_are_free(driver)
+        first, other = requests[:2]
+        cached = [answer(driver, request).num_cached for request in (first, other, first, first)]
+        assert cached[2] < 256 == cached[3]  # the other one had needed some of its pages
 
 
 # --- who shares --------------------------------------------------------------------------------
 
 
-def test_salts_are_apart_and_some_share_nothing(tiny: Tiny) -> None:
-    with batching(tiny("llama-gqa", "bfloat16"), shares=True) as (_, driver):
+def test_salts_are_apart_and_some_share_nothing(llama: TinyCheckpoint) -> None:
+    with batching(llama, shares=True) as (_, driver):
 
         def cached(**changes: Any) -> int:
-            return answer(driver, request_of(_IDS[:200], **changes))[2]
+            return answer(driver, request_of(_IDS[:200], **changes)).num_cached
 
         assert cached(use_cache=False) == 0
         assert cached() == 0  # nor was it kept
@@ -209,32 +179,26 @@ def test_salts_are_apart_and_some_share_nothing(tiny: Tiny) -> None:
 # --- what goes wrong ---------------------------------------------------------------------------
 
 
-def test_a_lost_cache_is_found_no_more(tiny: Tiny) -> None:
+def test_a_lost_cache_is_found_no_more(llama: TinyCheckpoint) -> None:
     """While some share pages: each is computed anew, and answers stay."""
-    requests = [request_of([*_IDS[:200], n]) for n in range(4)]
-    late = request_of(_EDITED[:290])
-    checkpoint = tiny("llama-gqa", "bfloat16")
-    expected = cold(checkpoint, [*requests, late])
-    with batching(checkpoint, shares=True) as (system, driver):
-        same([answer(driver, requests[0])], expected[:1])
+    requests = [*(request_of([*_IDS[:200], n]) for n in range(4)), request_of(_EDITED[:290])]
+    expected = cold(llama, requests)
+    with batching(llama, shares=True) as (system, driver):
+        assert answer(driver, requests[0]) == expected[0]
         run_layer, num_layers = driver.engine.run_layer, 0
 
-        def losing(
-            layer: int, num_tokens: int, next_layer: int, num_wanted: int | None = None
-        ) -> None:
+        def losing(*given: Any) -> None:
             nonlocal num_layers
             num_layers += 1
             if num_layers == 8:
                 lose_cache(system)
                 raise CacheLost("a test lost it")
-            run_layer(layer, num_tokens, next_layer, num_wanted)
+            run_layer(*given)
 
-        driver.engine.run_layer = losing  # type: ignore[method-assign]
-        found = at_once(driver, [*requests, late])
-        assert num_layers > 8
-        assert all_are_free(driver)
-        same(found, expected)
-        same([answer(driver, request) for request in (*requests, late)], expected)
+        driver.engine.run_layer = losing  # type: ignore[assignment, method-assign]
+        assert at_once(driver, requests) == expected
+        assert num_layers > 8 and all_pages_are_free(driver)
+        assert [answer(driver, request) for request in requests] == expected
 
 
 def lose_cache(system: InProcessSystem) -> None:
@@ -244,16 +208,15 @@ def lose_cache(system: InProcessSystem) -> None:
 
 
 def test_a_prompt_of_too_large_numbers_fails_alone(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others go on with what they have, and find it later; no service is replaced."""
     unused = next(token for token in range(VOCAB_SIZE) if token not in _IDS)
     requests = [request_of(_IDS[n : 200 + n]) for n in range(3)]
     bad = request_of([*_IDS[:260], unused])
-    checkpoint = tiny("llama-gqa", "bfloat16")
-    expected = cold(checkpoint, requests)
-    with batching(checkpoint, shares=True, folder=tmp_path) as (_, driver):
-        same([answer(driver, requests[0])], expected[:1])
+    expected = cold(llama, requests)
+    with batching(llama, shares=True, folder=tmp_path) as (_, driver):
+        assert [answer(driver, requests[0])] == expected[:1]
         engine, replaced = driver.engine, list[int]()
         buffers, run_layers = engine.exchange.buffers, engine._run_layers
         row = engine.embedding.lookup(np.array([unused]), np.array([0]))[0].copy()
@@ -277,34 +240,30 @@ def test_a_prompt_of_too_large_numbers_fails_alone(
             ]
             outcomes: list[Any] = [one.end() for one in running]
             assert isinstance(outcomes.pop(1), NotFiniteError)
-            same(outcomes, expected[1:])
+            assert outcomes == expected[1:]
             again = answer(driver, requests[0])
-            same([again], expected[:1])
-            assert again[2] == 192
+            assert again == expected[0] and again.num_cached == 192
         assert not replaced and pages_on_file(driver)
-        assert all_are_free(driver)
+        assert all_pages_are_free(driver)
 
 
 def test_after_a_service_made_a_nan_all_that_runs_is_computed_anew(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it had a part in before may be wrong, too, though finite."""
     requests = [request_of(_IDS[n : 200 + n]) for n in range(3)]
-    checkpoint = tiny("llama-gqa", "bfloat16")
-    expected = cold(checkpoint, requests)
-    with batching(checkpoint, shares=True, folder=tmp_path) as (system, driver):
+    expected = cold(llama, requests)
+    with batching(llama, shares=True, folder=tmp_path) as (system, driver):
         answer(driver, request_of(_IDS[250:350]))
         (kept,) = pages_on_file(driver)
         replaced, num_layers, run_layer = list[int](), 0, driver.engine.run_layer
 
-        def spoiled(
-            layer: int, num_tokens: int, next_layer: int, num_wanted: int | None = None
-        ) -> None:
+        def spoiled(*given: Any) -> None:
             nonlocal num_layers
             num_layers += 1
             if num_layers == 4:
                 raise NotFiniteError("in a test", frozenset({0}), 1)
-            run_layer(layer, num_tokens, next_layer, num_wanted)
+            run_layer(*given)
 
         def replace_it(service: int, cause: str) -> bool:
             replaced.append(service)
@@ -314,23 +273,21 @@ def test_after_a_service_made_a_nan_all_that_runs_is_computed_anew(
         monkeypatch.setattr(driver.engine, "run_layer", spoiled)
         monkeypatch.setattr(driver.engine.exchange, "try_replace", replace_it)
         found = at_once(driver, requests)
-        same(found, expected)
+        assert found == expected
         assert replaced == [1]
         assert kept not in pages_on_file(driver)
 
 
-def test_a_job_takes_the_pages_that_it_needs(tiny: Tiny) -> None:
+def test_a_job_takes_the_pages_that_it_needs(llama: TinyCheckpoint) -> None:
     request = request_of(_IDS[:300])
-    checkpoint = tiny("llama-gqa", "bfloat16")
-    expected = cold(checkpoint, [request])
-    with batching(checkpoint, shares=True, kv_positions=CONTEXT) as (_, driver):
+    expected = cold(llama, [request])
+    with batching(llama, shares=True, kv_positions=CONTEXT) as (_, driver):
         answer(driver, request)
         driver.score_window(_EDITED[:200], 5, False)  # writes into pages of slot 0
         found = answer(driver, request)
-        same([found], expected)
-        assert found[2] == 0
+        assert [found] == expected and found.num_cached == 0
         driver.between_requests(lambda: None, has_slot=False)
-        assert answer(driver, request)[2] > 0  # nothing was given up for it
+        assert answer(driver, request).num_cached > 0  # nothing was given up for it
 
 
 # --- a file beside memory ----------------------------------------------------------------------
@@ -351,15 +308,13 @@ def note(driver: Driver) -> str:
     return store.note
 
 
-def files(folder: Path) -> list[Path]:
-    return sorted((folder / "hotcold" / FOLDER).glob("*"))
-
-
 @pytest.mark.parametrize("has_mtp", [False, True])
-def test_a_later_start_computes_only_what_is_new(tiny: Tiny, tmp_path: Path, has_mtp: bool) -> None:
+def test_a_later_start_computes_only_what_is_new(
+    llama: TinyCheckpoint, tmp_path: Path, has_mtp: bool
+) -> None:
     """With the rows of a layer that drafts, too, whose drafts change nothing."""
     prompt, options = _IDS[:200], dict[str, Any]()
-    checkpoint: Any = tiny("llama-gqa", "bfloat16")
+    checkpoint: Any = llama
     if has_mtp:
         checkpoint = DraftedModel("glm4-moe-groups", tmp_path / "m")
         options = {"draft": "mtp"}
@@ -373,8 +328,8 @@ def test_a_later_start_computes_only_what_is_new(tiny: Tiny, tmp_path: Path, has
             assert note(driver).startswith(f"prefix cache: {said}")
             found = [answer(driver, one) for one in (*requests, requests[0])]
             assert len(pages_on_file(driver)) == 5
-        same(found, [*expected, expected[0]])
-        assert [number for *_, number in found] == cached
+        assert found == [*expected, expected[0]]
+        assert [one.num_cached for one in found] == cached
 
 
 @pytest.mark.parametrize(
@@ -382,13 +337,15 @@ def test_a_later_start_computes_only_what_is_new(tiny: Tiny, tmp_path: Path, has
     [("flipped", "3 pages"), ("cut", "its end is missing"), ("of another model", "begun anew"),
      ("empty", "0 pages")],
 )  # fmt: skip
-def test_a_damaged_file_changes_no_answer(tiny: Tiny, tmp_path: Path, what: str, said: str) -> None:
-    checkpoint, request = tiny("llama-gqa", "bfloat16"), request_of(_IDS[:200])
-    expected = cold(checkpoint, [request])
-    with batching(checkpoint, shares=True, folder=tmp_path) as (_, driver):
+def test_a_damaged_file_changes_no_answer(
+    llama: TinyCheckpoint, tmp_path: Path, what: str, said: str
+) -> None:
+    request = request_of(_IDS[:200])
+    expected = cold(llama, [request])
+    with batching(llama, shares=True, folder=tmp_path) as (_, driver):
         answer(driver, request)
         pages_on_file(driver)
-    (path,) = files(tmp_path)
+    (path,) = (tmp_path / "hotcold" / FOLDER).iterdir()
     content = bytearray(path.read_bytes())
     slot = (len(content) - 8192) // 3
     if what == "flipped":
@@ -399,39 +356,38 @@ def test_a_damaged_file_changes_no_answer(tiny: Tiny, tmp_path: Path, what: str,
         content[:] = b"" if what == "empty" else content[64:128] * (len(content) // 64)
     path.write_bytes(content)
     for wanted in ({0, 64, 128}, {192}):
-        with batching(checkpoint, shares=True, folder=tmp_path) as (_, driver):
+        with batching(llama, shares=True, folder=tmp_path) as (_, driver):
             assert (said if 0 in wanted else "3 pages") in note(driver)
             found = answer(driver, request)
             pages_on_file(driver)
-        same([found], expected)
+        assert [found] == expected
         # Which page is the damaged one depends on how many were written by one call.
-        assert found[2] in wanted
+        assert found.num_cached in wanted
 
 
-def test_two_systems_at_once(tiny: Tiny, tmp_path: Path) -> None:
-    checkpoint, request = tiny("llama-gqa", "bfloat16"), request_of(_IDS[:200])
-    expected = cold(checkpoint, [request])
-    with batching(checkpoint, shares=True, folder=tmp_path) as (_, first):
+def test_two_systems_at_once(llama: TinyCheckpoint, tmp_path: Path) -> None:
+    request = request_of(_IDS[:200])
+    expected = cold(llama, [request])
+    with batching(llama, shares=True, folder=tmp_path) as (_, first):
         answer(first, request)
         pages_on_file(first)
-        with batching(checkpoint, shares=True, folder=tmp_path) as (_, second):
+        with batching(llama, shares=True, folder=tmp_path) as (_, second):
             assert "another running system uses it" in note(second)
             found = [answer(second, request) for _ in range(2)]
-    same(found, expected * 2)
-    assert [cached for *_, cached in found] == [0, 192]  # of its own memory
+    assert found == expected * 2
+    assert [one.num_cached for one in found] == [0, 192]  # of its own memory
 
 
-def test_memory_for_one_prompt_alone(tiny: Tiny, tmp_path: Path) -> None:
+def test_memory_for_one_prompt_alone(llama: TinyCheckpoint, tmp_path: Path) -> None:
     """Pages given up in memory come back from the file, and in turns that is all there is."""
-    checkpoint = tiny("llama-gqa", "bfloat16")
     requests = [request_of(_IDS[n : n + 200]) for n in range(0, 160, 40)]
-    expected = cold(checkpoint, requests)
+    expected = cold(llama, requests)
     options: dict[str, Any] = {"kv_positions": 256, "num_slots": 1, "context": 256}
-    with batching(checkpoint, shares=True, folder=tmp_path, **options) as (_, driver):
+    with batching(llama, shares=True, folder=tmp_path, **options) as (_, driver):
         for cached in (0, 192, 192):
             found = [answer(driver, request) for request in requests]
-            same(found, expected)
-            assert [number for *_, number in found] == [cached] * len(requests)
+            assert found == expected
+            assert [one.num_cached for one in found] == [cached] * len(requests)
             assert len(pages_on_file(driver)) == 3 * len(requests)
 
 
@@ -445,9 +401,8 @@ def test_processes_that_are_killed_and_replaced(copied: TinyCheckpoint) -> None:
     )  # fmt: skip
     prompt = [token % 99 for token in _IDS[:200]]
     request = request_of(prompt)
-    with System.start(replace(config, prefix_cache_bytes=0)) as system:
-        expected = system.complete(request).ids
     with System.start(config) as system:
+        expected = system.complete(replace(request, use_cache=False)).ids
 
         def cached() -> int:
             found = system.complete(request)
@@ -470,10 +425,8 @@ def test_processes_that_are_killed_and_replaced(copied: TinyCheckpoint) -> None:
 
 
 def test_options(copied: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, nothing = (
-        read_config(copied.path),
-        dict.fromkeys(one.keyword for one in OPTIONS.values()),
-    )
+    config = read_config(copied.path)
+    nothing = dict.fromkeys(one.keyword for one in OPTIONS.values())
 
     def chosen(given: Any, device: str = "cpu", **others: Any) -> int | None:
         monkeypatch.setattr("hotcold.actors.setup.choose.choose_device", lambda *_: device)

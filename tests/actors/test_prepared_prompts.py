@@ -21,17 +21,16 @@ import ray
 
 from hotcold.actors.driver.driver import Driver
 from hotcold.actors.protocol.failures import CacheLost, RequestError
-from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
 from hotcold.actors.system import System
 from hotcold.model.config.model_config import RopeConfig
-from hotcold.model.sampling import SamplingParams
 from hotcold.model.weights.rope_frequencies import inv_freq, rope_cache_path
-from tests.actors.batching import batching, complete, start
+from tests.actors.batching import batching, complete, greedy, start
 from tests.actors.in_process import InProcessSystem
-from tests.conftest import TinyCheckpoint
+from tests.actors.kept_system import wait_until
+from tests.tiny_checkpoint import Tiny
 
-Tiny = Callable[..., TinyCheckpoint]
 ROOT = Path(__file__).resolve().parents[2]
 ROPES = [
     RopeConfig(10_000.0),
@@ -104,12 +103,9 @@ def test_a_long_prompt_says_what_fails(tiny: Tiny) -> None:
     with InProcessSystem(checkpoint.path, num_positions=128) as system:
         config = SystemConfig(str(checkpoint.path), context_length=128, kv_dtype="float32")
         driver = Driver(config, system.exchange, system.topology, prepare)
-        sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 
         def ids_after(prompt: list[int]) -> list[int]:
-            *_, last = driver.generate(GenerateRequest(sampling, prompt_ids=prompt))
-            assert last.result is not None
-            return last.result.ids
+            return complete(driver, greedy(prompt, 2)).ids
 
         short, long = [1] * (MATRIX_TOKENS - 1), [1] * MATRIX_TOKENS
         ids_after(short)
@@ -135,9 +131,7 @@ def test_others_go_on_while_services_prepare(tiny: Tiny) -> None:
         asked.append(wait_s)
         return ready.wait(wait_s)
 
-    greedy = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-    long = GenerateRequest(greedy, prompt_ids=[1] * 64, request_id="long")
-    short = GenerateRequest(greedy, prompt_ids=[1, 2, 3], request_id="short")
+    long, short = greedy([1] * 64, 20, "long"), greedy([1, 2, 3], 20, "short")
     with batching(tiny("llama-gqa"), "dense") as (_, driver):
         expected = [complete(driver, one).ids for one in (long, short)]
         driver.engine.begin_matmul = begin
@@ -164,9 +158,7 @@ def test_long_prompts_are_prepared_for_when_idle(tiny: Tiny) -> None:
     config = SystemConfig(
         str(tiny("llama-gqa", "float16").path), context_length=128, prefill_chunk=64
     )
-    sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
-    short = GenerateRequest(sampling, prompt_ids=[1, 2, 3])
-    long = GenerateRequest(sampling, prompt_ids=[1] * 64)
+    short, long = greedy([1, 2, 3], 5), greedy([1] * 64, 5)
     with System.start(config) as system:
 
         def is_prepared(service: Any) -> bool:
@@ -178,12 +170,7 @@ def test_long_prompts_are_prepared_for_when_idle(tiny: Tiny) -> None:
             )
             return [ray.get(each.__ray_call__.remote(function)) for each in ray.get(handles)]
 
-        for _ in range(600):
-            if all(of_services(lambda host: is_prepared(host._service))):
-                break
-            threading.Event().wait(0.1)
-        else:
-            raise AssertionError("nothing was prepared")
+        assert wait_until(lambda: all(of_services(lambda host: is_prepared(host._service))))
         system.complete(short)
         os.kill(system.call("processes")["cpu0"], signal.SIGKILL)
         expected = system.complete(long).ids

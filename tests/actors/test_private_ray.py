@@ -102,6 +102,8 @@ def told() -> Iterator[dict[str, Any]]:
     ):
         yield running
         process.communicate(b"exit\n", timeout=60)
+        assert ended([int(pid) for pid in running["processes"]])
+        assert not Path(running["folders"][0]).exists()
 
 
 def test_it_starts_only_what_is_needed_and_leaves_nothing(base: Path) -> None:
@@ -128,34 +130,35 @@ def test_it_starts_only_what_is_needed_and_leaves_nothing(base: Path) -> None:
 
 
 def test_all_end_with_their_owner_and_a_killed_ones_folder_with_the_next_start(
-    base: Path,
+    told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others are left alone, and end with theirs: one that exits, one that is interrupted."""
-    with owner("1") as (living, told_by_living), owner("1") as (killed, told):
+    """Others are left alone, and end with theirs: one that is interrupted; `told` exits."""
+    living = Path(told["folders"][0])
+    base = living.parent
+    monkeypatch.setenv("RAY_TMPDIR", str(base))
+    with owner("1") as (killed, told_by_killed):
         foreign = base / f"{PREFIX}file"
         foreign.write_text("")
         elsewhere = base / "elsewhere"
         (elsewhere / "kept").mkdir(parents=True)
         (base / f"{PREFIX}link").symlink_to(elsewhere)
         killed.send_signal(signal.SIGKILL)
-        assert ended([int(pid) for pid in told["processes"]])
-        assert Path(told["folders"][0]).exists()
+        assert ended([int(pid) for pid in told_by_killed["processes"]])
+        assert Path(told_by_killed["folders"][0]).exists()
         with owner("1") as (next_one, told_by_next):
             left = set(base.glob(f"{PREFIX}*"))
-            assert Path(told["folders"][0]) not in left
-            for each in (told_by_living, told_by_next):
+            assert Path(told_by_killed["folders"][0]) not in left
+            for each in (told, told_by_next):
                 assert Path(each["folders"][0]) in left
                 assert psutil.pid_exists(of_kind(each, "gcs_server")[0])
                 assert psutil.pid_exists(of_kind(each, "raylet")[0])
             next_one.send_signal(signal.SIGINT)
             next_one.communicate(timeout=60)
             assert ended([int(pid) for pid in told_by_next["processes"]])
-        living.communicate(b"exit\n", timeout=60)
-        assert ended([int(pid) for pid in told_by_living["processes"]])
-    left_over = ["elsewhere", f"{PREFIX}file", f"{PREFIX}link"]
-    assert sorted(path.name for path in base.iterdir()) == left_over
+    left_over = {living.name, "elsewhere", f"{PREFIX}file", f"{PREFIX}link"}
+    assert {path.name for path in base.iterdir()} == left_over
     TempFolder.remove_dead()
-    assert sorted(path.name for path in base.iterdir()) == left_over
+    assert {path.name for path in base.iterdir()} == left_over
     assert foreign.exists() and (elsewhere / "kept").exists()
 
 

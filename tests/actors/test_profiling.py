@@ -18,14 +18,14 @@ from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.profiling import counts_by_neuron
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.protocol.failures import RequestError
-from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.shards import service_specs
 from hotcold.model.config.build import read_config
-from hotcold.model.sampling import SamplingParams
 from tests import tiny_models
+from tests.actors.batching import complete, greedy
 from tests.actors.in_process import InProcessSystem
-from tests.conftest import TinyCheckpoint
 from tests.patched_models import load_model
+from tests.tiny_checkpoint import Tiny
 from tests.tiny_models import VOCAB_SIZE, make_tiny
 
 POSITIONS, STEP = 64, 16
@@ -143,17 +143,15 @@ def test_counts_and_inputs_are_those_of_transformers(
 
 
 def test_requests_and_profiling_leave_each_other_alone(
-    tiny: Callable[..., TinyCheckpoint],
+    tiny: Tiny,
 ) -> None:
     checkpoint = tiny("llama-relu")
-    sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-    request = GenerateRequest(sampling, prompt_ids=checkpoint.ids[:10].tolist())
+    request = greedy(checkpoint.ids[:10], 20)
     with profiled(checkpoint.path) as (driver, fired_counts):
         assert fired_counts().sum() == 0
         driver.profile_window([3, 4, 5], [])
         before = fired_counts()
-        *_, last = driver.generate(request)
-        assert last.result is not None and last.result.ids == checkpoint.greedy_ids[:20]
+        assert complete(driver, request).ids == checkpoint.greedy_ids[:20]
         np.testing.assert_array_equal(fired_counts(), before)
         driver.profile_window([3, 4, 5], [])
         np.testing.assert_array_equal(fired_counts(), 2 * before)

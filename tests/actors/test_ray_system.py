@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +22,11 @@ from hotcold.actors.system import System
 from hotcold.model.errors import ServiceError
 from tests.actors.batching import Background
 from tests.actors.kept_system import CONTEXT, KeptSystem, all_gone, greedy, wait_until
-from tests.conftest import TinyCheckpoint
 from tests.e2e.word_model import words_of
+from tests.tiny_checkpoint import Tiny, TinyCheckpoint
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
-Tiny = Callable[..., TinyCheckpoint]
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -24,18 +24,16 @@ from hotcold.actors.protocol.failures import RequestError
 from hotcold.actors.protocol.messages import GenerateRequest, ReaderEpoch, TokenEvent
 from hotcold.actors.system import System
 from hotcold.model.errors import ServiceError
-from hotcold.model.sampling import SamplingParams
-from tests.actors.batching import Background, batching
-from tests.conftest import TinyCheckpoint
+from tests.actors.batching import Background, batching, greedy
+from tests.actors.kept_system import wait_until
+from tests.tiny_checkpoint import Tiny
 
-Tiny = Callable[..., TinyCheckpoint]
 CONTEXT = 50_000
 READER = ReaderEpoch("a test")
 
 
 def request_of(max_tokens: int, name: str = "") -> GenerateRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return GenerateRequest(sampling, prompt_ids=[1, 2, 3], request_id=name)
+    return greedy([1, 2, 3], max_tokens, name)
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +53,12 @@ def await_running(driver: Driver) -> None:
 
 def await_idle(driver: Driver) -> None:
     """Return once nothing runs; all pages of the KV cache are free then."""
-    for _ in range(3000):
+
+    def is_idle() -> bool:
         load = driver.load()
-        if not (load.num_running or load.num_waiting):
-            break
-        threading.Event().wait(0.02)
-    assert (load.num_running, load.num_waiting, load.kv_cache_usage) == (0, 0, 0.0)
+        return not (load.num_running or load.num_waiting or load.kv_cache_usage)
+
+    assert wait_until(is_idle)
 
 
 def test_events_are_handed_out_until_they_have_come() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,13 +55,11 @@ from tests.actors.batching import (
     start,
 )
 from tests.actors.in_process import InProcessSystem
-from tests.conftest import TinyCheckpoint
+from tests.tiny_checkpoint import Tiny, TinyCheckpoint
 
 TOPOLOGY = Topology(
     (ServicePart("gpu", attention=range(1), has_head=True), *map(ServicePart, ("cpu0", "cpu1")))
 )
-
-Tiny = Callable[..., TinyCheckpoint]
 
 
 class Faulty(Exchange):
@@ -216,16 +214,6 @@ class Fails(Exchange):
         return 1
 
 
-class Counting:
-    """Replaces nothing; remembers."""
-
-    def __init__(self) -> None:
-        self.replaced: list[int] = []
-
-    def replace(self, causes: Mapping[int, str]) -> None:
-        self.replaced += causes
-
-
 def test_no_reply_passes_for_another_process_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was tried out and then lost, before any request."""
     monkeypatch.setattr("hotcold.actors.exchange.doorbell_exchange.POLL_NS", 1_000_000)
@@ -249,33 +237,28 @@ def test_no_reply_passes_for_another_process_s(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_replaced_and_what_is_told() -> None:
+    replaced: list[int] = []
+
+    def exchange(*errors: Exception, has_started: bool = True) -> RecoveringExchange:
+        found = RecoveringExchange(Fails(*errors), replaced.extend, TOPOLOGY)
+        if has_started:
+            found.start()
+        return found
+
+    lost = ServiceLost(2, "died")
     no_memory = AnswerFailed(1, "the cpu0 service failed: MemoryError: no room")
-    replacer = Counting()
-    exchange = RecoveringExchange(
-        Fails(ServiceLost(2, "died"), no_memory), replacer.replace, TOPOLOGY
-    )
-    with pytest.raises(ServiceLost):  # while it starts
-        exchange.request([1, 2])
-    exchange = RecoveringExchange(
-        Fails(ServiceLost(2, "died"), no_memory), replacer.replace, TOPOLOGY
-    )
-    exchange.start()
-    assert exchange.request([1, 2]) > 0
-    assert replacer.replaced == [2, 1]
+    with pytest.raises(ServiceLost):
+        exchange(lost, no_memory, has_started=False).request([1, 2])
+    assert exchange(lost, no_memory).request([1, 2]) > 0
+    assert replaced == [2, 1]
     for errors in ([no_memory, no_memory], [AnswerFailed(1, "ValueError: no such operation")]):
-        exchange = RecoveringExchange(Fails(*errors), replacer.replace, TOPOLOGY)
-        exchange.start()
         with pytest.raises(AnswerFailed):
-            exchange.request([1])
-    assert replacer.replaced == [2, 1, 1]
-    for error in (
-        ServiceLost(0, "died"),
-        AnswerFailed(0, "the gpu service failed: MemoryError: no"),
-    ):
-        exchange = RecoveringExchange(Fails(error), replacer.replace, TOPOLOGY)
-        exchange.start()
+            exchange(*errors).request([1])
+    assert replaced == [2, 1, 1]
+    no_memory = AnswerFailed(0, "the gpu service failed: MemoryError: no")
+    for error in (ServiceLost(0, "died"), no_memory):
         with pytest.raises(CacheLost):  # its KV cache is lost with it: requests begin again
-            exchange.request([0])
+            exchange(error).request([0])
 
 
 def test_ten_failures_in_a_minute_are_enough_or_ten_that_nothing_mends() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,17 @@ WANTED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def drivers() -> Iterator[tuple[Driver, Driver]]:
+    """Of two systems of the embedded model."""
+    checkpoint = TinyCheckpoint(DEMO_DIRECTORY)
+    with batching(checkpoint) as (_, one), batching(checkpoint) as (_, other):
+        yield one, other
+
+
 @pytest.mark.parametrize("wanted", WANTED, ids=lambda one: "-".join([*one, *one["sampling"]]))
 def test_another_system_goes_on_from_any_event(
-    wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    wanted: dict[str, Any], drivers: tuple[Driver, Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the same events, whichever was the last that was read, and the same result."""
     monkeypatch.setattr(streams, "PACE_S", 0.0)
@@ -41,9 +50,7 @@ def test_another_system_goes_on_from_any_event(
     request = GenerateRequest(
         **{**wanted, "sampling": sampling}, prompt="There was once a" * 9, is_resumable=True
     )
-    checkpoint = TinyCheckpoint(DEMO_DIRECTORY)
-    with batching(checkpoint) as (_, one), batching(checkpoint) as (_, other):
-        check(one, other, request)
+    check(*drivers, request)
 
 
 def test_it_goes_on_within_thoughts_and_marks_that_end_them(

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -28,9 +28,8 @@ from hotcold.actors.system import System
 from hotcold.model.config.build import read_config
 from hotcold.model.errors import CheckpointError, MemoryBudgetError, ServiceError, UsageError
 from hotcold.model.files.artifact import ModelIdentity
-from hotcold.model.sampling import SamplingParams
 from hotcold.placement.plan import plan_path, write_plan
-from tests.actors.batching import Background
+from tests.actors.batching import Background, greedy
 from tests.actors.kept_system import (
     KeptSystem,
     all_gone,
@@ -51,20 +50,23 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def greedy(size: int, num_tokens: int) -> GenerateRequest:
-    ids = np.random.default_rng(size).integers(0, 101, size).tolist()
-    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    return GenerateRequest(sampling, prompt_ids=ids)
+def request_of(size: int, num_tokens: int) -> GenerateRequest:
+    return greedy(np.random.default_rng(size).integers(0, 101, size), num_tokens)
 
 
 def asked(system: System, request: GenerateRequest) -> Background:
     return Background(lambda: system.complete(request))
 
 
+def ids_of(system: System, requests: Sequence[GenerateRequest]) -> list[list[int]]:
+    """The answers to requests that run side by side."""
+    return [one.end().ids for one in [asked(system, request) for request in requests]]
+
+
 def test_services_come_and_go_while_requests_run(kept: KeptSystem) -> None:
     system = kept.system
-    requests = [greedy(size, 600) for size in (3, 40, 600)]
-    expected = [system.complete(request).ids for request in requests]
+    requests = [request_of(size, 600) for size in (3, 40, 600)]
+    expected = ids_of(system, requests)
     before = system.call("processes")
     running = [asked(system, request) for request in requests]
     assert system.call("scale", 1).num_cpu_actors == 1
@@ -89,7 +91,7 @@ def test_services_come_and_go_while_requests_run(kept: KeptSystem) -> None:
 
 def test_what_cannot_be_had_leaves_all_as_it_was(kept: KeptSystem) -> None:
     """Too many, too little memory, what fails before the change, a new service that is stopped."""
-    system, request = kept.system, greedy(20, 30)
+    system, request = kept.system, request_of(20, 30)
     expected, before = system.complete(request).ids, system.call("processes")
     with pytest.raises(UsageError, match=r"--cpu-actors 3 is not within 1\.\.2"):
         system.call("scale", 3)
@@ -158,8 +160,8 @@ def break_down(host: Any) -> None:
 def test_services_that_are_lost_while_others_come(kept: KeptSystem) -> None:
     """Killed or stopped at any moment; requests are recomputed on those that serve then."""
     system, random = kept.system, np.random.default_rng()
-    requests = [greedy(size, 400) for size in (3, 40, 300)]
-    expected = [system.complete(request).ids for request in requests]
+    requests = [request_of(size, 400) for size in (3, 40, 300)]
+    expected = ids_of(system, requests)
     for name, number in (
         ("gpu", signal.SIGSTOP), ("cpu0", signal.SIGKILL),
     ):  # fmt: skip
@@ -176,7 +178,7 @@ def test_services_that_are_lost_while_others_come(kept: KeptSystem) -> None:
             count = 3 - count
         assert [one.end().ids for one in running] == expected
         assert system.call("describe").num_cpu_actors == count
-        assert [system.complete(request).ids for request in requests] == expected
+        assert ids_of(system, requests) == expected
     in_driver(system, forget_failures)
     system.call("scale", 2)  # as other tests find it
 
@@ -192,14 +194,14 @@ def test_what_is_written_meanwhile_changes_nothing(copied: TinyCheckpoint) -> No
     """Predictors and profiles; of another model new services would have other weights."""
     file = write_sign_predictors(copied.path, 1)
     config = config_of(copied.path, mode="sign", predictors_path=str(file))
-    requests = [greedy(size, 16) for size in (5, 70, 20)]
+    requests = [request_of(size, 16) for size in (5, 70, 20)]
     with System.start(config) as system:
-        expected = [system.complete(request).ids for request in requests]
+        expected = ids_of(system, requests)
         in_driver(system, keep_arena)
         write_sign_predictors(copied.path, 2)
         assert len(system.call("telemetry", 600.0).actors) == 3
         system.call("scale", 2)
-        assert [system.complete(request).ids for request in requests] == expected
+        assert ids_of(system, requests) == expected
         # There may be no memory for a third arena.
         assert wait_until(lambda: in_driver(system, has_let_go))
         described = copied.path / "config.json"
@@ -207,7 +209,7 @@ def test_what_is_written_meanwhile_changes_nothing(copied: TinyCheckpoint) -> No
         described.write_text(json.dumps(changed))
         with pytest.raises(CheckpointError, match="may be another model than when the system"):
             system.call("scale", 1)
-        assert [system.complete(request).ids for request in requests] == expected
+        assert ids_of(system, requests) == expected
 
 
 def keep_arena(host: Any) -> None:
@@ -226,7 +228,7 @@ def has_let_go(host: Any) -> bool:
 def test_what_fails_half_way_ends_the_system(copied: TinyCheckpoint) -> None:
     """With one line for every caller: none gets tokens of a system that is not whole."""
     with System.start(config_of(copied.path)) as system:
-        running = [asked(system, greedy(size, 200)) for size in (5, 40)]
+        running = [asked(system, request_of(size, 200)) for size in (5, 40)]
         in_driver(system, break_down)
         outcome = Background(partial(system.call, "scale", 2)).end()
         line = "the system ended while its CPU services were changed: TypeError: a mistake; "
@@ -236,7 +238,7 @@ def test_what_fails_half_way_ends_the_system(copied: TinyCheckpoint) -> None:
         }
         for _ in range(2):
             with pytest.raises(ServiceError) as caught:
-                system.complete(greedy(3, 3))
+                system.complete(request_of(3, 3))
             assert str(caught.value) == str(outcome)
 
 
@@ -248,12 +250,12 @@ def test_a_service_that_lacks_a_neuron(copied: TinyCheckpoint, tmp_path: Path) -
         start_stand_in(config, broken, Forgetful)
     broken.unlink()
     with start_stand_in(config, broken, Forgetful) as system:
-        system.complete(greedy(3, 3))
+        system.complete(request_of(3, 3))
         broken.touch()
         os.kill(system.call("processes")["cpu0"], signal.SIGKILL)
         with pytest.raises(ServiceError, match="the cpu0 service came back with other neurons"):
             for _ in range(100):
-                system.complete(greedy(3, 3))
+                system.complete(request_of(3, 3))
 
 
 def test_a_gpus_plan_that_the_cpu_carries_out(copied: TinyCheckpoint, tmp_path: Path) -> None:
@@ -268,8 +270,7 @@ def test_a_gpus_plan_that_the_cpu_carries_out(copied: TinyCheckpoint, tmp_path: 
             running = start_stand_in(
                 replace(system, plan_path=str(file)), tmp_path / "broken", WithoutGpu
             )
-    sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-    request = GenerateRequest(sampling, prompt_ids=copied.ids[:10].tolist())
+    request = greedy(copied.ids[:10], 20)
     with running:
         for count in (1, 2):
             assert running.call("scale", count).num_cpu_actors == count
@@ -286,15 +287,15 @@ def test_a_drafting_system_that_loses_services(tmp_path: Path, draft: str) -> No
         make_model("q-llama", path)
     else:
         DraftedModel("qwen3.5", path)
-    requests = [greedy(size, 21) for size in (5, 70, 7)]
+    requests = [request_of(size, 21) for size in (5, 70, 7)]
     with System.start(config_of(path, weight_dtype=dtype, draft=draft)) as system:
-        expected = [system.complete(request).ids for request in requests]
+        expected = ids_of(system, requests)
         in_driver(system, draft_always)
-        for name in ("gpu", "cpu0", ""):
+        for names in (("gpu", "cpu0"), ()):
             running = [asked(system, request) for request in requests]
-            if name:
+            for name in names:
                 os.kill(system.call("processes")[name], signal.SIGKILL)
-            else:
+            if not names:
                 system.call("scale", 2)
             assert [one.end().ids for one in running] == expected
             result = system.complete(requests[-1])

@@ -35,12 +35,11 @@ from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.numpy_device import NumpyDevice
 from tests.actors.test_stored_neurons import IDS, StoredSystem, assert_same_bits, packed, two_bits
 from tests.actors.test_stored_system import kept_bytes
-from tests.conftest import TinyCheckpoint
+from tests.tiny_checkpoint import Tiny
 from tests.tiny_models import make_tiny
 from tests.unit.test_page_cache import cached_bytes, emptied
 
 pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.sweep]
-Tiny = Callable[..., TinyCheckpoint]
 GATE_BYTES = 48 * 4  # of llama-relu
 NEURON_BYTES, SLOT_BYTES = 3 * GATE_BYTES + 4, 3 * GATE_BYTES + 48
 

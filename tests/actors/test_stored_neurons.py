@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from hotcold.actors.cpu import bundle_reads
 from hotcold.actors.cpu.bundle_reads import BundleReads
 from hotcold.actors.cpu.offloaded_service import OffloadedService, load_offloaded_service
 from hotcold.actors.exchange.service import Service
-from hotcold.actors.protocol.failures import AnswerFailed
 from hotcold.actors.protocol.messages import PREDICTED_MODES, THRESHOLD
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage, OffloadedShare
 from hotcold.actors.setup.shards import served_config
@@ -60,10 +58,9 @@ from hotcold.predictors.read_ahead import words_to_read_ahead
 from hotcold.predictors.sign import SignLayer
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_predicted_modes import for_services, layer_tensors, oracles
-from tests.conftest import TinyCheckpoint
+from tests.tiny_checkpoint import Tiny
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-Tiny = Callable[..., TinyCheckpoint]
 IDS = np.random.default_rng(3).integers(0, 101, 40)
 WAYS = ([1], [2, 7, 4], [32], [35, 1, 1])
 STORES: list[dict[str, Any]] = [
@@ -388,47 +385,3 @@ class _LateReads(threading.Thread):
         while not self.ended.wait(0.005):
             self._buffers[:8] = self.num_written % 256
             self.num_written += 1
-
-
-@pytest.fixture
-def own_copy(tiny: Tiny, tmp_path: Path) -> Path:
-    """A model and its bundle file that a test may spoil."""
-    copytree(tiny("llama-gqa").path, tmp_path / "m", ignore=lambda *_: {"hotcold"})
-    packed(tmp_path / "m")
-    return tmp_path / "m"
-
-
-@pytest.mark.parametrize(("fault", "way"), [("shorter", [1]), ("changed", [1]), ("changed", [40])])
-def test_a_file_that_is_spoilt_under_a_system(own_copy: Path, fault: str, way: list[int]) -> None:
-    """One line, nothing wrong computed; once the file is mended, the same service goes on."""
-    file = own_copy / "hotcold" / "bundles-float32.bin"
-    content = file.read_bytes()
-    with InProcessSystem(own_copy, 1, 2) as plain:
-        wanted = plain.logits("exact", IDS, way)
-    with StoredSystem(own_copy, 1, 2) as stored:
-        spoil(file, fault)
-        for _ in range(10):  # threads notice in any order
-            with pytest.raises(AnswerFailed, match=str(file)) as caught:
-                stored.logits("exact", IDS, way)
-            assert "\n" not in str(caught.value)
-            assert ("became shorter" if fault == "shorter" else "of layer") in str(caught.value)
-        rewrite(file, content)
-        np.testing.assert_array_equal(stored.logits("exact", IDS, way), wanted)
-
-
-def spoil(file: Path, fault: str) -> None:
-    """Cut the file after its tables, or turn a bit in each of its bundles' parts."""
-    path = file.parents[1]
-    start = BundleGeometry.of(stored_config(Checkpoint(path), read_config(path))).first_byte
-    if fault == "shorter":
-        os.truncate(file, start + 4096)
-        return
-    content = np.frombuffer(file.read_bytes(), np.uint8).copy()
-    content[start::256] ^= 4
-    rewrite(file, content.tobytes())
-
-
-def rewrite(file: Path, content: bytes) -> None:
-    """In place: whoever has it open sees it."""
-    with file.open("r+b") as stream:
-        stream.write(content)

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 from hotcold.actors.processes import host_setup
 from hotcold.actors.processes.host_setup import HostSetup
-from hotcold.actors.protocol.messages import GenerateRequest, ServiceSpec, SystemConfig
+from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
 from hotcold.actors.setup import account as accounts
 from hotcold.actors.setup import storage_shares
@@ -34,15 +33,13 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import ArtifactError, MemoryBudgetError, UsageError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.artifact_places import artifact_path
-from hotcold.model.sampling import SamplingParams
 from hotcold.placement.profile import PROFILE_FILE, ActivationProfile, write_profile
 from hotcold.placement.storage import least_in_memory
+from tests.actors import batching
 from tests.actors.kept_system import config_of, greedy
 from tests.actors.test_gguf_mixtures import quantized
-from tests.conftest import TinyCheckpoint
+from tests.tiny_checkpoint import Tiny
 from tests.tiny_models import make_tiny
-
-Tiny = Callable[..., TinyCheckpoint]
 
 
 @pytest.mark.timeout(400)
@@ -72,8 +69,7 @@ def test_down_rows_that_are_an_output_also_after_a_service_was_lost(tmp_path: Pa
     assert system.down_transposed
     kept = least_in_memory(config)
     kept_storage = NeuronStorage(str(pack_model(path, config)), kept, kept)
-    sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-    request = GenerateRequest(sampling, prompt_ids=[3, 1, 4, 1, 5, 9])
+    request = batching.greedy([3, 1, 4, 1, 5, 9], 20)
     with System.start(replace(system, storage=kept_storage), name="stored") as running:
         first = running.complete(request)
         assert first.reads["bytes_read"] > 0

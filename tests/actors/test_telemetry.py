@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
-from hotcold.actors.driver.driver import Driver
-from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
-from hotcold.actors.telemetry.snapshot import (
-    NeuronWatch,
-)
-from hotcold.model.sampling import SamplingParams
-from hotcold.numba_kernels.loops.mailbox import (
-    NUM_BUCKETS,
-)
+from hotcold.actors.telemetry.snapshot import NeuronWatch
+from hotcold.numba_kernels.loops.mailbox import NUM_BUCKETS
 from tests import reference
+from tests.actors.batching import batching, complete, greedy
 from tests.actors.in_process import InProcessSystem
-from tests.conftest import TinyCheckpoint
-
-Tiny = Callable[..., TinyCheckpoint]
+from tests.actors.test_predicted_modes import for_services
+from tests.predictor_layers import constant_layer
+from tests.tiny_checkpoint import Tiny, TinyCheckpoint
 
 
 def buckets_of(ids: np.ndarray, ffn_size: int) -> np.ndarray:
@@ -65,6 +57,7 @@ def test_neurons_that_fire_are_counted(tiny: Tiny, monkeypatch: pytest.MonkeyPat
             engine.step([token_id], [position], [0])
         found = watch.read()
     assert found.num_steps == len(ids)
+    assert engine.times.num_neurons == sum(fired.sum() for fired in fires)
     for layer, fired in enumerate(fires):
         by_token = [buckets_of(np.flatnonzero(row), size) for row in fired]
         np.testing.assert_array_equal(found.last_computed[layer], by_token[-1])
@@ -74,28 +67,31 @@ def test_neurons_that_fire_are_counted(tiny: Tiny, monkeypatch: pytest.MonkeyPat
     assert not found.num_hot.any()
 
 
+def test_neurons_that_a_predictor_chose_are_counted(tiny: Tiny) -> None:
+    with InProcessSystem(tiny("llama-relu").path, num_services=2, num_threads=2) as system:
+        width, size = system.config.hidden_size, system.config.ffn_size
+        chosen, order = np.arange(size) % 3 == 0, np.concatenate(system.shards())
+        layers = [constant_layer(chosen[order], width)] * system.config.num_layers
+        watch, engine = watch_of(system), system.engine("sign", for_services(system, layers))
+        watch.watch(60)
+        engine.step([5], [0], [0])
+        found = watch.read()
+    for gates in found.last_gates:
+        np.testing.assert_array_equal(gates, buckets_of(np.flatnonzero(chosen), size))
+
+
 def test_a_driver_tells_what_its_steps_computed(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "hotcold.actors.telemetry.snapshot._RECENT_S", 600
     )  # steps may wait for a compiler
-    config = SystemConfig(
-        str(tiny("llama-relu").path), mode="exact", context_length=128, max_batch=2
-    )
-    with InProcessSystem(tiny("llama-relu").path, num_slots=2, num_services=2) as system:
-        driver = Driver(config, system.exchange, system.topology)
-        try:
-            assert driver.telemetry(600).speed.tokens_per_s == 0
-            sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-            for prompt_ids in ([5, 6, 7], list(range(30))):  # the last one's steps alone are told
-                request = GenerateRequest(sampling, prompt_ids=prompt_ids, use_cache=False)
-                *_, event = driver.generate(request)
-            shown, steps = driver.telemetry(), list(driver._scheduler.recent)[-19:]
-        finally:
-            driver.close()
-    result, neurons, speed = event.result, shown.neurons, shown.speed
-    assert result is not None
+    with batching(tiny("llama-relu"), context=128, num_slots=2) as (_, driver):
+        assert driver.telemetry(600).speed.tokens_per_s == 0
+        for prompt_ids in ([5, 6, 7], list(range(30))):  # the last one's steps alone are told
+            result = complete(driver, greedy(prompt_ids, 20))
+        shown, steps = driver.telemetry(), list(driver._scheduler.recent)[-19:]
+    neurons, speed = shown.neurons, shown.speed
     assert neurons.num_steps == len(steps) == 19  # without the one that held the whole prompt
     computed = sum(step.times.num_neurons for step in steps)
     assert neurons.mean_computed.sum() * len(steps) == pytest.approx(computed)

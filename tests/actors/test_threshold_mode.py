@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,14 +29,13 @@ from hotcold.predictors.magnitude_thresholds import (
 from tests import reference
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
-from tests.conftest import TinyCheckpoint
 from tests.reference import reference_logits, relative_difference
+from tests.tiny_checkpoint import Tiny
 from tests.unit.test_down_outputs import MIXED
 from tests.unit.test_gguf_model import IDS as MODEL_IDS
 from tests.unit.test_gguf_model import file_of
 from tests.unit.test_gguf_model import tiny as tiny_gguf
 
-Tiny = Callable[..., TinyCheckpoint]
 VARIANTS = ["llama-silu", "gemma3", "gemma4-e"]
 IDS = np.random.default_rng(7).integers(0, 101, 24)
 GGUF_IDS = np.array(MODEL_IDS)

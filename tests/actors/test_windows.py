@@ -1,15 +1,14 @@
-"""Layers with a window keep the pages of a window: answers are those of a system that keeps all.
+"""Layers with a window keep the pages of a window, recurrent ones states in pages.
 
-Some tests are of recurrent layers, too, which keep states in pages.
+Answers are those of each request alone and cold, of a system that keeps all.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,55 +17,112 @@ import pytest
 
 from hotcold.actors.driver.active_request import ActiveRequest
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.kv_cache.pool import Window
+from hotcold.actors.kv_cache.pool import KvPool, Window
 from hotcold.actors.protocol.failures import CacheLost
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.sampling import SamplingParams
 from hotcold.numba_kernels.decode.attention import PAGE_POSITIONS as PAGE
-from hotcold.numba_kernels.loops.mailbox import WINDOWED
-from tests.actors.batching import batching
+from hotcold.numba_kernels.loops.mailbox import RECURRENT, WINDOWED
+from tests.actors.batching import Answer, all_pages_are_free, answer, at_once, batching, greedy
 from tests.actors.cuda_in_process import CudaInProcess, a_third
 from tests.actors.in_process import InProcessSystem
-from tests.actors.test_prefix_cache import (
-    Answer,
-    all_are_free,
-    answer,
-    at_once,
-    pages_on_file,
-    request_of,
-    same,
-)
+from tests.actors.test_prefix_cache import cold, pages_on_file, request_of
 from tests.actors.test_speculation import attention_arrays_of
-from tests.conftest import TinyCheckpoint
+from tests.tiny_checkpoint import GREEDY_TOKENS, Tiny, TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE, make_tiny
 
 _CONTEXT = 832
 _IDS = np.random.default_rng(5).integers(0, VOCAB_SIZE, _CONTEXT).tolist()
 _EDITED = [*_IDS[:350], (_IDS[350] + 1) % VOCAB_SIZE, *_IDS[351:]]
-# Models with windows in all layers or in some, shorter than a page and longer than two.
-_MODELS = [("mistral", 150), ("gemma3", 7), ("gemma4-e", 70)]
+Models = Callable[[str, int], "Layers"]
+
+
+@contextmanager
+def system_of(
+    checkpoint: TinyCheckpoint, few: int = 0, chunks: int = 1, **options: Any
+) -> Iterator[tuple[InProcessSystem, Driver]]:
+    """A system with pages for the windows of `few` sequences, or with `few` pages for states.
+
+    0: windowed layers have pages for all positions, states as many as they take by themselves.
+    """
+    settings: dict[str, Any] = {"context": _CONTEXT, "kv_positions": 3 * _CONTEXT, "shares": True}
+    with batching(checkpoint, **(settings | options)) as (system, driver):
+        pool, config, engine = driver._pool, system.config, driver.engine
+        engine.chunks_at_once = chunks
+        own = pool._groups[1]._window
+        assert own is not None
+        if RECURRENT in config.page_groups:
+            assert own.size <= 4
+            windows = {RECURRENT: (replace(own, most_ends=chunks + 2), few)}
+        elif few:
+            step = max(chunks * engine.max_tokens, engine.kernel_tokens)
+            window = Window(max(config.windows), step)
+            assert chunks > 1 or own == window
+            windows = {WINDOWED: (window, few * window.num_pages)}
+        else:
+            windows = {WINDOWED: (Window(_CONTEXT, _CONTEXT), system.num_pages())}
+        if few or WINDOWED in windows:
+            pool.__init__(system.num_pages(), pool._page_tables, windows)  # type: ignore[misc]
+        yield system, driver
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A model with layers that keep the pages of a window, or states in pages."""
+
+    checkpoint: TinyCheckpoint
+    has_states: bool
+
+    @property
+    def few(self) -> int:
+        """So few pages, or windows, that requests have to wait for them."""
+        return 9 if self.has_states else 2
+
+    def system(self, *sizes: int, **options: Any) -> Any:
+        """See `system_of`."""
+        kept = {"kv_positions": (3 if self.has_states else 2) * _CONTEXT}
+        return system_of(self.checkpoint, *sizes, **kept | options)
+
+    def alone(self, requests: list[GenerateRequest]) -> list[Answer]:
+        """Each request by itself, of a system that shares nothing."""
+        return cold(self.checkpoint, requests, context=_CONTEXT, kv_positions=8 * _CONTEXT)
+
+    def pages(self, system: InProcessSystem) -> list[np.ndarray]:
+        """Of each such layer all that there are."""
+        arrays = attention_arrays_of(system)
+        if self.has_states:
+            return list(arrays.recurrent_pages)
+        windows = enumerate(system.config.windows)
+        return [arrays.keys.pages(layer) for layer, size in windows if size]
 
 
 @pytest.fixture(scope="session")
-def windowed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], TinyCheckpoint]:
-    """The tiny model of a variant with a window of so many positions."""
+def models(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """The tiny model of a variant with a window of so many positions, or with states (0)."""
     made: dict[tuple[str, int], Path] = {}
 
-    def make(variant: str, size: int) -> TinyCheckpoint:
+    def make(variant: str, size: int) -> Layers:
+        if not size:
+            return Layers(tiny(variant), True)
         if (variant, size) not in made:
-            path = tmp_path_factory.mktemp(f"{variant}-{size}")
-            made[variant, size] = path
+            path = made[variant, size] = tmp_path_factory.mktemp(f"{variant}-{size}")
             make_tiny(variant, path)
             config = json.loads((path / "config.json").read_text())
             (path / "config.json").unlink()
             (path / "config.json").write_text(json.dumps(config | {"sliding_window": size}))
-        return TinyCheckpoint(made[variant, size])
+        return Layers(TinyCheckpoint(made[variant, size]), False)
 
     return make
 
 
-Windowed = Callable[[str, int], TinyCheckpoint]
-Tiny = Callable[..., TinyCheckpoint]
+@pytest.fixture(scope="module", params=[("gemma3", 150), ("qwen3.5", 0)], ids=["windows", "states"])
+def layers(request: pytest.FixtureRequest, models: Models) -> Layers:
+    return models(*request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(layers: Layers) -> list[Answer]:
+    return layers.alone(long_requests())
 
 
 def long_requests() -> list[GenerateRequest]:
@@ -77,97 +133,63 @@ def long_requests() -> list[GenerateRequest]:
             ids,
             request_id=f"request {number}",
             sampling=SamplingParams(
-                max_tokens=20 + 25 * number, temperature=0.8, seed=number, ignore_eos=True
+                max_tokens=10 + 18 * number, temperature=0.8, seed=number, ignore_eos=True
             ),
         )
         for number, ids in enumerate(prompts)
     ]
 
 
-@contextmanager
-def system_of(
-    checkpoint: TinyCheckpoint, num_windows: int | None = None, chunks: int = 1, **options: Any
-) -> Iterator[tuple[InProcessSystem, Driver]]:
-    """A system whose windowed layers have pages for so many sequences; None: for all positions."""
-    settings: dict[str, Any] = {"context": _CONTEXT, "kv_positions": 2 * _CONTEXT, "shares": True}
-    with batching(checkpoint, **(settings | options)) as (system, driver):
-        pool, config, engine = driver._pool, system.config, driver.engine
-        size, engine.chunks_at_once = max(config.windows), chunks
-        step = max(engine.chunks_at_once * engine.max_tokens, engine.kernel_tokens)
-        assert chunks > 1 or pool._groups[WINDOWED]._window == Window(size, step)
-        if num_windows is None:
-            window = Window(_CONTEXT, _CONTEXT)
-            count = system.num_pages()
-        else:
-            window = Window(size, step)
-            count = num_windows * window.num_pages
-        windows = {WINDOWED: (window, count)}
-        pool.__init__(system.num_pages(), pool._page_tables, windows)  # type: ignore[misc]
-        yield system, driver
+@pytest.mark.sweep(variant=["qwen3.5-moe", "lfm2", "granite4-h", "nemotron-h-moe"])
+@pytest.mark.parametrize(
+    "variant",
+    ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe", "granite4-h", "nemotron-h-moe"],
+)
+def test_greedy_tokens_are_those_of_transformers(tiny: Tiny, variant: str) -> None:
+    """Beyond a page, after a short prompt and one of several pages."""
+    checkpoint = tiny(variant)
+    with system_of(checkpoint) as (_, driver):
+        for prompt in (checkpoint.ids[:10].tolist(), _IDS[:200]):
+            assert answer(driver, greedy(prompt)).ids == checkpoint.greedy_after(
+                prompt, GREEDY_TOKENS
+            )
 
 
-def written(system: InProcessSystem) -> int:
-    """Pages that any layer with a window has written."""
-    keys = attention_arrays_of(system).keys
-    pages = [keys.pages(layer) for layer, size in enumerate(system.config.windows) if size]
-    return max(int(np.flatnonzero(own.any(axis=(1, 2, 3))).max()) for own in pages) + 1
+# Windows in all layers or in some, shorter than a page and longer than two; states.
+@pytest.mark.sweep(variant=["mistral", "lfm2"])
+@pytest.mark.parametrize(
+    ("variant", "size"),
+    [("mistral", 7), ("gemma3", 150), ("gemma4-e", 70), ("qwen3.5", 0), ("lfm2", 0),
+     ("granite4-h", 0)],
+)  # fmt: skip
+def test_answers_are_those_with_all_pages(models: Models, variant: str, size: int) -> None:
+    """One after another and side by side.
 
-
-@pytest.mark.parametrize(("variant", "size"), _MODELS)
-def test_answers_are_those_with_all_pages(windowed: Windowed, variant: str, size: int) -> None:
-    """Alone and side by side, with pages for the windows of two sequences, then of one.
-
-    Then several chunks of a prompt go through each layer at once.
+    With few pages; then several chunks of a prompt go through each layer at once.
     """
-    checkpoint, requests = windowed(variant, size), long_requests()
-    with system_of(checkpoint, shares=False, kv_positions=8 * _CONTEXT) as (_, driver):
-        expected = [answer(driver, request) for request in requests]
-    for num_windows, chunks in ((2, 1), (1, 4)):
-        with system_of(checkpoint, num_windows, chunks) as (system, driver):
-            attention_arrays_of(system).keys.items[:] = 0  # what warmed it up
-            same([answer(driver, request) for request in requests], expected)
-            same(at_once(driver, requests), expected)
-            assert all_are_free(driver)
-            count = driver._pool.num_pages[WINDOWED]
-            assert count < _CONTEXT // PAGE and written(system) <= count
-
-
-@dataclass(frozen=True)
-class Layers:
-    """Layers that keep the pages of a window, or states in pages."""
-
-    system: Callable[..., AbstractContextManager[tuple[InProcessSystem, Driver]]]
-    few: int  # pages, so that requests have to wait for them
-
-    def alone(self, requests: list[GenerateRequest]) -> list[Answer]:
-        """Each request by itself, of a system that shares nothing."""
-        with self.system(shares=False, kv_positions=8 * _CONTEXT) as (_, driver):
-            return [answer(driver, request) for request in requests]
-
-
-@pytest.fixture(scope="module", params=["windows", "states"])
-def layers(request: pytest.FixtureRequest, windowed: Windowed, tiny: Tiny) -> Layers:
-    if request.param == "windows":
-        return Layers(partial(system_of, windowed("gemma3", 150)), 2)
-    from tests.actors import test_recurrent_layers  # which takes requests from here
-
-    return Layers(partial(test_recurrent_layers.system_of, tiny("qwen3.5")), 9)
-
-
-@pytest.fixture(scope="module")
-def expected(layers: Layers) -> list[Answer]:
-    return layers.alone(long_requests())
+    layers, requests = models(variant, size), long_requests()
+    expected = layers.alone(requests)
+    for few, chunks in ((6, 1), (9, 4)) if layers.has_states else ((2, 1), (1, 4)):
+        with layers.system(few, chunks) as (system, driver):
+            pages = layers.pages(system)
+            for own in pages:
+                own[:] = np.nan  # what warmed it up
+            assert [answer(driver, request) for request in requests] == expected
+            assert at_once(driver, requests) == expected
+            assert all_pages_are_free(driver)
+            count = driver._pool.num_pages[1]
+            written = [(~np.isnan(own)).reshape(len(own), -1).any(axis=1) for own in pages]
+            assert np.flatnonzero(np.any(written, axis=0)).max() < count < _CONTEXT // PAGE
 
 
 def test_a_prompt_is_found_after_a_long_answer(layers: Layers) -> None:
     """The end of its prompt is still there when the answer has left it behind."""
-    sampling = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
     with layers.system(layers.few) as (_, driver):
-        ids, *_ = answer(driver, request_of(_IDS[:300], sampling=sampling))
+        ids = answer(driver, greedy(_IDS[:300], 250)).ids
         later = request_of([*_IDS[:300], *ids, 7, 8, 9])
         found = answer(driver, later)
-        assert found[2] >= 256
-    same([found], layers.alone([later]))
+        assert found.num_cached >= 256
+    assert [found] == layers.alone([later])
 
 
 def test_preempted_for_the_pages_of_such_layers(layers: Layers, expected: list[Answer]) -> None:
@@ -192,9 +214,9 @@ def test_preempted_for_the_pages_of_such_layers(layers: Layers, expected: list[A
             num_preempted += 1
             preempt(request)
 
-        scheduler.advance = advancing  # type: ignore[method-assign]
-        scheduler._preempt = preempting  # type: ignore[method-assign]
-        same(at_once(driver, long_requests()), expected)
+        scheduler.advance = advancing
+        scheduler._preempt = preempting
+        assert at_once(driver, long_requests()) == expected
         assert num_preempted
 
 
@@ -212,51 +234,70 @@ def test_the_cache_is_lost(layers: Layers, expected: list[Answer]) -> None:
                 raise CacheLost("lost")
             run(*arguments)
 
-        driver.engine.run_layer = losing  # type: ignore[assignment, method-assign]
-        same(at_once(driver, long_requests()), expected)
-        assert calls > 60 and all_are_free(driver)
+        driver.engine.run_layer = losing
+        assert at_once(driver, long_requests()) == expected
+        assert calls > 60 and all_pages_are_free(driver)
 
 
 def test_a_file_has_the_pages_of_all_kinds_of_layers(layers: Layers, tmp_path: Path) -> None:
     requests = [request_of(ids) for ids in (_IDS[:700], _EDITED[:600], _IDS[:400])]
     expected = layers.alone(requests)
-
-    def answers() -> list[Answer]:
+    for is_later in (False, True):
         with layers.system(folder=tmp_path, max_tokens=128) as (_, driver):
             found = [answer(driver, request) for request in requests]
             pages_on_file(driver)
-            assert all_are_free(driver)
-        return found
-
-    same(answers(), expected)
-    found = answers()
-    same(found, expected)
-    assert [cached for *_, cached in found] == [640, 576, 384]
+            assert found == expected and all_pages_are_free(driver)
+            assert not is_later or [one.num_cached for one in found] == [640, 576, 384]
 
 
 @pytest.mark.usefixtures("one_torch_thread")
-def test_a_gpu_has_memory_for_windows_alone(windowed: Windowed) -> None:
+def test_a_gpu_has_memory_for_windows_alone(models: Models) -> None:
     """An index beyond the pages of a layer with a window would fail.
 
     One after another: the stand-in's products of a step depend on the step's size.
     """
-    checkpoint, requests = windowed("gemma3", 70), long_requests()[:3]
-    window = Window(70, 64)
+    layers, requests = models("gemma3", 70), long_requests()[:3]
     options: dict[str, Any] = {"kind": CudaInProcess, "hot": a_third, "max_tokens": 64}
-    with system_of(checkpoint, shares=False, **options) as (_, driver):
+    with layers.system(shares=False, **options) as (_, driver):
         expected = [answer(driver, request) for request in requests]
-    options["num_window_pages"] = 2 * window.num_pages
-    with system_of(checkpoint, 2, **options) as (_, driver):
-        assert driver._pool.num_pages[WINDOWED] == 2 * window.num_pages
-        same([answer(driver, request) for request in requests], expected)
+    options["num_window_pages"] = 2 * Window(70, 64).num_pages
+    with layers.system(2, **options) as (_, driver):
+        assert driver._pool.num_pages[WINDOWED] == options["num_window_pages"]
+        assert [answer(driver, request) for request in requests] == expected
         at_once(driver, requests)
-        assert all_are_free(driver)
+        assert all_pages_are_free(driver)
 
 
-def test_scores_of_a_text_longer_than_windows(windowed: Windowed) -> None:
-    checkpoint = windowed("gemma3", 70)
-    with system_of(checkpoint) as (_, driver):
-        expected = driver.score_window(_IDS, 5, False)
-    with system_of(checkpoint, 1) as (_, driver):
-        found = driver.score_window(_IDS, 5, False)
-    np.testing.assert_array_equal(found.nll, expected.nll)
+def test_scores_of_a_long_text(layers: Layers) -> None:
+    found = []
+    for few in (0, 5 if layers.has_states else 1):
+        with layers.system(few) as (_, driver):
+            found.append(driver.score_window(_IDS, 5, False).nll)
+    np.testing.assert_array_equal(*found)
+
+
+def test_profiles_do_not_depend_on_chunks(models: Models) -> None:
+    """A profile computes a long text by itself, with the bos token before it."""
+    found = []
+    for size in (64, 320):
+        with models("qwen3.5", 0).system(5, max_tokens=size) as (_, driver):
+            found.append(driver.profile_window(_IDS[:500], list(range(0, 500, 7))))
+    np.testing.assert_array_equal(*found)
+
+
+def test_waiting_for_states_of_others(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that come to the ends of their pages at once are not preempted for lack of them."""
+    requests = [greedy(_IDS[n : n + 10], 60, str(n)) for n in range(5)]
+    num_waits, lacks = 0, KvPool.lacks_states_alone
+
+    def counted(*arguments: Any) -> bool:
+        nonlocal num_waits
+        num_waits += 1
+        return lacks(*arguments)
+
+    monkeypatch.setattr(KvPool, "lacks_states_alone", counted)
+    layers = models("qwen3.5", 0)
+    with layers.system(9) as (_, driver):
+        monkeypatch.setattr(driver._scheduler, "_preempt", None)
+        assert at_once(driver, requests) == layers.alone(requests)
+        assert num_waits and all_pages_are_free(driver)

@@ -21,9 +21,9 @@ from hotcold.numba_kernels.decode.activations import (
     Thresholds,
 )
 from hotcold.numba_kernels.decode.selection import Selection
+from hotcold.numba_kernels.decode.vectors import NO_BIAS
 from hotcold.numba_kernels.formats import FORMATS, is_quantized, row_width
 from tests.kernels.layer_numbers import device_layer
-from tests.kernels.numba_calls import floats
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class DeviceCalls:
         starts: np.ndarray | None = None,
     ) -> DeviceNeurons:
         """A layer's neurons, copied to the device."""
-        biases = [self.to_device(floats(each)) for each in (gate_bias, up_bias, down_norms)]
+        vectors = gate_bias, up_bias, down_norms
+        biases = [self.to_device(NO_BIAS if each is None else each) for each in vectors]
         matrices = [None if each is None else self._matrix(each) for each in (gate, up, down)]
         blocks = np.empty(0, np.int32) if starts is None else starts.astype(np.int32)
         assert matrices[0] is not None and matrices[2] is not None

@@ -16,7 +16,7 @@ from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.prefill.shared_rows import AMX
 from tests.kernels.arrays import BITS, random_floats
 from tests.kernels.products import Products, combine, linear
-from tests.kernels.quantized_rows import KINDS, SUMMED, random_matrix, random_rows
+from tests.kernels.quantized_rows import SUMMED, random_matrix, random_rows
 
 pytestmark = pytest.mark.sweep
 SIZES = [(5, 37, 71), (33, 101, 1027), (40, 600, 96)]
@@ -88,16 +88,6 @@ def test_tiles_add_up_as_plain_loops(
             )
             multiply(Products(AMX, num_threads), x, weights, found)
             assert found.tobytes() == expected.tobytes()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_whole_numbers_add_up_as_one_vector_alone(kind: str) -> None:
-    """In tiles, where the CPU has them, as in vectors; also where rows end with part of a chunk."""
-    for num_tokens, height, width in ((33, 48, 512), (40, 77, 2304)):
-        rows, x = random_rows(1, kind, height, width).rows, random_floats(2, num_tokens, width)
-        found = gemv(rows, x)
-        alone = [gemv(rows, x[t : t + 1]) for t in range(num_tokens)]
-        assert np.isfinite(found).all() and found.tobytes() == np.concatenate(alone).tobytes()
 
 
 @pytest.mark.skipif(not has_feature("amx-int8"), reason="a CPU with AMX")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ from llvmlite import binding
 from numba import njit, types
 
 from hotcold.numba_kernels.loops.doorbell import (
-    CLOCK_US,
     CROWDED_US,
     INTS_A_CELL,
     SLEEPERS,
@@ -46,10 +43,6 @@ def new_cells(num_cells: int) -> np.ndarray:
     return np.zeros(num_cells * INTS_A_CELL, np.int32)
 
 
-def clock_us() -> int:
-    return clock_ns() // 1000 & CLOCK_US
-
-
 @contextmanager
 def threads(*targets: Callable[[], None]) -> Iterator[None]:
     """Run the targets beside the block; all must then end, and none may fail."""
@@ -70,27 +63,6 @@ def threads(*targets: Callable[[], None]) -> Iterator[None]:
     assert not any(thread.is_alive() for thread in running)
     if failures:
         raise failures[0]
-
-
-@pytest.mark.parametrize("crowded", [False, True])
-@pytest.mark.parametrize("spins", [0, 100])
-def test_rounds_between_threads_keep_their_order(spins: int, crowded: bool) -> None:
-    cells, payload, rounds = new_cells(2), np.zeros(2, np.int64), 3000
-
-    def echo() -> None:
-        for number in range(1, rounds + 1):
-            assert wait_change(cells, 0, np.int32(number - 1), spins, LONG) == number
-            payload[1] = payload[0] * 3
-            ring(cells, 1, np.int32(number))
-
-    with threads(echo):
-        for number in range(1, rounds + 1):
-            if crowded:
-                cells[CROWDED_US::INTS_A_CELL] = clock_us()
-            payload[0] = number
-            ring(cells, 0, np.int32(number))
-            assert wait_change(cells, 1, np.int32(number - 1), spins, LONG) == number
-            assert payload[1] == 3 * number
 
 
 def test_a_waiter_that_notices_late_marks_the_doorbell_crowded() -> None:
@@ -149,40 +121,6 @@ def test_an_answer_to_an_older_request_is_not_taken() -> None:
         assert not await_done(cells, 0, 5, SECOND // 50)
     finish_request(cells, requests, replies, NO_COUNTERS, 0, np.int32(5), 1, clock_ns())
     assert await_done(cells, 0, 5, 0)
-
-
-def echo_in_another_process(name: str, rounds: int) -> None:
-    """Answer `rounds` rings of cell 0 by rings of cell 1, sleeping in the futex between."""
-    memory = SharedMemory(name)
-    cells = np.ndarray(2 * INTS_A_CELL, np.int32, memory.buf)
-    for number in range(1, rounds + 1):
-        if wait_change(cells, 0, np.int32(number - 1), 0, LONG) != number:
-            break
-        ring(cells, 1, np.int32(number))
-    del cells
-    memory.close()
-
-
-def test_two_processes_wake_each_other() -> None:
-    rounds, memory = 1000, SharedMemory(create=True, size=2 * INTS_A_CELL * 4)
-    cells = np.ndarray(2 * INTS_A_CELL, np.int32, memory.buf)
-    cells[:] = 0
-    child = multiprocessing.get_context("spawn").Process(
-        target=echo_in_another_process, args=(memory.name, rounds)
-    )
-    child.start()
-    try:
-        for number in range(1, rounds + 1):
-            ring(cells, 0, np.int32(number))
-            assert wait_change(cells, 1, np.int32(number - 1), 0, LONG) == number
-        child.join(60)
-        assert child.exitcode == 0
-    finally:
-        child.kill()
-        child.join()
-        del cells
-        memory.close()
-        memory.unlink()
 
 
 def test_a_load_is_not_reordered_before_an_earlier_store() -> None:

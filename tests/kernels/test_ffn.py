@@ -11,34 +11,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.numba_kernels.checks import ACTIVATION_CODES
 from hotcold.numba_kernels.decode.activations import ALL_FIRE, Thresholds, activation, not_zero
 from hotcold.numba_kernels.decode.selection import EVERYTHING, NO_IDS, NO_MASKS, Selection
-from hotcold.numba_kernels.ffn.ffn_loop import NeuronBuckets, ffn_request
-from hotcold.numba_kernels.ffn.in_memory import new_scratch
-from hotcold.numba_kernels.load.convert import row_lengths
-from hotcold.numba_kernels.loops.mailbox import (
-    ALL_NEURONS,
-    FFN,
-    GATE_THRESHOLD,
-    LAST_FIRED,
-    LAST_GATES,
-    LAYER,
-    NUM_BUCKETS,
-    NUM_COMPUTED,
-    NUM_IDS,
-    NUM_TOKENS,
-    OPERATION,
-    PRODUCT_THRESHOLD,
-    WATCHED,
-    WEIGHS_BLOCKS,
-    threshold_words,
-)
 from tests.kernels import backends, reference
 from tests.kernels.arrays import BITS, random_floats
 from tests.kernels.neurons import (
-    BEFORE,
     OF_BLOCKS,
     SELECTIONS,
     Matrix,
@@ -223,45 +201,3 @@ def test_experts_that_no_token_chose_are_not_read() -> None:
     weights[1, block] = 0.5
     found, _ = source.ffn(1, x, chosen, ALL_FIRE, "silu", 2)
     assert np.isnan(found[1]).all() and np.array_equal(found[2:], wanted[2:])
-
-
-@pytest.mark.parametrize("num_tokens", [1, 7])
-@pytest.mark.parametrize("kind", ["blocks", "masked ids of blocks"])
-def test_neurons_of_chosen_blocks_are_counted(kind: str, num_tokens: int) -> None:
-    rng = np.random.default_rng(6)
-    neurons = Neurons.random(rng, "f32", False)
-    while len(neurons.starts) != 9 or not neurons.up or len(neurons.gate.rows) < 200:
-        neurons = Neurons.random(rng, "f32", False)
-    source, number, starts = neurons.stacked(), len(neurons.gate.rows), neurons.starts
-    selection = random_selection(rng, kind, starts, num_tokens)
-    layout = ArenaLayout(2, num_tokens, neurons.width, number, 8, 1, 1, 1, 2, num_blocks=8)
-    buffers = layout.buffers(layout.new_arena())
-    buffers.ffn_input[:] = random_floats(2, num_tokens, neurons.width)
-    buffers.block_weights[:] = selection.block_weights
-    request = buffers.requests[1]
-    request[[OPERATION, LAYER, NUM_TOKENS, WEIGHS_BLOCKS, WATCHED]] = FFN, 1, num_tokens, 1, 1
-    request[[GATE_THRESHOLD, PRODUCT_THRESHOLD]] = threshold_words([not_zero("relu")])[0]
-    request[NUM_IDS] = selection.ids.size if selection.is_listed else ALL_NEURONS
-    buffers.active_ids[1, : selection.ids.size] = selection.ids
-    buffers.active_masks[1, : selection.token_masks.size] = selection.token_masks
-    bucket = rng.integers(0, NUM_BUCKETS, BEFORE + number).astype(np.uint8)
-    buckets = NeuronBuckets(source.starts, bucket, np.zeros((2, NUM_BUCKETS), np.uint32))
-    scratch = new_scratch(1, num_tokens, number, neurons.width, 8)
-    ffn_request(0, 1, 1, 1, buffers, source.rows, scratch, None, None, buckets, activation("relu"))
-    rows = selection.ids if selection.is_listed else np.arange(number)
-    chosen = (selection.block_weights != 0).any(axis=0)
-    gates = rows[np.repeat(chosen, np.diff(starts))[rows]]
-    found, own = buffers.neuron_counts[1, 1], bucket[BEFORE:]
-    for ids, word in ((gates, LAST_GATES), (fired_ids(scratch), LAST_FIRED)):
-        assert found[:, word].tolist() == np.bincount(own[ids], minlength=NUM_BUCKETS).tolist()
-    assert buffers.replies[1, NUM_COMPUTED] == scratch.counts.sum() > 0
-    out, _ = source.ffn(1, buffers.ffn_input.copy(), selection, not_zero("relu"), "relu")
-    np.testing.assert_array_equal(buffers.partials[1], out)
-
-
-@pytest.mark.parametrize("kind", [*BITS, *IN_LAYERS])
-def test_row_lengths(kind: str) -> None:
-    matrix = Matrix.random(2, kind, 300, 256)
-    found = row_lengths(matrix.rows)
-    assert found.dtype == np.float32 and row_lengths(matrix.rows[:0]).shape == (0,)
-    np.testing.assert_allclose(found, np.linalg.norm(matrix.weights, axis=1), rtol=1e-6)

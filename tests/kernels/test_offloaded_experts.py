@@ -47,11 +47,9 @@ from hotcold.numba_kernels.storage.read_ahead import (
 )
 from hotcold.numba_kernels.storage.read_queue import NOW, NUM_BATCHES, num_pending
 from hotcold.numba_kernels.storage.routed_ahead import read_routed, release_lock, take_lock
-from tests.conftest import TinyCheckpoint
 from tests.kernels.arrays import random_floats
 from tests.kernels.neurons import Source
-
-Tiny = Callable[..., TinyCheckpoint]
+from tests.tiny_checkpoint import Tiny
 
 
 class Stored:

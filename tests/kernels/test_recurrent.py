@@ -1,4 +1,4 @@
-"""Gated delta nets against float64 and transformers; no step's size changes a token's bits."""
+"""Gated delta nets against float64; no step's size changes a token's bits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers.models.qwen3_next import modeling_qwen3_next
 
+from hotcold.model.config.layer_spec import RecurrentSpec
 from hotcold.numba_kernels.recurrent.convolution import prepare_recurrence
 from hotcold.numba_kernels.recurrent.pages import recurrent_scratch
 from hotcold.numba_kernels.recurrent.recurrence import recur
@@ -22,7 +22,7 @@ from hotcold.numba_kernels.recurrent_arrays import (
     page_items,
     window_size,
 )
-from tests.kernels import reference
+from tests.reference_recurrent import convolve, delta_net
 
 EPSILON = np.float32(1e-6)
 SIZES = [(1, 1, 8, 16), (2, 4, 16, 16), (2, 6, 32, 20), (3, 3, 7, 5), (1, 4, 128, 128)]
@@ -45,12 +45,23 @@ class Layer:
         return self.rng.normal(0, 1.5, (length, width)).astype(np.float32)
 
     def reference(self, rows: np.ndarray) -> np.ndarray:
-        _, weight, _, rate, bias, norm, _ = (each[0] for each in self.vectors)
-        tiled = bool(self.numbers.has_tiled_heads)
-        rows, gates = np.split(rows, [-2 * self.sizes[1]], axis=1)
-        return reference.gated_delta_net(
-            rows, gates, self.sizes, weight, rate, bias, norm, float(EPSILON), tiled
+        """By `tests.reference_recurrent`, in float64."""
+        num_keys, num_values, key_dim, value_dim = self.sizes
+        spec = RecurrentSpec(
+            kind="delta",
+            num_key_heads=num_keys,
+            num_value_heads=num_values,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            conv_size=4,
+            has_tiled_heads=bool(self.numbers.has_tiled_heads),
         )
+        vectors = (torch.tensor(each[0]).double() for each in self.vectors)
+        _, kernel, _, rate, bias, norm, _ = vectors
+        parts = [spec.num_channels, spec.values_size, *[spec.num_value_heads] * 2]
+        mixed, z, b, a = torch.tensor(rows).double().split(parts, 1)
+        mixed = convolve(mixed, kernel.T[:, None])
+        return delta_net(spec, mixed, z, b, a, rate, bias, norm, float(EPSILON)).numpy()
 
 
 def a_layer(
@@ -124,19 +135,13 @@ def a_table(layer: Layer, length: int) -> np.ndarray:
 @pytest.mark.parametrize("is_tiled", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_sequences(sizes: tuple[int, int, int, int], is_tiled: bool) -> None:
-    for seed, (length, taps) in enumerate([(1, 4), (15, 2), (16, 4), (17, 3), (200, 4)]):
-        layer = a_layer(sizes, seed=seed, taps=taps, is_tiled=is_tiled)
+    """Where states are forgotten at once, too: later decays are exact."""
+    cases = [(1, 4, 2.0), (15, 2, 2.0), (16, 4, 2.0), (17, 3, 2.0), (200, 4, 2.0), (150, 4, 6.0)]
+    for seed, (length, taps, decay) in enumerate(cases):
+        layer = a_layer(sizes, seed=seed, taps=taps, is_tiled=is_tiled, decay=decay)
         rows = layer.rows(length)
         found = whole(layer, rows)
         np.testing.assert_allclose(found, layer.reference(rows), atol=2e-4, rtol=1e-3)
-
-
-def test_strong_decays() -> None:
-    """A state that is forgotten at once leaves later decays exact."""
-    layer = a_layer((1, 2, 16, 16), decay=6.0)
-    rows = layer.rows(150)
-    found = whole(layer, rows)
-    np.testing.assert_allclose(found, layer.reference(rows), atol=2e-4, rtol=1e-3)
 
 
 def test_chunks_drafts_replays_and_batches_change_no_bit() -> None:
@@ -198,28 +203,3 @@ def test_only_the_window_is_read() -> None:
         own = np.arange(first, 200)
         found = compute(layer, rows[own], own, np.zeros(len(own)), table[None], unwanted=3)
         np.testing.assert_array_equal(found, expected[first + 3 :])
-
-
-def test_as_transformers() -> None:
-    """The rule alone, of convolved values and gates."""
-    torch.manual_seed(0)
-    heads, dim, length = 2, 32, 150
-    layer = a_layer((heads, heads, dim, dim), taps=1)
-    layer.vectors.conv_weight[:] = 1
-    layer.vectors.norm_weight[:] = 1
-    rows = layer.rows(length)
-    size = heads * dim
-    convolved = torch.nn.functional.silu(torch.from_numpy(rows[:, : 3 * size]))
-    q, k, v = (x.reshape(1, length, heads, dim) for x in convolved.split(size, 1))
-    b, a = (torch.from_numpy(x)[None] for x in np.split(rows[:, 4 * size :], 2, axis=1))
-    rate, bias = (torch.from_numpy(x) for x in (layer.vectors.decay_rate, layer.vectors.step_bias))
-    g = rate * torch.nn.functional.softplus(a + bias)
-    expected, _ = modeling_qwen3_next.torch_recurrent_gated_delta_rule(
-        q, k, v, g=g, beta=b.sigmoid(), use_qk_l2norm_in_kernel=True
-    )
-    norm = modeling_qwen3_next.Qwen3NextRMSNormGated(dim)
-    z = torch.from_numpy(rows[:, 3 * size : 4 * size]).reshape(1, length, heads, dim)
-    expected = norm(expected, z).detach().numpy().reshape(length, -1)
-    found = whole(layer, rows)
-    scale = np.abs(expected).max()
-    np.testing.assert_allclose(found / scale, expected / scale, atol=1e-5)

@@ -24,11 +24,11 @@ pytestmark = pytest.mark.sweep
 Products = Callable[..., np.ndarray]
 
 # Rows, numbers a row, vectors: whole tiles of them of every size and some left over, parts of the
-# last chunk, several blocks of rows.
+# last chunk, several blocks of rows. More vectors than a step has may go through AMX's tiles.
 SHAPES = [
     (1, 1, (1, 2, 5)), (97, 3, (1, 5)), (5, 17, (3,)), (2, 100, (2,)), (27, 32, (1, 9)),
     (23, 608, range(1, 33)), (51, 704, (2, 3, 4, 5, 8, 9, 17, 32)), (97, 4096, (1, 5)),
-    (51, 2848, (1, 2, 5)), (419, 608, (2, 7, 32)),
+    (51, 2848, (1, 2, 5)), (419, 608, (2, 7, 32)), (48, 512, (33,)), (77, 2304, (40,)),
 ]  # fmt: skip
 
 
