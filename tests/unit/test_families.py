@@ -238,11 +238,17 @@ def test_it_thinks_and_answers(served: Afternoon) -> None:
         assert only(served.told(**off)) == ("", SAID, [], "stop")
 
 
-@pytest.mark.parametrize("choice", ["auto", "required"])
-@pytest.mark.parametrize("thought", [THOUGHT, ""])
+@pytest.mark.parametrize(
+    ("choice", "thought"),
+    [
+        ("auto", THOUGHT),
+        ("required", ""),
+        pytest.param("auto", "", marks=pytest.mark.thorough),
+        pytest.param("required", THOUGHT, marks=pytest.mark.thorough),
+    ],
+)
 def test_it_calls(served: Afternoon, choice: str, thought: str) -> None:
-    if not thought and served.opens_thoughts:
-        pytest.skip("its prompt opens thoughts")
+    thought = THOUGHT if served.opens_thoughts else thought
     calls = CALLS[: served.family.most_calls]
     text = SAID if choice == "auto" and thought else ""
     served.writes(thought, text, calls)
