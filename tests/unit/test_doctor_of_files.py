@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hotcold.jobs.cli import main
+from hotcold.jobs.support.model_checks import check_files
 from hotcold.model.text.tokenizer import Tokenizer
 from tests.chain_model import END, write_chain
 from tests.gguf_files import Draft
@@ -24,20 +25,18 @@ TEMPLATE = (
 )
 
 
-def doctor(
-    path: Path | str, capsys: pytest.CaptureFixture[str], *options: str
-) -> tuple[int, dict[str, list[tuple[str, str]]]]:
-    """The exit status, and what is said by subjects: levels and texts."""
-    capsys.readouterr()
-    status = main(["doctor", str(path), "--no-measure", "--json", *options])
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    found: dict[str, list[tuple[str, str]]] = {}
-    for one in report["files"]:
-        found.setdefault(one["subject"], []).append((one["level"], one["text"]))
-    return status, found
+Told = dict[str, list[tuple[str, str]]]
 
 
-def said(found: dict[str, list[tuple[str, str]]], subject: str) -> str:
+def checked(path: Path) -> Told:
+    """What is said by subjects: levels and texts."""
+    found: Told = {}
+    for one in check_files(path):
+        found.setdefault(one.subject, []).append((one.level, one.text))
+    return found
+
+
+def said(found: Told, subject: str) -> str:
     return " / ".join(text for _, text in found[subject])
 
 
@@ -57,12 +56,11 @@ def written(made: Draft, folder: Path) -> Path:
     return path
 
 
-def test_a_file_that_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_chats(tmp_path: Path) -> None:
     made = whole().with_keys(
         llama__vocab_size=300, llama__attention__sinks=0.5, general__sampling__temp=0.6
     )
-    status, found = doctor(written(made, tmp_path), capsys)
-    assert status == 0
+    found = checked(written(made, tmp_path))
     assert "llama, which the file calls 'llama': 1 layers of d 32" in said(found, "family")
     assert said(found, "formats") == "11 tensors of F32"
     assert "gpt2, cut into words as qwen2" in said(found, "tokenizer")
@@ -76,12 +74,23 @@ def test_a_file_that_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "BOS" not in found and "special tokens" not in found
 
 
-def test_it_is_told_in_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(whole(), tmp_path)
-    assert main(["doctor", str(path), "--no-measure"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+@pytest.mark.parametrize(
+    ("made", "status", "line"),
+    [
+        (whole(), 0, "end tokens ok </s>, <|im_end|>"),
+        (whole(general__type="mmproj"), 1, "refused problem"),
+        (whole("{% if %}"), 1, "chat template problem"),
+    ],
+)
+def test_the_command(
+    made: Draft, status: int, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(made, tmp_path)
+    assert main(["doctor", str(path), "--no-measure", "--json"]) == status
+    *lines, report = capsys.readouterr().out.splitlines()
     assert lines[0].strip() == "the model's files"
-    assert any(line.split()[:3] == ["end", "tokens", "ok"] for line in lines)
+    assert any(" ".join(one.split()).startswith(line) for one in lines)
+    assert json.loads(report)["files"] == [asdict(one) for one in check_files(path)]
 
 
 def of_i8() -> Draft:
@@ -130,15 +139,9 @@ def of_i8() -> Draft:
     ],
 )  # fmt: skip
 def test_what_is_refused_or_may_change_an_answer(
-    made: Draft,
-    level: str,
-    subject: str,
-    told: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    made: Draft, level: str, subject: str, told: str, tmp_path: Path
 ) -> None:
-    status, found = doctor(written(made, tmp_path), capsys)
-    assert status == (level == "problem")
+    found = checked(written(made, tmp_path))
     texts = [text for one, text in found[subject] if one == level]
     assert re.search(told, " / ".join(texts)) and not any("\n" in text for text in texts)
     assert said(found, "formats").startswith("10 tensors of F32, 1" if "I8" in told else "11 ")
@@ -155,7 +158,7 @@ def test_a_damaged_file_is_one_line(
     assert told.err.count("\n") == 1
 
 
-def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder(tmp_path: Path) -> None:
     """With what a vision tower and the prediction of more tokens leave behind."""
     path = write_chain(tmp_path, TEMPLATE, ["<|im_start|>", "<|im_end|>", "a"])
     weights = load_file(path / "model.safetensors")
@@ -168,8 +171,7 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = json.loads((path / "config.json").read_text())
     config |= {"logits_multiplier": 3.0, "use_cache": True}
     (path / "config.json").write_text(json.dumps(config))
-    status, found = doctor(path, capsys)
-    assert status == 0
+    found = checked(path)
     left = said(found, "left out")
     for told in ("the part that sees", "(MTP)", "mystery.weight; answers differ",
                  "not read: logits_multiplier (3.0)"):  # fmt: skip
