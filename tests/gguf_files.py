@@ -264,9 +264,12 @@ class LlamaFile:
     halves: int = 0  # rows of a head, in pairs of neighbours, that are written half of them apart
     adds_one: bool = False
 
-    def write(self, path: Path) -> dict[str, np.ndarray]:
-        """Write the file; returns the values it holds, dequantized, by Hugging Face's names."""
-        writer = gguf.GGUFWriter(str(path), self.arch)
+    def write(self, path: Path, most: int = 0) -> dict[str, np.ndarray]:
+        """Write the file; returns the values it holds, dequantized, by Hugging Face's names.
+
+        most: write it in parts of so many tensors
+        """
+        writer = gguf.GGUFWriter(str(path), self.arch, split_max_tensors=most)
         self._add_keys(writer)
         held: dict[str, np.ndarray] = {}
         for name, values in self.tensors.items():

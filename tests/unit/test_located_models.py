@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 
@@ -271,7 +270,9 @@ def test_a_chat_template_is_the_models_own_file(tmp_path: Path) -> None:
 
 def test_parts(tmp_path: Path) -> None:
     file_of(tiny(), tmp_path / "whole.gguf")
-    parts = split(tmp_path / "whole.gguf", tmp_path / "parts", 7)
+    (tmp_path / "parts").mkdir()
+    tiny().write(tmp_path / "parts" / "tiny.gguf", most=7)
+    parts = sorted((tmp_path / "parts").iterdir())
     assert len(parts) > 2
     assert locate_model(str(tmp_path / "parts")) == parts[0]
     assert np.array_equal(
@@ -292,25 +293,6 @@ def test_parts(tmp_path: Path) -> None:
     parts[0].rename(lone)
     with pytest.raises(CheckpointError, match=r"part tiny-00002-of-.* is missing"):
         read_config(lone)
-
-
-def split(path: Path, folder: Path, most: int) -> list[Path]:
-    """Write a file again in parts of so many tensors."""
-    folder.mkdir()
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(str(folder / "tiny.gguf"), "llama", split_max_tensors=most)
-    for name, field in reader.fields.items():
-        if name.startswith("llama."):
-            value = field.contents()
-            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-            add(name, value)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return sorted(folder.iterdir())
 
 
 def test_a_links_name_is_kept(tmp_path: Path) -> None:
