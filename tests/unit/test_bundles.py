@@ -461,12 +461,15 @@ def test_the_command(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """And a plan measures reads, also where blocks have bundles of their own numbers."""
     path = make(tmp_path)
     assert main(["pack", str(path)]) == main(["pack", str(path), "--verify"]) == 0
     config = packed_config(path)
     geometry = BundleGeometry.of(config)
     assert whole in capsys.readouterr().out
     (file,) = tmp_path.glob("**/bundles-*.bin")
+    disk = offload_plan.measured_disk(file, config)
+    assert disk.bytes_per_s > 0 and disk.most_bytes_per_s > 0
     content = file.read_bytes()
     for at in (0, geometry.gate_bytes + 7):  # of each part
         spoilt = bytearray(content)
@@ -475,15 +478,6 @@ def test_the_command(
         assert main(["pack", str(path), "--verify"]) == 1
         assert damaged in capsys.readouterr().err
     assert main(["pack", str(path)]) == main(["pack", str(path), "--verify"]) == 0
-
-
-@pytest.mark.usefixtures("small_bundles")
-def test_a_plan_measures_reads_of_bundles_of_any_size(tmp_path: Path) -> None:
-    """Blocks have bundles of their own numbers."""
-    path = MODELS["Q4_0"](tmp_path)
-    config = packed_config(path)
-    disk = offload_plan.measured_disk(pack_model(path, config), config)
-    assert disk.bytes_per_s > 0 and disk.most_bytes_per_s > 0
 
 
 def test_files_of_other_cuts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

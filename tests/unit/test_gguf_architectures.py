@@ -96,18 +96,15 @@ class Case:
         return (VARIANTS | MIXTURES)[self.model] if isinstance(self.model, str) else self.model
 
 
-def llama(**changes: Any) -> Variant:
-    """A Llama as its files are: with SiLU, which no key says."""
-    return Variant(tiny_models._llama, hidden_act="silu", num_key_value_heads=2, **changes)
-
-
 def relative(kind: str, **changes: Any) -> Variant:
     sizes = {"hidden_act": "silu", "num_key_value_heads": 2}
     return Variant(tiny_models._relative, kind, **(sizes | changes))
 
 
 def of_llama(keys: dict[str, Any], **changes: Any) -> Case:
-    return Case(llama(**changes), keys, "llama", pairs_rows=True)
+    """A Llama as its files are: with SiLU, which no key says."""
+    model = Variant(tiny_models._llama, hidden_act="silu", num_key_value_heads=2, **changes)
+    return Case(model, keys, "llama", pairs_rows=True)
 
 
 def rope(**values: Any) -> dict[str, Any]:
