@@ -20,6 +20,7 @@ from hotcold.numba_kernels.formats import BLOCK_FORMATS
 from tests.recurrent_files import recurrent_tensors
 
 STRING, ARRAY, UINT32, INT32, FLOAT32, BOOL, UINT64 = 8, 9, 4, 5, 6, 7, 10
+_KINDS = {str: STRING, bool: BOOL, int: UINT32, float: FLOAT32}
 _LETTERS = {UINT32: "I", INT32: "i", FLOAT32: "f", BOOL: "?", UINT64: "Q", 0: "B", 12: "d"}
 
 
@@ -94,6 +95,17 @@ class Draft:
         content = value if isinstance(value, bytes) else scalar(kind, value)
         return replace(self, keys=(*self.keys, (name, kind, content)))
 
+    def with_keys(self, **values: Any) -> Draft:
+        """With these, __ for each dot: numbers are of 32 bits, lists are arrays."""
+        found = self
+        for name, value in values.items():
+            is_list = isinstance(value, list)
+            kind = _KINDS[type(value[0] if is_list else value)]
+            if is_list:
+                kind, value = ARRAY, array(INT32 if kind == UINT32 else kind, value)
+            found = found.with_key(name.replace("__", "."), kind, value)
+        return found
+
     def without_key(self, name: str) -> Draft:
         """Without a key."""
         return replace(self, keys=tuple(key for key in self.keys if key[0] != name))
@@ -101,27 +113,22 @@ class Draft:
 
 def small_llama(tokens: int = 8, width: int = 32, heads: int = 2, layers: int = 1) -> Draft:
     """A whole model of float32 zeros and ones, small enough to be changed in any place."""
-    draft = Draft()
-    for name, kind, value in (
-        ("general.architecture", STRING, "llama"),
-        ("llama.block_count", UINT32, layers),
-        ("llama.context_length", UINT32, 64),
-        ("llama.embedding_length", UINT32, width),
-        ("llama.feed_forward_length", UINT32, width),
-        ("llama.attention.head_count", UINT32, heads),
-        ("llama.attention.head_count_kv", UINT32, heads),
-        ("llama.attention.layer_norm_rms_epsilon", FLOAT32, 1e-5),
-        ("tokenizer.ggml.model", STRING, "llama"),
-        ("tokenizer.ggml.bos_token_id", UINT32, 1),
-        ("tokenizer.ggml.eos_token_id", UINT32, 2),
-    ):
-        draft = draft.with_key(name, kind, value)
-    texts = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "ab"][:tokens]
-    kinds = [2, 3, 3, 1, 1, 1, 1, 1][:tokens]
-    draft = draft.with_key("tokenizer.ggml.tokens", ARRAY, array(STRING, texts))
-    draft = draft.with_key("tokenizer.ggml.token_type", ARRAY, array(INT32, kinds))
-    scores = array(FLOAT32, [-float(i) for i in range(tokens)])
-    draft = draft.with_key("tokenizer.ggml.scores", ARRAY, scores)
+    draft = Draft().with_keys(
+        general__architecture="llama",
+        llama__block_count=layers,
+        llama__context_length=64,
+        llama__embedding_length=width,
+        llama__feed_forward_length=width,
+        llama__attention__head_count=heads,
+        llama__attention__head_count_kv=heads,
+        llama__attention__layer_norm_rms_epsilon=1e-5,
+        tokenizer__ggml__model="llama",
+        tokenizer__ggml__bos_token_id=1,
+        tokenizer__ggml__eos_token_id=2,
+        tokenizer__ggml__tokens=["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "ab"][:tokens],
+        tokenizer__ggml__token_type=[2, 3, 3, 1, 1, 1, 1, 1][:tokens],
+        tokenizer__ggml__scores=[-float(i) for i in range(tokens)],
+    )
     shapes: list[tuple[str, tuple[int, ...]]] = [
         ("token_embd", (width, tokens)),
         ("output_norm", (width,)),
@@ -157,10 +164,10 @@ def _drawn(values: np.ndarray, kind: str) -> np.ndarray:
             blocks[:, :16] = blocks[:, :16] % 16 * 17
         else:
             blocks[:, 8:12], blocks[:, 12:16] = blocks[:, 4:8], blocks[:, 12:16] % 16 * 17
-        at, to = _SCALES[kind]
+        at, to = _scales_of(kind)
         _scale(blocks, at, to, _MINIMA[kind])
     factor = values.std() / dequantized(blocks, kind).std()
-    for at in _SCALES[kind]:
+    for at in _scales_of(kind):
         _scale(blocks, at, at, factor)
     return raw
 
@@ -177,7 +184,7 @@ def random_blocks(shape: tuple[int, ...], kind: str, seed: int = 0) -> np.ndarra
     rng = np.random.default_rng(seed)
     rows, blocks = int(np.prod(shape[:-1])), shape[-1] // weights
     raw = rng.integers(0, 256, (rows, blocks, num_bytes), dtype=np.uint8)
-    for at in _SCALES[kind]:
+    for at in _scales_of(kind):
         scales = rng.uniform(0.0005, 0.002, (rows, blocks, 1)).astype(np.float16)
         raw[:, :, at : at + 2] = scales.view(np.uint8)
     if kind == "MXFP4":
@@ -224,34 +231,22 @@ def left_out(path: Path) -> list[str]:
 # Of K-quants with minima: half of the largest code.
 _MINIMA = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
 _NEWER = {"Q1_0": (128, 18), "Q2_0": (64, 18)}
-# Where a block has float16 numbers.
+# Where a block has float16 numbers, if not at its beginning alone.
 _SCALES: dict[str, tuple[int, ...]] = {
-    "Q4_0": (0,),
-    "Q4_1": (0, 2),
-    "Q5_0": (0,),
-    "Q5_1": (0, 2),
-    "Q8_0": (0,),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
     "Q2_K": (80, 82),
     "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
     "Q6_K": (208,),
-    "IQ2_XXS": (0,),
-    "IQ2_XS": (0,),
-    "IQ2_S": (0,),
-    "IQ3_XXS": (0,),
-    "IQ3_S": (0,),
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
-    "IQ1_S": (0,),
     "IQ1_M": (),  # in four parts
     "TQ1_0": (52,),
     "TQ2_0": (64,),
-    "Q1_0": (0,),
-    "Q2_0": (0,),
     "MXFP4": (),  # a power of two
     "NVFP4": (),  # E4M3
 }
+
+
+def _scales_of(kind: str) -> tuple[int, ...]:
+    return _SCALES.get(kind, (0,))
 
 
 @dataclass
@@ -269,9 +264,12 @@ class LlamaFile:
     halves: int = 0  # rows of a head, in pairs of neighbours, that are written half of them apart
     adds_one: bool = False
 
-    def write(self, path: Path) -> dict[str, np.ndarray]:
-        """Write the file; returns the values it holds, dequantized, by Hugging Face's names."""
-        writer = gguf.GGUFWriter(str(path), self.arch)
+    def write(self, path: Path, most: int = 0) -> dict[str, np.ndarray]:
+        """Write the file; returns the values it holds, dequantized, by Hugging Face's names.
+
+        most: write it in parts of so many tensors
+        """
+        writer = gguf.GGUFWriter(str(path), self.arch, split_max_tensors=most)
         self._add_keys(writer)
         held: dict[str, np.ndarray] = {}
         for name, values in self.tensors.items():

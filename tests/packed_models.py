@@ -287,6 +287,9 @@ def llm_int8() -> Packing:
 
 _FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 _CT_FP8 = compressed("float-quantized", num_bits=8, type="float")
+_CT_NVFP4 = compressed("nvfp4-pack-quantized", num_bits=4, type="float")
+_CT_MXFP4 = compressed("mxfp4-pack-quantized", num_bits=4, type="float")
+_CT_PAIRS = (".weight_packed", ".weight_scale")
 _MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 METHODS: dict[str, Method] = {
     "fp8": Method(float8(_FP8, (128, 128), "_scale_inv"), "FP8", "q8"),
@@ -308,22 +311,9 @@ METHODS: dict[str, Method] = {
     "ct-int8": Method(int8(), "INT8", "q8"),
     "ct-int8-asymmetric": Method(int8(True), "INT8", "q8"),
     "ct-nvfp4": Method(
-        nvfp4(
-            compressed("nvfp4-pack-quantized", num_bits=4, type="float"),
-            (".weight_packed", ".weight_scale", ".weight_global_scale"),
-            True,
-        ),
-        "NVFP4",
-        "nvfp4",
+        nvfp4(_CT_NVFP4, (*_CT_PAIRS, ".weight_global_scale"), True), "NVFP4", "nvfp4"
     ),
-    "ct-mxfp4": Method(
-        mxfp4(
-            compressed("mxfp4-pack-quantized", num_bits=4, type="float"),
-            (".weight_packed", ".weight_scale"),
-        ),
-        "MXFP4",
-        "mxfp4",
-    ),
+    "ct-mxfp4": Method(mxfp4(_CT_MXFP4, _CT_PAIRS), "MXFP4", "mxfp4"),
     "nvfp4": Method(
         nvfp4(_MODELOPT, (".weight", ".weight_scale", ".weight_scale_2"), False), "NVFP4", "nvfp4"
     ),

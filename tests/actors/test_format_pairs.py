@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -28,7 +29,7 @@ from tests.actors.in_process import InProcessSystem
 from tests.gguf_files import BLOCKS
 from tests.mxfp4_models import WIDE, make_mxfp4
 from tests.tiny_models import MIXTURES, VOCAB_SIZE, Variant, make_tiny
-from tests.unit.test_gguf_architectures import CASES, GEMMA4_EXTRA, made
+from tests.unit.test_gguf_architectures import CASES, written
 from tests.unit.test_gguf_architectures import IDS as FEW_IDS
 from tests.unit.test_gguf_model import file_of, tiny
 from tests.unit.test_mixtures import FILES, write_gguf
@@ -183,7 +184,7 @@ def test_experts_in_mxfp4(variant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "most"), [("F16", 1e-3), ("Q8_0", 0.03)])
 def test_layers_own_embeddings(kind: str, most: float, tmp_path: Path) -> None:
     """Those of Gemma 4, and what matrices make of them; quantized ones round activations, too."""
-    name, changes, how, keys = CASES["gemma4"]
+    case = CASES["gemma4"]
     kinds = {
         "per_layer_token_embd": "Q5_1",
         "per_layer_model_proj": kind,
@@ -192,8 +193,9 @@ def test_layers_own_embeddings(kind: str, most: float, tmp_path: Path) -> None:
         "blk.0.attn_v": "F16",
         "ffn_": "F16",
     }
-    path, ids = tmp_path / "m.gguf", np.array(FEW_IDS)
-    made((name, changes, how | {"kinds": kinds}, keys), path, "gemma4", GEMMA4_EXTRA)
+    model = Variant(case.variant, hidden_size=64)  # rows of whole blocks
+    path = written(replace(case, model=model, kinds=kinds), "gemma4", tmp_path)
+    ids = np.array(FEW_IDS[:11])
     expected = reference.reference_logits(path, ids)
     with InProcessSystem(path, num_services=2, num_threads=2) as system:
         for way in ([1], [4], [ids.size]):

@@ -84,6 +84,7 @@ def test_it_is_what_services_allocate(variant: str, tmp_path: Path) -> None:
     require_equal(make_tiny(variant, tmp_path), num_cpu_actors=1)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["q-llama-tied", "q-opt", "q-falcon-grouped"])
 @pytest.mark.parametrize("dtype", ["q8", "mxfp4", "bf16"])
 def test_it_is_what_services_allocate_in_other_formats(

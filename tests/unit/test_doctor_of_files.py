@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hotcold.jobs.cli import main
+from hotcold.jobs.support.model_checks import check_files
 from hotcold.model.text.tokenizer import Tokenizer
 from tests.chain_model import END, write_chain
-from tests.gguf_files import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT32, Draft, array, small_llama
-from tests.unit.test_tokenizer import byte_level
+from tests.gguf_files import Draft
+from tests.unit.test_gguf_tokenizer import byte_level_draft
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -24,45 +25,29 @@ TEMPLATE = (
 )
 
 
-def doctor(
-    path: Path | str, capsys: pytest.CaptureFixture[str], *options: str
-) -> tuple[int, dict[str, list[tuple[str, str]]]]:
-    """The exit status, and what is said by subjects: levels and texts."""
-    capsys.readouterr()
-    status = main(["doctor", str(path), "--no-measure", "--json", *options])
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    found: dict[str, list[tuple[str, str]]] = {}
-    for one in report["files"]:
-        found.setdefault(one["subject"], []).append((one["level"], one["text"]))
-    return status, found
+Told = dict[str, list[tuple[str, str]]]
 
 
-def said(found: dict[str, list[tuple[str, str]]], subject: str) -> str:
+def checked(path: Path) -> Told:
+    """What is said by subjects: levels and texts."""
+    found: Told = {}
+    for one in check_files(path):
+        found.setdefault(one.subject, []).append((one.level, one.text))
+    return found
+
+
+def said(found: Told, subject: str) -> str:
     return " / ".join(text for _, text in found[subject])
 
 
 def whole(template: str = TEMPLATE, pre: str = "qwen2", **keys: str) -> Draft:
     """A GGUF file that chats: byte-level, with the tokens of the template."""
-    model = json.loads(byte_level().to_str())["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
-    tokens += ["<|im_start|>", "<|im_end|>"]
-    kinds = [3 if token[:1] == "<" and len(token) > 2 else 1 for token in tokens]
-    made = small_llama(tokens=len(tokens))
-    for name in ("model", "tokens", "token_type", "scores", "bos_token_id", "eos_token_id"):
-        made = made.without_key(f"tokenizer.ggml.{name}")
-    merges = [" ".join(pair) for pair in model["merges"]]
-    made = made.with_key("tokenizer.ggml.model", STRING, "gpt2")
-    made = made.with_key("tokenizer.ggml.pre", STRING, pre)
-    made = made.with_key("tokenizer.ggml.tokens", ARRAY, array(STRING, tokens))
-    made = made.with_key("tokenizer.ggml.token_type", ARRAY, array(INT32, kinds))
-    made = made.with_key("tokenizer.ggml.merges", ARRAY, array(STRING, merges))
-    made = made.with_key("tokenizer.ggml.bos_token_id", UINT32, 0)
-    made = made.with_key("tokenizer.ggml.eos_token_id", UINT32, 1)
-    made = made.with_key("tokenizer.ggml.add_bos_token", BOOL, True)
-    made = made.with_key("tokenizer.chat_template", STRING, template)
-    for name, value in keys.items():
-        made = made.without_key(name).with_key(name, STRING, value)
-    return made
+    of_tokens = {"pre": pre, "bos_token_id": 0, "eos_token_id": 1, "add_bos_token": True}
+    made = byte_level_draft(("<|im_start|>", "<|im_end|>"), **of_tokens)
+    made = made.with_keys(tokenizer__chat_template=template)
+    for name in keys:
+        made = made.without_key(name.replace("__", "."))
+    return made.with_keys(**keys)
 
 
 def written(made: Draft, folder: Path) -> Path:
@@ -71,12 +56,11 @@ def written(made: Draft, folder: Path) -> Path:
     return path
 
 
-def test_a_file_that_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = whole().with_key("llama.vocab_size", UINT32, 300)
-    made = made.with_key("llama.attention.sinks", FLOAT32, 0.5)
-    made = made.with_key("general.sampling.temp", FLOAT32, 0.6)
-    status, found = doctor(written(made, tmp_path), capsys)
-    assert status == 0
+def test_a_file_that_chats(tmp_path: Path) -> None:
+    made = whole().with_keys(
+        llama__vocab_size=300, llama__attention__sinks=0.5, general__sampling__temp=0.6
+    )
+    found = checked(written(made, tmp_path))
     assert "llama, which the file calls 'llama': 1 layers of d 32" in said(found, "family")
     assert said(found, "formats") == "11 tensors of F32"
     assert "gpt2, cut into words as qwen2" in said(found, "tokenizer")
@@ -90,76 +74,77 @@ def test_a_file_that_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "BOS" not in found and "special tokens" not in found
 
 
-def test_it_is_told_in_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(whole(), tmp_path)
-    assert main(["doctor", str(path), "--no-measure"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+@pytest.mark.parametrize(
+    ("made", "status", "line"),
+    [
+        (whole(), 0, "end tokens ok </s>, <|im_end|>"),
+        (whole(general__type="mmproj"), 1, "refused problem"),
+        (whole("{% if %}"), 1, "chat template problem"),
+    ],
+)
+def test_the_command(
+    made: Draft, status: int, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(made, tmp_path)
+    assert main(["doctor", str(path), "--no-measure", "--json"]) == status
+    *lines, report = capsys.readouterr().out.splitlines()
     assert lines[0].strip() == "the model's files"
-    assert any(line.split()[:3] == ["end", "tokens", "ok"] for line in lines)
+    assert any(" ".join(one.split()).startswith(line) for one in lines)
+    assert json.loads(report)["files"] == [asdict(one) for one in check_files(path)]
 
 
-@pytest.mark.parametrize(
-    ("changed", "subject", "told"),
-    [
-        ({"tokenizer.ggml.pre": "of-next-year"}, "refused", "'of-next-year'.*take the model's own"),
-        ({"general.architecture": "of-next-year"}, "refused", "general.architecture is 'of-next"),
-        ({"general.type": "mmproj"}, "refused", "give the model's own file"),
-        ({"tokenizer.chat_template": "{% if %}"}, "chat template", "bad chat template"),
-    ],
-)
-def test_what_is_refused(
-    changed: dict[str, str],
-    subject: str,
-    told: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    status, found = doctor(written(whole(**changed), tmp_path), capsys)
-    assert status == 1
-    ((level, text),) = found[subject]
-    assert level == "problem" and "\n" not in text
-    assert re.search(told, text), text
-    assert said(found, "formats") == "11 tensors of F32"
-
-
-def test_types_that_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def of_i8() -> Draft:
+    """A matrix of a type that is not read: one byte a weight, where four are."""
     made = whole()
-    tensors = list(made.tensors)
-    at = next(i for i, one in enumerate(tensors) if one.name.endswith("ffn_down.weight"))
-    tensors[at] = replace(tensors[at], type=24)  # I8: one byte a weight, where four are
-    status, found = doctor(written(replace(made, tensors=tuple(tensors)), tmp_path), capsys)
-    assert (status, said(found, "formats")) == (1, "10 tensors of F32, 1 tensor of I8")
-    assert "of types that are not read: I8 (1); take" in said(found, "refused")
-
-
-def test_without_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = whole().without_key("tokenizer.chat_template")
-    status, found = doctor(written(made, tmp_path), capsys)
-    assert status == 1 and "trained for conversations" in said(found, "chat template")
+    tensors = [
+        replace(one, type=24 if one.name.endswith("ffn_down.weight") else 0) for one in made.tensors
+    ]
+    return replace(made, tensors=tuple(tensors))
 
 
 @pytest.mark.parametrize(
-    ("template", "subject", "told"),
+    ("made", "level", "subject", "told"),
     [
-        (TEMPLATE.replace("im_start", "turn_start"), "special tokens", r"<|turn_start|> ("),
-        (TEMPLATE.replace("{{ bos_token }}", "<s><s>"), "BOS", "writes <s> twice"),
-        (TEMPLATE.replace("<|im_end|>", "<|im_start|>"), "end tokens", "turn with <|im_start|>"),
+        (
+            whole(tokenizer__ggml__pre="of-next-year"),
+            "problem", "refused", "'of-next-year'.*take the model's own",
+        ),
+        (
+            whole(general__architecture="of-next-year"),
+            "problem", "refused", "general.architecture is 'of-next",
+        ),
+        (whole(general__type="mmproj"), "problem", "refused", "give the model's own file"),
+        (whole("{% if %}"), "problem", "chat template", "bad chat template"),
+        (
+            whole().without_key("tokenizer.chat_template"),
+            "problem", "chat template", "trained for conversations",
+        ),
+        (of_i8(), "problem", "refused", r"of types that are not read: I8 \(1\); take"),
+        (
+            whole(TEMPLATE.replace("im_start", "turn_start")),
+            "note", "special tokens", r"<\|turn_start\|> \(",
+        ),
+        (
+            whole(TEMPLATE.replace("{{ bos_token }}", "<s><s>")),
+            "note", "BOS", "writes <s> twice",
+        ),
+        (
+            whole(TEMPLATE.replace("<|im_end|>", "<|im_start|>")),
+            "note", "end tokens", r"turn with <\|im_start\|>",
+        ),
+        (
+            whole().without_key("tokenizer.ggml.pre"),
+            "note", "tokenizer", "as GPT-2's; take a newer file",
+        ),
     ],
-)
-def test_what_may_change_an_answer(
-    template: str, subject: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+)  # fmt: skip
+def test_what_is_refused_or_may_change_an_answer(
+    made: Draft, level: str, subject: str, told: str, tmp_path: Path
 ) -> None:
-    status, found = doctor(written(whole(template), tmp_path), capsys)
-    assert status == 0
-    assert told in " ".join(text for level, text in found[subject] if level == "note")
-
-
-def test_an_old_file_without_a_splitting(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = written(whole().without_key("tokenizer.ggml.pre"), tmp_path)
-    status, found = doctor(path, capsys)
-    assert status == 0 and "as GPT-2's; take a newer file" in said(found, "tokenizer")
+    found = checked(written(made, tmp_path))
+    texts = [text for one, text in found[subject] if one == level]
+    assert re.search(told, " / ".join(texts)) and not any("\n" in text for text in texts)
+    assert said(found, "formats").startswith("10 tensors of F32, 1" if "I8" in told else "11 ")
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\xff\xff\xff\xff" * 9, b"no model at all"])
@@ -173,7 +158,7 @@ def test_a_damaged_file_is_one_line(
     assert told.err.count("\n") == 1
 
 
-def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder(tmp_path: Path) -> None:
     """With what a vision tower and the prediction of more tokens leave behind."""
     path = write_chain(tmp_path, TEMPLATE, ["<|im_start|>", "<|im_end|>", "a"])
     weights = load_file(path / "model.safetensors")
@@ -186,8 +171,7 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = json.loads((path / "config.json").read_text())
     config |= {"logits_multiplier": 3.0, "use_cache": True}
     (path / "config.json").write_text(json.dumps(config))
-    status, found = doctor(path, capsys)
-    assert status == 0
+    found = checked(path)
     left = said(found, "left out")
     for told in ("the part that sees", "(MTP)", "mystery.weight; answers differ",
                  "not read: logits_multiplier (3.0)"):  # fmt: skip

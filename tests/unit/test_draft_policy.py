@@ -130,6 +130,7 @@ def test_it_is_nearly_as_fast_as_the_best_number(num: int) -> None:
     assert rate(AutoPolicy()) > 0.88 * best
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("num", [1, 5])
 @pytest.mark.parametrize(
     ("step_ns", "round_ns", "chance", "ngram_chance", "catch_up_ns"),

@@ -49,6 +49,7 @@ def played_misses(routes: np.ndarray, num_slots: int) -> tuple[int, int]:
     return misses, lookups
 
 
+@pytest.mark.sweep(keep=3)
 @pytest.mark.parametrize(("kept", "skew"), [(0, 0), (0.5, 0), (0.3, 1), (0.8, 0.5), (0, 2)])
 def test_as_many_are_missed_as_of_a_cache_of_any_size(kept: float, skew: float) -> None:
     routes = drawn_routes(kept, skew)

@@ -1,8 +1,9 @@
-"""Models in GGUF files: what is loaded of them against the gguf package and transformers."""
+"""Models in GGUF files: what is loaded of them against the gguf package."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from hotcold.actors.setup.preflight import read_model
 from hotcold.model.config.build import read_config
+from hotcold.model.config.rope import RopeConfig
 from hotcold.model.errors import CheckpointError, ConfigError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import load_attention
@@ -35,9 +37,10 @@ from hotcold.numba_kernels.formats import (
     Q8,
 )
 from hotcold.numba_kernels.load.convert import to_float32
-from tests.gguf_files import LlamaFile
-from tests.reference import reference_logits
+from tests.gguf_files import Draft, LlamaFile, small_llama
+from tests.reference import reference_logits, relative_difference
 
+Tensors = dict[str, np.ndarray]
 IDS = [3, 7, 1, 90, 55, 20, 3, 3, 64]
 OWN = {
     "Q4_0": Q4, "Q4_1": Q4_1, "Q4_K": Q4_K, "Q5_0": Q5, "Q5_K": Q5_K, "Q6_K": Q6, "Q8_0": Q8,
@@ -49,14 +52,11 @@ BLOCKS = [*OWN, "Q5_1", "Q2_K"]
 
 
 @functools.cache
-def tiny(**changes: Any) -> Any:
-    """A random Llama of transformers, of rows that are whole blocks of 256."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+def tiny(hidden_size: int = 256) -> LlamaFile:
+    """A random Llama, of rows that are whole blocks of 256."""
     sizes: dict[str, Any] = {
         "vocab_size": 101,
-        "hidden_size": 256,
+        "hidden_size": hidden_size,
         "intermediate_size": 512,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -65,166 +65,99 @@ def tiny(**changes: Any) -> Any:
         "max_position_embeddings": 128,
         "rms_norm_eps": 1e-5,
     }
-    torch.manual_seed(5)
-    model = LlamaForCausalLM(LlamaConfig(**(sizes | changes))).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
-    return model
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens": (101, hidden_size),
+        "lm_head": (101, hidden_size),
+        "model.norm": (hidden_size,),
+    }
+    for layer in range(2):
+        of_layer = {
+            **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (hidden_size,)),
+            "self_attn.q_proj": (256, hidden_size),
+            **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (128, hidden_size)),
+            "self_attn.o_proj": (hidden_size, 256),
+            **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (512, hidden_size)),
+            "mlp.down_proj": (hidden_size, 512),
+        }
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    rng = np.random.default_rng(5)
+    tensors = {
+        f"{name}.weight": rng.normal(float("norm" in name), 0.1, shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    return LlamaFile(sizes, tensors)
 
 
-def file_of(model: Any, path: Path, kinds: dict[str, str] | None = None, **keys: Any) -> Any:
+def file_of(model: LlamaFile, path: Path, kinds: dict[str, str] | None = None) -> Tensors:
     """Write a model as a GGUF file; returns the values it holds by Hugging Face's names."""
-    tensors = {name: value.numpy() for name, value in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        del tensors["lm_head.weight"]
-    return LlamaFile(model.config.to_dict(), tensors, kinds or {}, keys).write(path)
+    return replace(model, kinds=kinds or {}).write(path)
 
 
-def logits_of(model: Any, held: dict[str, np.ndarray]) -> np.ndarray:
-    """transformers' logits with these values in place of the model's own."""
-    import torch
-
-    own = {name: value.clone() for name, value in model.state_dict().items()}
-    values = {name: torch.from_numpy(np.array(value)) for name, value in held.items()}
-    model.load_state_dict(values, strict=False)
-    with torch.no_grad():
-        found = model(torch.tensor([IDS])).logits[0].numpy().copy()
-    model.load_state_dict(own)
-    return found
+def neurons(model: LlamaFile) -> list[np.ndarray]:
+    sizes = model.config
+    return [np.arange(sizes["intermediate_size"], dtype=np.int32)] * sizes["num_hidden_layers"]
 
 
-def neurons(model: Any) -> list[np.ndarray]:
-    config = model.config
-    return [np.arange(config.intermediate_size, dtype=np.int32)] * config.num_hidden_layers
-
-
-LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN_KEYS = {
-    "llama.rope.scaling.type": "yarn",
-    "llama.rope.scaling.factor": 4.0,
-    "llama.rope.scaling.original_context_length": 32,
-}
+PLAIN = small_llama()
+SCALED = PLAIN.with_keys(llama__rope__scaling__factor=2.0)
+YARN = PLAIN.with_keys(
+    llama__rope__scaling__type="yarn",
+    llama__rope__scaling__factor=4.0,
+    llama__rope__scaling__original_context_length=32,
+)
 
 
 @pytest.mark.parametrize(
-    ("changes", "keys"),
+    ("draft", "key", "value"),
     [
-        ({"tie_word_embeddings": True}, {}),
-        ({"head_dim": 32, "num_key_value_heads": 1}, {}),
-        ({"attention_bias": True, "mlp_bias": True}, {}),
-        (
-            {"rope_parameters": LINEAR},
-            {"freq_base": 500.0, "scaling.type": "linear", "scaling.factor": 3.0},
-        ),
-        ({"rope_parameters": LINEAR}, {"freq_base": 500.0, "scale_linear": 3.0}),
-        (
-            {"rope_parameters": YARN | {"attention_factor": (0.1 * np.log(4) + 1) * 1.4}},
-            YARN_KEYS | {"scaling.attn_factor": 1.4},
-        ),
-        (
-            {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0}},
-            YARN_KEYS | {"scaling.yarn_beta_fast": 8.0, "scaling.yarn_beta_slow": 2.0},
-        ),
-        (
-            {"rope_parameters": YARN},
-            YARN_KEYS
-            | {
-                "scaling.finetuned": True,
-                "scaling.attn_factor": 1.0,
-                "scaling.yarn_ext_factor": 1.0,
-                "scaling.yarn_attn_factor": 0.1 * np.log(4.0) + 1,
-                "scaling.yarn_log_multiplier": 0.0,
-                "freq_base_swa": 10000.0,
-            },
-        ),
+        (SCALED, "llama.rope.scaling.attn_factor", 1.4),
+        (YARN, "llama.rope.scaling.yarn_attn_factor", 1.4),
+        (YARN, "llama.rope.scaling.yarn_ext_factor", 0.5),
+        (PLAIN, "llama.rope.freq_base_swa", 1e6),
+        (PLAIN, "llama.rope.dimension_sections", [16, 24, 24, 0]),
+        (PLAIN, "other.rope.scaling.attn_factor", 1.0),
     ],
 )
-def test_logits_are_transformers(
-    changes: dict[str, Any], keys: dict[str, Any], tmp_path: Path
-) -> None:
-    model = tiny.__wrapped__(**changes)
-    kinds = dict.fromkeys(("attn", "ffn", "token"), "F16")
-    named = {f"llama.rope.{key.removeprefix('llama.rope.')}": keys[key] for key in keys}
-    held = file_of(model, tmp_path / "tiny.gguf", kinds, **named)
-    found, expected = reference_logits(tmp_path / "tiny.gguf", IDS), logits_of(model, held)
-    assert np.abs(found - expected).max() < 1e-4 * max(1.0, float(np.abs(expected).max()))
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "others"),
-    [
-        ("llama.rope.scaling.attn_factor", 1.4, {"llama.rope.scaling.factor": 2.0}),
-        ("llama.rope.scaling.yarn_attn_factor", 1.4, YARN_KEYS),
-        ("llama.rope.scaling.yarn_ext_factor", 0.5, YARN_KEYS),
-        ("llama.rope.freq_base_swa", 1e6, {}),
-        ("llama.rope.dimension_sections", [16, 24, 24, 0], {}),
-        ("other.rope.scaling.attn_factor", 1.0, {}),
-    ],
-)
-def test_no_key_of_the_rope_is_left_out(
-    key: str, value: Any, others: dict[str, Any], tmp_path: Path
-) -> None:
+def test_no_key_of_the_rope_is_left_out(draft: Draft, key: str, value: Any, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
-    file_of(tiny(), path, **others)
+    path.write_bytes(draft.content())
     read_config(path)
-    file_of(tiny(), path, **others, **{key: value})
+    path.write_bytes(draft.with_keys(**{key: value}).content())
     with pytest.raises(CheckpointError, match=f"key '{key}' is .*would change the result"):
         read_config(path)
 
 
 def test_factors_of_the_rope_stand_alone(tmp_path: Path) -> None:
     """Not beside another factor; and a family that has no lists of factors does not lose them."""
-    path = tmp_path / "tiny.gguf"
-    model = tiny()
-    tensors = {name: value.numpy() for name, value in model.state_dict().items()}
-    ones = np.ones(32, np.float32)
-    scaled = LlamaFile(model.config.to_dict(), tensors, keys={"llama.rope.scaling.factor": 2.0})
-    scaled.extra["rope_freqs.weight"] = ones
-    scaled.write(path)
+    path, ones = tmp_path / "tiny.gguf", np.ones(32, np.float32)
+    scaled = {"llama.rope.scaling.factor": 2.0}
+    replace(tiny(), keys=scaled, extra={"rope_freqs.weight": ones}).write(path)
     with pytest.raises(CheckpointError, match=r"rope.scaling.factor stands beside factors"):
         read_config(path)
-    keys = {"llama.rope.scaling.original_context_length": 32}
-    lists = LlamaFile(model.config.to_dict(), tensors, keys=keys)
-    lists.extra |= {f"rope_factors_{name}.weight": 2 * ones for name in ("long", "short")}
-    lists.write(path)
+    length = {"llama.rope.scaling.original_context_length": 32}
+    lists = {f"rope_factors_{name}.weight": 2 * ones for name in ("long", "short")}
+    replace(tiny(), keys=length, extra=lists).write(path)
     with pytest.raises(ConfigError, match="'longrope', which is not supported"):
         read_config(path)
 
 
 @pytest.mark.parametrize("positions", [8192, 2048])
 def test_rope_factors_of_llama3(positions: int, tmp_path: Path) -> None:
-    scaling = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": positions,
-    }
-    model = tiny.__wrapped__(rope_parameters=scaling)
-    tensors = {name: value.numpy() for name, value in model.state_dict().items()}
-    written = LlamaFile(model.config.to_dict(), tensors, keys={"llama.rope.freq_base": 500000.0})
-    plain = model.model.rotary_emb.inv_freq.numpy()
-    unscaled = 1 / 500000.0 ** (np.arange(0, 64, 2) / 64)
-    written.extra["rope_freqs.weight"] = (unscaled / plain).astype(np.float32)
-    written.write(tmp_path / "tiny.gguf")
-    rope = read_config(tmp_path / "tiny.gguf").rope
-    assert rope is not None and rope.kind == "llama3" and rope.factor == pytest.approx(8)
-    assert rope.original_max_positions == positions
-    assert np.allclose(rope.inv_freq(64), plain, rtol=1e-5)
-    found = reference_logits(tmp_path / "tiny.gguf", IDS)
-    assert np.abs(found - logits_of(model, {})).max() < 1e-4
-    written.extra["rope_freqs.weight"][3] = 5
-    written.write(tmp_path / "other.gguf")
+    path, expected = (
+        tmp_path / "tiny.gguf",
+        RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, positions),
+    )
+    factors = 1 / 500000.0 ** (np.arange(0, 64, 2) / 64) / expected.inv_freq(64)
+    extra = {"rope_freqs.weight": factors.astype(np.float32)}
+    written = replace(tiny(), keys={"llama.rope.freq_base": 500000.0}, extra=extra)
+    written.write(path)
+    rope = read_config(path).rope
+    assert rope is not None and rope.factor == pytest.approx(8)
+    assert replace(rope, factor=8.0) == expected
+    extra["rope_freqs.weight"][3] = 5
+    written.write(path)
     with pytest.raises(CheckpointError, match="factors of no known model"):
-        read_config(tmp_path / "other.gguf")
+        read_config(path)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -262,8 +195,7 @@ def test_weights_are_the_files(kind: str, tmp_path: Path) -> None:
 def test_scales_of_nvfp4(tmp_path: Path) -> None:
     """llama.cpp multiplies what rows give with a tensor's scale; scales of activations are not."""
     path, model = tmp_path / "tiny.gguf", tiny()
-    tensors = {name: value.numpy() for name, value in model.state_dict().items()}
-    written = LlamaFile(model.config.to_dict(), tensors, {"attn_": "NVFP4", "ffn_": "NVFP4"})
+    written = replace(model, kinds={"attn_": "NVFP4", "ffn_": "NVFP4"}, extra={})
     factors: dict[str, np.ndarray] = {}
     for layer in range(2):
         for part in ("attn_q", "attn_v", "ffn_gate", "ffn_down"):
@@ -280,8 +212,9 @@ def test_scales_of_nvfp4(tmp_path: Path) -> None:
     assert ffn.gate.dtype == NVFP4
     gate = held["model.layers.1.mlp.gate_proj.weight"]
     np.testing.assert_allclose(to_float32(ffn.gate[512:]), gate, rtol=1e-6)
-    found, expected = reference_logits(path, IDS), logits_of(model, held)
-    assert np.abs(found - expected).max() < 0.03 * np.abs(expected).max()  # down has 8 bits
+    replace(model, tensors=held).write(tmp_path / "floats.gguf")
+    found, expected = (reference_logits(each, IDS) for each in (path, tmp_path / "floats.gguf"))
+    assert relative_difference(found, expected) < 0.03  # down has 8 bits
     written.extra["blk.0.attn_q.scale"] = np.array([np.nan], np.float32)
     written.write(path)
     with pytest.raises(CheckpointError, match=r"'blk.0.attn_q.scale' is not 1 finite numbers"):

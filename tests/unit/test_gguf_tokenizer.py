@@ -1,10 +1,9 @@
-"""Tokenizers of GGUF files, and of models without tokenizer.json: ids beside transformers' own."""
+"""Tokenizers of GGUF files, and of models without tokenizer.json."""
 
 from __future__ import annotations
 
-import itertools
+import functools
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import pytest
 
 from hotcold.model.errors import ConfigError
 from hotcold.model.text import gguf_tokenizer as module
-from hotcold.model.text.legacy_tokenizers import read_sentencepiece
-from hotcold.model.text.splittings import SPLITTINGS
 from hotcold.model.text.tokenizer import Tokenizer
-from tests.gguf_files import ARRAY, BOOL, FLOAT32, INT32, STRING, UINT32, Draft, array, small_llama
+from tests.gguf_files import Draft, small_llama
 from tests.unit.test_tokenizer import byte_level
 
 LINES = [
@@ -27,27 +24,31 @@ LINES = [
     "a" * 70 + " 3.14159 1,000,000 $5 100%",
     "",
 ]
+PLAIN_LINES = [line for line in LINES if line and "<" not in line]
 
 
 def draft(kind: str, tokens: list[str], kinds: list[int], **keys: Any) -> Draft:
     """A model's file with this vocabulary."""
-    made = small_llama()
+    made = small_llama(len(tokens))
     for name in ("model", "tokens", "token_type", "scores", "bos_token_id", "eos_token_id"):
         made = made.without_key(f"tokenizer.ggml.{name}")
-    made = made.with_key("tokenizer.ggml.model", STRING, kind)
-    made = made.with_key("tokenizer.ggml.tokens", ARRAY, array(STRING, tokens))
-    made = made.with_key("tokenizer.ggml.token_type", ARRAY, array(INT32, kinds))
-    for name, value in keys.items():
-        if isinstance(value, bool):
-            made = made.with_key(f"tokenizer.ggml.{name}", BOOL, value)
-        elif isinstance(value, int):
-            made = made.with_key(f"tokenizer.ggml.{name}", UINT32, value)
-        elif isinstance(value, str):
-            made = made.with_key(f"tokenizer.ggml.{name}", STRING, value)
-        else:
-            items = array(FLOAT32 if isinstance(value[0], float) else STRING, value)
-            made = made.with_key(f"tokenizer.ggml.{name}", ARRAY, items)
-    return made
+    keys = {"model": kind, "tokens": tokens, "token_type": kinds} | keys
+    return made.with_keys(**{f"tokenizer__ggml__{name}": value for name, value in keys.items()})
+
+
+@functools.cache
+def vocabulary() -> dict[str, Any]:
+    """Of `byte_level`."""
+    found: dict[str, Any] = json.loads(byte_level().to_str())["model"]
+    return found
+
+
+def byte_level_draft(more: tuple[str, ...] = (), **keys: Any) -> Draft:
+    """With the vocabulary of `byte_level`, and control tokens behind it."""
+    model = vocabulary()
+    tokens = [*sorted(model["vocab"], key=model["vocab"].__getitem__), *more]
+    kinds = [3 if token[0] == "<" and len(token) > 2 else 1 for token in tokens]
+    return draft("gpt2", tokens, kinds, merges=[" ".join(pair) for pair in model["merges"]], **keys)
 
 
 def written(made: Draft, path: Path) -> Path:
@@ -55,35 +56,10 @@ def written(made: Draft, path: Path) -> Path:
     return path
 
 
-def theirs(path: Path) -> Any:
-    """transformers' tokenizer of the file."""
-    read = pytest.importorskip(
-        "transformers.integrations.gguf.gguf_tokenizer_mapping", reason="transformers < 5.17"
-    )
-    architecture, vocabulary, _ = read.get_gguf_tokenizer(str(path))
-    return read.convert_gguf_tokenizer(architecture, vocabulary)[0]
-
-
-def byte_level_file(path: Path, pre: str, **keys: Any) -> Path:
-    import json
-
-    model = json.loads(byte_level().to_str())["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].get)
-    merges = [" ".join(pair) for pair in model["merges"]]
-    kinds = [3 if i < 3 else 1 for i in range(len(tokens))]
-    return written(draft("gpt2", tokens, kinds, merges=merges, pre=pre, **keys), path)
-
-
-@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "glm4"])
-def test_byte_level_ids_are_transformers(pre: str, tmp_path: Path) -> None:
-    path = byte_level_file(tmp_path / "a.gguf", pre, bos_token_id=0, add_bos_token=False)
-    own, other = Tokenizer.from_model(path), theirs(path)
-    assert own is not None
-    for line in LINES:
-        ids = other.encode(line, add_special_tokens=False).ids
-        if not SPLITTINGS[pre].whole_words:  # which transformers leaves out
-            assert own.encode(line) == ids, line
-        assert own.decode(own.encode(line), skip_special_tokens=False) == line
+def whole(path: Path) -> Tokenizer:
+    found = Tokenizer.from_model(path)
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(
@@ -97,11 +73,8 @@ def test_byte_level_ids_are_transformers(pre: str, tmp_path: Path) -> None:
 def test_where_texts_begin_and_end(
     keys: dict[str, Any], first: int | None, last: int | None, tmp_path: Path
 ) -> None:
-    pre = keys.get("pre", "gpt-2")
-    rest = {name: value for name, value in keys.items() if name != "pre"}
-    path = byte_level_file(tmp_path / "a.gguf", pre, bos_token_id=0, eos_token_id=1, **rest)
-    own = Tokenizer.from_model(path)
-    assert own is not None
+    made = byte_level_draft(bos_token_id=0, eos_token_id=1, **{"pre": "gpt-2", **keys})
+    own = whole(written(made, tmp_path / "a.gguf"))
     plain, ids = own.encode("hello", add_special_tokens=False), own.encode("hello")
     assert ids == [*([] if first is None else [first]), *plain, *([] if last is None else [last])]
 
@@ -126,87 +99,51 @@ def pieces_of(lines: list[str]) -> tuple[list[str], list[int], list[float]]:
     return tokens, kinds, scores
 
 
-@pytest.mark.parametrize("prefix", [True, False])
-def test_sentencepiece_merges_are_the_best_pair_first(prefix: bool, tmp_path: Path) -> None:
-    """Against SentencePiece's own rule, spelled out: join the best pair until none is a piece."""
-    tokens, kinds, scores = pieces_of([line for line in LINES if "<" not in line])
-    made = draft("llama", tokens, kinds, scores=scores, bos_token_id=1, add_space_prefix=prefix)
-    own = Tokenizer.from_model(written(made, tmp_path / "a.gguf"))
-    assert own is not None
-    ids = {token: number for number, token in enumerate(tokens)}
-    score = {t: s for t, s, kind in zip(tokens, scores, kinds, strict=True) if kind == 1}
-    generator = random.Random(3)
-    words = " ".join(LINES).replace("<|user|>", "").replace("<s>", "").replace("</s>", "")
-    for _ in range(60):
-        start = generator.randrange(len(words) - 30)
-        text = words[start : start + generator.randrange(1, 30)]
-        expected = [1, *slow_ids(("▁" if prefix else "") + text.replace(" ", "▁"), score, ids)]
-        assert own.encode(text) == expected, text
-        assert own.decode(expected) == text or not prefix
-
-
-def slow_ids(text: str, score: dict[str, float], ids: dict[str, int]) -> list[int]:
-    parts = list(text)
-    while True:
-        pairs = [
-            (-score[a + b], at)
-            for at, (a, b) in enumerate(itertools.pairwise(parts))
-            if a in score and b in score and a + b in score
-        ]
-        if not pairs:
-            break
-        _, at = min(pairs)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    found = []
-    for part in parts:
-        if part in ids:
-            found.append(ids[part])
-        else:
-            found += [ids[f"<0x{byte:02X}>"] for byte in part.encode()]
-    return found
-
-
 def test_special_tokens_are_found_whole_and_left_out(tmp_path: Path) -> None:
     tokens, kinds, scores = pieces_of(["hello world"])
     made = draft("llama", tokens, kinds, scores=scores, bos_token_id=1)
-    own = Tokenizer.from_model(written(made, tmp_path / "a.gguf"))
-    assert own is not None
+    own = whole(written(made, tmp_path / "a.gguf"))
     ids = own.encode("<|user|>hello</s>")
     assert (ids[0], ids[1], ids[-1]) == (1, 3, 2)
     assert own.decode(ids) == "<|user|> hello"  # control tokens are left out, user-defined are not
 
 
-def sentencepiece_file(folder: Path, kind: int = 2, prefix: bool = True) -> tuple[list[str], dict]:
-    """Write a model by protobuf itself; returns its tokens, and scores of those that merge."""
+def sentencepiece_file(folder: Path, kind: int = 2, prefix: bool = True) -> Path:
+    """Write a model by protobuf itself."""
     from transformers.utils import sentencepiece_model_pb2_new as proto
 
-    tokens, kinds, scores = pieces_of([line for line in LINES if "<" not in line])
     model = proto.ModelProto()
-    for text, own, score in zip(tokens, kinds, scores, strict=True):
+    for text, own, score in zip(*pieces_of(PLAIN_LINES), strict=True):
         model.pieces.add(piece=text, type=own, score=score)
     model.trainer_spec.model_type = kind
     model.normalizer_spec.add_dummy_prefix = prefix
     model.normalizer_spec.precompiled_charsmap = b"\0\1\2"
+    folder.mkdir(exist_ok=True)
     (folder / "tokenizer.model").write_bytes(model.SerializeToString())
     beside = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "unk_token": "<unk>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(beside))
-    entries = zip(tokens, scores, kinds, strict=True)
-    return tokens, {text: score for text, score, own in entries if own == 1}
+    return folder
 
 
-@pytest.mark.parametrize("prefix", [True, False])
-def test_sentencepiece(prefix: bool, tmp_path: Path) -> None:
-    tokens, score = sentencepiece_file(tmp_path, prefix=prefix)
-    pieces, kind, has_prefix = read_sentencepiece(tmp_path / "tokenizer.model")
-    assert (list(pieces.texts), kind, has_prefix) == (tokens, 2, prefix)
-    own = Tokenizer.from_model(tmp_path)
-    assert own is not None
-    ids = {token: number for number, token in enumerate(tokens)}
-    for line in LINES:
-        if "<" not in line and line:
-            text = ("▁" if prefix else "") + line.replace(" ", "▁")
-            assert own.encode(line) == [1, *slow_ids(text, score, ids)]
-            assert own.decode(own.encode(line)) == line
+@pytest.mark.parametrize("is_gguf", [True, False])
+def test_texts_begin_with_a_space_where_the_model_says_so(is_gguf: bool, tmp_path: Path) -> None:
+    """All other ids are compared with SentencePiece's own in test_ten_thousand_lines.py."""
+    tokens, kinds, scores = pieces_of(PLAIN_LINES)
+
+    def read(prefix: bool) -> Tokenizer:
+        path = tmp_path / f"{prefix}"
+        if is_gguf:
+            keys = {"scores": scores, "bos_token_id": 1, "add_space_prefix": prefix}
+            written(draft("llama", tokens, kinds, **keys), path)
+        else:
+            sentencepiece_file(path, prefix=prefix)
+        return whole(path)
+
+    own, without = read(True), read(False)
+    for line in PLAIN_LINES:
+        found = own.encode(line)
+        assert found == without.encode(f" {line}") != without.encode(line)
+        assert own.decode(found) == line
     assert own.encode("</s>")[-1] == 2
 
 
@@ -223,20 +160,16 @@ def test_damaged_models_are_refused(tmp_path: Path) -> None:
             Tokenizer.from_model(tmp_path)
 
 
-def test_merges_are_those_of_transformers(tmp_path: Path) -> None:
-    from transformers import GPT2Tokenizer
-
-    model = json.loads(byte_level().to_str())["model"]
+def test_merges_in_a_file_of_their_own(tmp_path: Path) -> None:
+    """Their ids are compared with tokenizer.json's in test_ten_thousand_lines.py."""
+    model = vocabulary()
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
     merges = "\n".join(" ".join(pair) for pair in model["merges"])
     (tmp_path / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
     beside = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "</s>", "add_bos_token": True}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside))
-    own, other = Tokenizer.from_model(tmp_path), GPT2Tokenizer.from_pretrained(tmp_path)
-    assert own is not None
-    for line in LINES:
-        expected = other(line, add_special_tokens=False)["input_ids"]
-        assert own.encode(line) == [0, *expected]
+    own = whole(tmp_path)
+    assert own.encode("hello") == [0, *own.encode("hello", add_special_tokens=False)]
     (tmp_path / "merges.txt").write_text("a b c\n")
     with pytest.raises(ConfigError, match="no pair"):
         Tokenizer.from_model(tmp_path)
@@ -251,8 +184,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ids(file: Path) -> list[list[int]]:
-    own = Tokenizer.from_model(file)
-    assert own is not None
+    own = whole(file)
     return [own.encode(line) for line in LINES]
 
 
@@ -296,9 +228,8 @@ def test_phi3_leaves_out_white_space_after_its_tokens(tmp_path: Path) -> None:
     found = {}
     for architecture in ("llama", "phi3"):
         named = made.without_key("general.architecture")
-        named = named.with_key("general.architecture", STRING, architecture)
-        own = Tokenizer.from_model(written(named, tmp_path / f"{architecture}.gguf"))
-        assert own is not None
+        named = named.with_keys(general__architecture=architecture)
+        own = whole(written(named, tmp_path / f"{architecture}.gguf"))
         found[architecture] = own.encode("<|user|>\n\na<|end|>\n<s>\na")
     assert found["phi3"] == [4, 5, 6, 3, 1, 5, 7, 6]
     assert found["llama"] == [4, 5, 7, 7, 6, 3, 5, 7, 1, 5, 7, 6]

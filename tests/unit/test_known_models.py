@@ -44,13 +44,14 @@ def test_a_name_is_looked_up_before_the_hub_is_asked(
         raise UsageError("asked")
 
     monkeypatch.setattr(hub, "find", find)
-    for name in ("qwen3:8b", "qwen3", "qwen3:latest", "gpt-oss:20b"):
+    for name in ("qwen3:8b", "qwen3", "qwen3:latest", "gpt-oss:20b", "org/repo:none.gguf"):
         with pytest.raises(UsageError, match="asked"):
             locate_model(name)
     qwen = ("bartowski/Qwen_Qwen3-8B-GGUF", "Q4_K_M")
-    assert asked == [qwen, qwen, qwen, ("openai/gpt-oss-20b", None)]
+    gpt_oss, of_a_file = ("openai/gpt-oss-20b", None), ("org/repo", "none.gguf")
+    assert asked == [qwen, qwen, qwen, gpt_oss, of_a_file]
     # A kept system of the name is one of the repository, and nothing is asked for it.
-    assert model_text("qwen3") == ":".join(qwen) and len(asked) == 4
+    assert model_text("qwen3") == ":".join(qwen) and len(asked) == 5
 
 
 def test_a_users_own_names_come_first_and_files_before_all(home: Path) -> None:
@@ -81,7 +82,7 @@ def test_a_wrong_file_is_refused_in_one_line(content: str, told: str) -> None:
 def test_the_embedded_model_has_a_name_and_prompts_and_lost_paths_are_no_models() -> None:
     assert locate_model("demo") == locate_model(None) == DEMO_DIRECTORY
     assert model_text("demo") == str(DEMO_DIRECTORY)
-    for typed in ("/no/where", "~/zzz", "a/b/c/d"):
+    for typed in ("/no/where", "~/zzz", "a/b/c/d", "folder/none.gguf"):
         with pytest.raises(UsageError, match=f"^'{typed}': there is no such file or folder$"):
             locate_model(typed)
     for prompt in ("Why is the sky blue?", "What does cat /etc/passwd do?"):

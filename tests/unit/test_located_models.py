@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 
@@ -22,7 +21,7 @@ from hotcold.model.files.artifact_places import artifact_path
 from hotcold.model.files.locate import DEMO_DIRECTORY, locate_model, resolved_model
 from hotcold.model.files.ollama import ollama_file
 from hotcold.model.text.chat_template import ChatTemplate
-from tests.gguf_files import STRING, UINT32, Draft, scalar, small_llama
+from tests.gguf_files import Draft, small_llama
 from tests.reference import reference_logits
 from tests.unit.test_gguf_model import IDS, file_of, tiny
 
@@ -32,13 +31,12 @@ DIGEST = "0" * 63 + "1"
 
 
 def gguf_of(**keys: str) -> bytes:
-    found = tuple((name.replace("__", "."), STRING, scalar(STRING, keys[name])) for name in keys)
-    return b"".join(Draft(keys=found).pieces())
+    return Draft().with_keys(**keys).content()
 
 
 def layers_of_drafts() -> Draft:
     """A file of the converter's `--mtp`: the layers after a model's own, and its embedding."""
-    made = small_llama(layers=2).with_key("llama.nextn_predict_layers", UINT32, 1)
+    made = small_llama(layers=2).with_keys(llama__nextn_predict_layers=1)
     kept = (tensor for tensor in made.tensors if not tensor.name.startswith("blk.0."))
     return replace(made, tensors=tuple(kept))
 
@@ -134,32 +132,37 @@ def test_ollamas_models_that_cannot_be_used(ollama: Path) -> None:
 
 @pytest.mark.parametrize(
     ("files", "says"),
-    [({"adapter_config.json": b'{"base_model_name_or_path": "a/b"}'}, "is an adapter of a/b"),
-({"adapter_config.json": b"{}", "config.json": CONFIG}, "is an adapter, and no"),
-({"model.onnx": b""}, "ONNX"),
-({"consolidated.safetensors": b"", "params.json": b"{}"}, "makers' own form"),
-({"weights.00.npz": b"", "config.json": CONFIG}, "MLX"),
-({"model_index.json": b"{}"}, "diffusers"),
-({"modules.json": b"[]", "config.json": b'{"model_type": "bert"}'}, "'bert', which is not"),
-({"tokenizer.json": b"{}", "tokenizer_config.json": b"{}"}, "tokenizer alone"),
-({"optimizer.pt": b"", "trainer_state.json": b"{}"}, "training's state"),
-({"checkpoint-10/config.json": CONFIG}, "checkpoints of a training"),
-({"snapshots/abc/config.json": CONFIG, "refs/main": b""}, "ORG/REPO"),
-({"model.safetensors": b""}, "without config.json"),
-({"config.json": POINTER}, "config.json: is Git LFS's .* `git lfs pull`"),
-({"a.gguf": POINTER}, "a.gguf: is Git LFS's"),
-(
-            {"config.json": CONFIG, "tokenizer.json": POINTER,
-             "model.safetensors": (DEMO_DIRECTORY / "model.safetensors").read_bytes()},
+    [
+        ({"adapter_config.json": b'{"base_model_name_or_path": "a/b"}'}, "is an adapter of a/b"),
+        ({"adapter_config.json": b"{}", "config.json": CONFIG}, "is an adapter, and no"),
+        ({"model.onnx": b""}, "ONNX"),
+        ({"consolidated.safetensors": b"", "params.json": b"{}"}, "makers' own form"),
+        ({"weights.00.npz": b"", "config.json": CONFIG}, "MLX"),
+        ({"model_index.json": b"{}"}, "diffusers"),
+        ({"modules.json": b"[]", "config.json": b'{"model_type": "bert"}'}, "'bert', which is not"),
+        ({"tokenizer.json": b"{}", "tokenizer_config.json": b"{}"}, "tokenizer alone"),
+        ({"optimizer.pt": b"", "trainer_state.json": b"{}"}, "training's state"),
+        ({"checkpoint-10/config.json": CONFIG}, "checkpoints of a training"),
+        ({"snapshots/abc/config.json": CONFIG, "refs/main": b""}, "ORG/REPO"),
+        ({"model.safetensors": b""}, "without config.json"),
+        ({"config.json": POINTER}, "config.json: is Git LFS's .* `git lfs pull`"),
+        ({"a.gguf": POINTER}, "a.gguf: is Git LFS's"),
+        (
+            {
+                "config.json": CONFIG,
+                "tokenizer.json": POINTER,
+                "model.safetensors": (DEMO_DIRECTORY / "model.safetensors").read_bytes(),
+            },
             "tokenizer.json: is Git LFS's",
         ),
-({"a.gguf": gguf_of(general__type="adapter", general__architecture="llama")}, "LoRA"),
-({"a.gguf": gguf_of(general__architecture="clip")}, "reads pictures"),
-({"a.gguf": gguf_of(general__type="imatrix")}, "which weights matter"),
-({"a.gguf": gguf_of(general__architecture="t5")}, "'t5', which is not supported"),
-({"a.gguf": b"lmgg" * 9}, "no GGUF file"),],
+        ({"a.gguf": gguf_of(general__type="adapter", general__architecture="llama")}, "LoRA"),
+        ({"a.gguf": gguf_of(general__architecture="clip")}, "reads pictures"),
+        ({"a.gguf": gguf_of(general__type="imatrix")}, "which weights matter"),
+        ({"a.gguf": gguf_of(general__architecture="t5")}, "'t5', which is not supported"),
+        ({"a.gguf": b"lmgg" * 9}, "no GGUF file"),
+    ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
-)  # fmt: skip
+)
 def test_what_is_no_model_is_said_in_one_line(
     files: dict[str, bytes], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,31 +209,20 @@ def refusal(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("number", "says"),
+    ("types", "says"),
     [
-        (
-            31,
-            r"2 of type 31 \(Q4_0_4_4\), which old builds .*take the model's Q4_0 file",
-        ),
-        (
-            5,
-            r"2 of \d+ tensors cannot be read: 2 of type 5 \(Q4_3\), .* removed in 2023",
-        ),
-        (43, "type 43, of a newer llama.cpp; take a file in another format"),
-        (
-            15,
-            r"2 of \d+ tensors .*not read: Q8_K \(2\); take a file in these:",
-        ),
+        ([31, 31], r"2 of type 31 \(Q4_0_4_4\), which old builds .*take the model's Q4_0 file"),
+        ([5, 5], r"2 of \d+ tensors cannot be read: 2 of type 5 \(Q4_3\), .* removed in 2023"),
+        ([43], "type 43, of a newer llama.cpp; take a file in another format"),
+        ([9, 15, 9], r"3 of \d+ tensors .*: Q8_1 \(2\), Q8_K \(1\); take a file in these: F32,"),
     ],
 )
-def test_types_that_are_gone_or_new(number: int, says: str, tmp_path: Path) -> None:
-    assert re.search(says, refusal(of_types(tmp_path / "m.gguf", number, number)))
+def test_types_that_are_not_read(types: list[int], says: str, tmp_path: Path) -> None:
+    assert re.search(says, refusal(of_types(tmp_path / "m.gguf", *types)))
 
 
-def test_types_that_are_not_read_and_files_that_load(tmp_path: Path) -> None:
+def test_files_that_load_are_named(tmp_path: Path) -> None:
     path = of_types(tmp_path / "m-UD-Q4_K_XL.gguf", 9, 15, 9)
-    assert re.search(r"3 of \d+ tensors .*: Q8_1 \(2\), Q8_K \(1\); take a file in these: F32,",
-                     refusal(path))  # fmt: skip
     of_types(tmp_path / "m-Q8_1.gguf", 9)
     of_types(tmp_path / "mmproj-F32.gguf")
     good = of_types(tmp_path / "m-Q8_0.gguf", 8)
@@ -278,7 +270,9 @@ def test_a_chat_template_is_the_models_own_file(tmp_path: Path) -> None:
 
 def test_parts(tmp_path: Path) -> None:
     file_of(tiny(), tmp_path / "whole.gguf")
-    parts = split(tmp_path / "whole.gguf", tmp_path / "parts", 7)
+    (tmp_path / "parts").mkdir()
+    tiny().write(tmp_path / "parts" / "tiny.gguf", most=7)
+    parts = sorted((tmp_path / "parts").iterdir())
     assert len(parts) > 2
     assert locate_model(str(tmp_path / "parts")) == parts[0]
     assert np.array_equal(
@@ -299,44 +293,6 @@ def test_parts(tmp_path: Path) -> None:
     parts[0].rename(lone)
     with pytest.raises(CheckpointError, match=r"part tiny-00002-of-.* is missing"):
         read_config(lone)
-
-
-def split(path: Path, folder: Path, most: int) -> list[Path]:
-    """Write a file again in parts of so many tensors."""
-    folder.mkdir()
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(str(folder / "tiny.gguf"), "llama", split_max_tensors=most)
-    for name, field in reader.fields.items():
-        if name.startswith("llama."):
-            value = field.contents()
-            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-            add(name, value)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return sorted(folder.iterdir())
-
-
-def test_a_file_that_is_not_there_is_no_repository(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The hub is not asked for it; a part of a repository's file may have that name."""
-    asked, name = [], "folder/none.gguf"
-
-    def find(repo: str, part: str) -> None:
-        asked.append((repo, part))
-        raise UsageError("asked")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hotcold.model.files.hub.find", find)
-    with pytest.raises(UsageError, match=f"^'{name}': there is no such file or folder$"):
-        locate_model(name)
-    with pytest.raises(UsageError, match="asked"):
-        locate_model("org/repo:none.gguf")
-    assert asked == [("org/repo", "none.gguf")]
 
 
 def test_a_links_name_is_kept(tmp_path: Path) -> None:
