@@ -8,33 +8,25 @@ from typing import Any
 
 import pytest
 
-from hotcold.jobs.cli import main
 from hotcold.model.synthetic.shape import DTYPES, SHAPES, config_json
+from tests.documents import ROOT
+from tests.e2e.commands import run_main
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = str(ROOT / "benchmarks/machines/pc-high.json")
 
 
-def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    capsys.readouterr()
-    status = main(["plan", *arguments, "--context", "128", "--json"])
-    out, err = capsys.readouterr()
-    assert status == 0, err
-    report: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return report | {"said": out}
+def planned(*arguments: str) -> dict[str, Any]:
+    done = run_main("plan", *arguments, "--context", "128", "--json")
+    return done.report | {"said": done.out}
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    capsys.readouterr()
-    assert main(["plan", *arguments]) == 1
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    return err
+def refusal(*arguments: str) -> str:
+    return run_main("plan", *arguments).refusal
 
 
-def test_a_shape_alone_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shape_alone_is_planned() -> None:
     arguments = ("--shape", "llama-7b", "--machine", HERE, "--gpu-memory", "4GiB")
-    exact = planned(capsys, *arguments, "--density", "0.1")
+    exact = planned(*arguments, "--density", "0.1")
     assert exact["path"] is None
     assert "no plan file: the model's weights are not here" in exact["said"]
     assumed = "\n".join(exact["assumed"])
@@ -42,40 +34,38 @@ def test_a_shape_alone_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in assumed
     weights = sum(device["used_bytes"] for device in exact["devices"])
     assert weights == pytest.approx(13.2e9, rel=0.02)  # 6.6 G weights in float16
-    lowrank = planned(capsys, *arguments, "--density", "0.1", "--mode", "lowrank")
-    q4 = planned(capsys, *arguments, "--density", "0.1", "--dtype", "q4")
+    lowrank = planned(*arguments, "--density", "0.1", "--mode", "lowrank")
+    q4 = planned(*arguments, "--density", "0.1", "--dtype", "q4")
     speeds = [each["tokens_per_s"] for each in (exact, lowrank)]
     assert speeds == sorted(speeds)
     assert q4["tokens_per_s"] > 2 * exact["tokens_per_s"]
     assert any("as on random weights" in text for text in lowrank["assumed"])
 
 
-def test_what_was_published_is_used(capsys: pytest.CaptureFixture[str]) -> None:
-    report = planned(capsys, "--shape", "tiny", "--machine", HERE)
+def test_what_was_published_is_used() -> None:
+    report = planned("--shape", "tiny", "--machine", HERE)
     assert any("0.3 of the neurons" in each and "published" in each for each in report["assumed"])
-    assert "state a share" in refusal(capsys, "--shape", "afm-4.5b", "--machine", HERE)
-    silu = planned(capsys, "--shape", "qwen3-8b", "--machine", HERE)
+    assert "state a share" in refusal("--shape", "afm-4.5b", "--machine", HERE)
+    silu = planned("--shape", "qwen3-8b", "--machine", HERE)
     assert any("every neuron fires" in each for each in silu["assumed"])
 
 
-def test_a_config_alone_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_alone_is_planned(tmp_path: Path) -> None:
     text = json.dumps(config_json(SHAPES["tiny"], DTYPES["bf16"]))
     (tmp_path / "config.json").write_text(text)
     found = [
-        planned(capsys, "--config", str(source), "--machine", HERE)["tokens_per_s"]
+        planned("--config", str(source), "--machine", HERE)["tokens_per_s"]
         for source in (tmp_path, tmp_path / "config.json")
     ]
     assert found[0] == found[1] > 0
-    assert "give a config.json" in refusal(capsys, "--config", "nothing", "--machine", HERE)
-    assert "each name a model" in refusal(capsys, "--config", str(tmp_path), "--shape", "tiny")
+    assert "give a config.json" in refusal("--config", "nothing", "--machine", HERE)
+    assert "each name a model" in refusal("--config", str(tmp_path), "--shape", "tiny")
 
 
-def test_a_shape_larger_than_memory_is_planned_from_storage(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_shape_larger_than_memory_is_planned_from_storage() -> None:
     """As a model that is here is: what stays in memory, by size, and what a token reads."""
     arguments = ("--shape", "llama-13b", "--gpu-memory", "4GiB", "--machine", HERE)
-    report = planned(capsys, *arguments, "--cpu-memory", "14GiB")
+    report = planned(*arguments, "--cpu-memory", "14GiB")
     sizes = report["storage"]
     assert all(size["num_on_gpu"] > 0 for size in sizes)
     speeds = [size["tokens_per_s"] for size in sizes]
@@ -97,7 +87,5 @@ def test_a_shape_larger_than_memory_is_planned_from_storage(
         (("--density", "0.1"), "--density states what is not known"),
     ],
 )
-def test_what_cannot_be_planned(
-    arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert says in refusal(capsys, *arguments, "--machine", HERE)
+def test_what_cannot_be_planned(arguments: tuple[str, ...], says: str) -> None:
+    assert says in refusal(*arguments, "--machine", HERE)
