@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -15,7 +14,6 @@ import pytest
 
 from hotcold.cuda_kernels.device import Gpu
 from hotcold.cuda_kernels.timing import measure_gpu_bandwidth
-from hotcold.jobs.cli import main
 from hotcold.jobs.support.doctor_checks import check_measured
 from hotcold.placement.machine.description import CpuNode, Machine, read_machine
 from hotcold.placement.machine.measure import ASSUMED_GPU_READ_GB_PER_S, BusyWatch
@@ -23,6 +21,8 @@ from hotcold.placement.machine.measure_exchange import measure_exchange_us
 from hotcold.placement.machine.measure_node import NodeRates, measure_node
 from hotcold.placement.machine.survey import usable_cores
 from hotcold.placement.machine.this_machine import cache_path, measured_before, this_machine
+from tests.e2e.commands import run_main
+from tests.numa_trees import write_tree
 from tests.unit.test_machine_description import GPU, MACHINE, NODE
 from tests.unit.test_survey import NODE_BYTES, write, write_big_machine
 
@@ -78,10 +78,7 @@ def test_a_measurement_is_kept_while_the_machine_is_the_same(
     assert measured_before(big_root) is None
     first = this_machine(root=big_root)
     assert len(measured) == 7
-    write(
-        big_root / "sys/devices/system/node/node1/meminfo",
-        f"Node 1 MemTotal: {NODE_BYTES >> 9} kB\nNode 1 MemFree: 1 kB\n",
-    )
+    write_tree(big_root, {1: "8-15,72-79"}, {1: 2 * NODE_BYTES})
     second = this_machine(root=big_root)
     assert len(measured) == 7
     assert second.identity == first.identity
@@ -216,28 +213,25 @@ def test_what_others_did_meanwhile_is_noticed(
     assert BusyWatch((0, 1), tmp_path).busy_cores() == 0.0
 
 
-def doctor(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
-    assert main(["doctor", "--json", *options]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert isinstance(report, dict)
-    return report
+def doctor(*options: str) -> dict[str, Any]:
+    return run_main("doctor", "--json", *options).report
 
 
 def test_doctor_shows_and_writes_what_is_measured(
-    measured: list[tuple[int, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    measured: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
-    report = doctor(capsys, "--no-measure")
+    report = doctor("--no-measure")
     assert report["measured"] is None
     assert report["machine"]["read_gb_per_s"] is None
     assert measured == []
     out = tmp_path / "out.json"
-    report = doctor(capsys, "--machine-out", str(out))
+    report = doctor("--machine-out", str(out))
     count = len(measured)
     assert count > 0
     assert read_machine(out).as_json() == report["measured"]
     assert report["machine"]["read_gb_per_s"] == pytest.approx(10 * len(usable_cores()))
-    kept = doctor(capsys, "--no-measure")["measured"]
+    kept = doctor("--no-measure")["measured"]
     assert kept["nodes"][0]["read_gb_per_s"] == read_machine(out).nodes[0].read_gb_per_s
     assert len(measured) == count
-    doctor(capsys, "--fresh")
+    doctor("--fresh")
     assert len(measured) == 2 * count

@@ -25,13 +25,6 @@ GPU = GpuDevice("gpu0", "NVIDIA H100", 800, 700, 2500.0, 50.0, True)
 MACHINE = Machine("EPYC", (NODE, replace(NODE, name="node1")), (GPU,), 12.5, "2026-11-21")
 
 
-def test_a_description_survives_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "machine.json"
-    write_machine(path, MACHINE)
-    assert read_machine(path) == MACHINE
-    assert [file.name for file in path.parent.iterdir()] == ["machine.json"]
-
-
 def test_a_machine_is_its_processor_cores_nodes_and_cards() -> None:
     assert MACHINE.identity == "EPYC, node0 of 8 cores, node1 of 8 cores, gpu0 NVIDIA H100"
     other = CpuNode("node0", 8, 2000, 1500, 60.0, 40.0, 35.0)  # more memory, measured anew

@@ -26,13 +26,7 @@ from hotcold.model.weights.attention import AttentionWeights, load_attention
 from hotcold.model.weights.check import check_tensors, stored_config
 from hotcold.model.weights.embedding import HeadWeights, load_embedding, load_head
 from hotcold.model.weights.ffn import FfnWeights, load_ffn
-from hotcold.model.weights.sizes import (
-    attention_bytes,
-    ffn_bytes,
-    head_bytes,
-    kv_cache_bytes,
-    weight_bytes,
-)
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, weight_bytes
 from hotcold.numba_kernels.formats import MXFP4, Q4, Q4_1, Q8
 from hotcold.numba_kernels.load.convert import from_float32, to_float32
 from hotcold.placement.solver.cost import RowBytes
@@ -145,14 +139,6 @@ def test_any_subset_of_neurons(variant: str, tmp_path: Path) -> None:
     for name in ("gate", "up", "down", "gate_bias", "up_bias"):
         if getattr(whole, name).size:
             assert np.array_equal(getattr(part.ffn, name), getattr(whole, name)[rows]), name
-
-
-def test_bytes_of_a_kv_cache(tmp_path: Path) -> None:
-    config = read_config(make_tiny("llama-head-dim", tmp_path))
-    rows, dim = 2 * 7 * config.num_layers * config.num_kv_heads, config.head_dim
-    row_bytes = {"float32": 4 * dim, "float16": 2 * dim, "q8": dim + 4 * -(-dim // 32)}
-    for kv_dtype, num_bytes in row_bytes.items():
-        assert kv_cache_bytes(config, 7, kv_dtype) == rows * num_bytes
 
 
 TENSORS = [
