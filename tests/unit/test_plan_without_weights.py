@@ -25,7 +25,7 @@ def refusal(*arguments: str) -> str:
 
 
 def test_a_shape_alone_is_planned() -> None:
-    arguments = ("--shape", "llama-7b", "--machine", HERE, "--gpu-memory", "4GiB")
+    arguments = ("--shape", "llama-7b", "--machine", HERE, "--gpu-memory", "2GiB")
     exact = planned(*arguments, "--density", "0.1")
     assert exact["path"] is None
     assert "no plan file: the model's weights are not here" in exact["said"]
@@ -64,13 +64,13 @@ def test_a_config_alone_is_planned(tmp_path: Path) -> None:
 
 def test_a_shape_larger_than_memory_is_planned_from_storage() -> None:
     """As a model that is here is: what stays in memory, by size, and what a token reads."""
-    arguments = ("--shape", "llama-13b", "--gpu-memory", "4GiB", "--machine", HERE)
-    report = planned(*arguments, "--cpu-memory", "14GiB")
+    arguments = ("--shape", "llama-7b", "--gpu-memory", "2GiB", "--machine", HERE)
+    report = planned(*arguments, "--cpu-memory", "8GiB")
     sizes = report["storage"]
     assert all(size["num_on_gpu"] > 0 for size in sizes)
     speeds = [size["tokens_per_s"] for size in sizes]
     assert speeds == sorted(speeds) and len(speeds) == 5
-    assert "--cpu-memory 14.00GiB: " in report["said"]
+    assert "--cpu-memory 8.00GiB: " in report["said"]
     assert "with --dtype q8 all of it fits in memory" in report["said"]
 
 
