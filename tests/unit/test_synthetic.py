@@ -54,7 +54,7 @@ MIXTURE: dict[str, Any] = {
     "experts": 32,
     "chosen": 4,
 }
-REQUESTS, TOKENS = 6, 160
+REQUESTS, TOKENS = 8, 80
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
