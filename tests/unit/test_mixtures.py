@@ -392,6 +392,11 @@ def test_gguf_logits_equal_transformers(case: str, layout: str, tmp_path: Path) 
     assert not left_out(tmp_path / "m.gguf")
 
 
+def change_config(path: Path, changes: Keys) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
 @pytest.mark.parametrize(
     ("variant", "changes"),
     [
@@ -399,12 +404,9 @@ def test_gguf_logits_equal_transformers(case: str, layout: str, tmp_path: Path) 
         ("glm4-moe", {"first_k_dense_replace": 1 << 10}),
     ],
 )
-def test_dense_layers_alone_are_no_mixture(
-    variant: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
-    file = make_tiny(variant, tmp_path) / "config.json"
-    assert read_config(tmp_path).experts is not None
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+def test_dense_layers_alone_are_no_mixture(variant: str, changes: Keys, tmp_path: Path) -> None:
+    assert read_config(make_tiny(variant, tmp_path)).experts is not None
+    change_config(tmp_path, changes)
     config = read_config(tmp_path)
     assert config.experts is None
     assert config.ffn_sizes == (config.ffn_size,) * config.num_layers
@@ -443,11 +445,10 @@ def test_dense_layers_alone_are_no_mixture(
         ),
     ],
 )
-def test_keys_as_published(variant: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_keys_as_published(variant: str, changes: Keys, tmp_path: Path) -> None:
     """What makers' own files say beside, or otherwise than transformers writes it."""
-    file = make_tiny(variant, tmp_path) / "config.json"
-    expected = read_config(tmp_path)
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    expected = read_config(make_tiny(variant, tmp_path))
+    change_config(tmp_path, changes)
     assert read_config(tmp_path) == expected
 
 
@@ -469,9 +470,8 @@ def test_keys_as_published(variant: str, changes: dict[str, Any], tmp_path: Path
         ("turbosparse-mixtral", {"hidden_act": "silu"}, "hidden_act is silu"),
     ],
 )
-def test_what_is_refused(variant: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    file = make_tiny(variant, tmp_path) / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+def test_what_is_refused(variant: str, changes: Keys, said: str, tmp_path: Path) -> None:
+    change_config(make_tiny(variant, tmp_path), changes)
     with pytest.raises(ConfigError) as error:
         read_config(tmp_path)
     assert said in str(error.value)
