@@ -52,17 +52,3 @@ def test_as_few_neurons_as_one_who_knows(target: float) -> None:
     num_best = int((found < quality.recall * found[-1]).sum()) + 1
     assert int(computed.sum()) <= 1.02 * num_best
     assert 0.1 < quality.active < quality.computed < 0.9 or target < 0.9
-
-
-def test_dead_neurons_are_never_computed_and_constant_ones_always() -> None:
-    e, z = Known(3).draw()
-    z[:, 0] = -5  # never fires
-    z[:, 1], e[:, 1] = -5 + 0.1 * torch.randn(NUM_TOKENS), 2.5  # estimated by a constant
-    z[:, 2], e[:, 2] = 5 + 0.1 * torch.randn(NUM_TOKENS), 2.5
-    z[:, 3] = 4  # always fires, by the same amount
-    fit = MarginFit.of(e, z)
-    thresholds = fit.thresholds(least_margin(fit.margins(e), z > 0, 0.98))
-    assert not thresholds.isnan().any()
-    computed = (e > thresholds).float().mean(dim=0)
-    assert computed[:4].tolist() == [0, 0, 1, 1]
-    assert thresholds[1] == math.inf and thresholds[2] == -math.inf

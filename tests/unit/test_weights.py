@@ -125,22 +125,6 @@ def test_the_stored_dtype_counts(dtype: str, tmp_path: Path) -> None:
         assert stored_config(Checkpoint(path), read_config(path)).dtype == dtype
 
 
-@pytest.mark.parametrize("variant", ["llama-mlp-bias", "opt-prenorm", "falcon-bias", "gemma3"])
-def test_any_subset_of_neurons(variant: str, tmp_path: Path) -> None:
-    make_tiny(variant, tmp_path, dtype="float16")
-    config, rng = read_config(tmp_path), np.random.default_rng(0)
-    ids = [
-        rng.permutation(config.ffn_size)[: 5 * n].astype(np.int32) for n in range(config.num_layers)
-    ]
-    whole, part = loaded(tmp_path).ffn, loaded(tmp_path, ids=ids)
-    require_sizes(part, tmp_path)
-    rows = np.concatenate([own + layer * config.ffn_size for layer, own in enumerate(ids)])
-    assert np.array_equal(part.ffn.neuron_ids, np.concatenate(ids))
-    for name in ("gate", "up", "down", "gate_bias", "up_bias"):
-        if getattr(whole, name).size:
-            assert np.array_equal(getattr(part.ffn, name), getattr(whole, name)[rows]), name
-
-
 TENSORS = [
     *(f"layers.1.self_attn.{name}_proj.weight" for name in "qvo"),
     *(f"layers.1.{name}_layernorm.weight" for name in ("input", "post_attention")),
