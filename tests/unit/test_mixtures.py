@@ -29,6 +29,7 @@ from tests.reference_experts import Tensors, expert_tensors
 from tests.tiny_checkpoint import TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE, make_tiny
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 IDS = np.random.default_rng(1).integers(0, VOCAB_SIZE, 60)
 
 
