@@ -28,6 +28,7 @@ from tests.reference import reference_logits, relative_difference
 from tests.reference_experts import Tensors, expert_tensors
 from tests.tiny_checkpoint import TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE, make_tiny
+from tests.unit.test_weights import change_config
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 IDS = np.random.default_rng(1).integers(0, VOCAB_SIZE, 60)
@@ -393,11 +394,6 @@ def test_gguf_logits_equal_transformers(case: str, layout: str, tmp_path: Path) 
     assert not left_out(tmp_path / "m.gguf")
 
 
-def change_config(path: Path, changes: Keys) -> None:
-    file = path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 @pytest.mark.parametrize(
     ("variant", "changes"),
     [
@@ -407,7 +403,7 @@ def change_config(path: Path, changes: Keys) -> None:
 )
 def test_dense_layers_alone_are_no_mixture(variant: str, changes: Keys, tmp_path: Path) -> None:
     assert read_config(make_tiny(variant, tmp_path)).experts is not None
-    change_config(tmp_path, changes)
+    change_config(tmp_path, **changes)
     config = read_config(tmp_path)
     assert config.experts is None
     assert config.ffn_sizes == (config.ffn_size,) * config.num_layers
@@ -449,7 +445,7 @@ def test_dense_layers_alone_are_no_mixture(variant: str, changes: Keys, tmp_path
 def test_keys_as_published(variant: str, changes: Keys, tmp_path: Path) -> None:
     """What makers' own files say beside, or otherwise than transformers writes it."""
     expected = read_config(make_tiny(variant, tmp_path))
-    change_config(tmp_path, changes)
+    change_config(tmp_path, **changes)
     assert read_config(tmp_path) == expected
 
 
@@ -472,7 +468,7 @@ def test_keys_as_published(variant: str, changes: Keys, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(variant: str, changes: Keys, said: str, tmp_path: Path) -> None:
-    change_config(make_tiny(variant, tmp_path), changes)
+    change_config(make_tiny(variant, tmp_path), **changes)
     with pytest.raises(ConfigError) as error:
         read_config(tmp_path)
     assert said in str(error.value)

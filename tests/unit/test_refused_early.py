@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hotcold.jobs.cli import main
 from hotcold.model.files import hub
+from tests.e2e.commands import run_main
 
 _KERNELS = "torch hotcold.numba_kernels.decode.ffn"
 _SLOW = f"ray numba numpy rich {_KERNELS}"
@@ -50,7 +50,7 @@ def test_what_is_not_imported(program: str, says: list[str], slow: str) -> None:
 
 
 def test_a_config_is_looked_for_once_where_nothing_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A download tries for half a minute; an earlier one's config.json is taken."""
     import huggingface_hub
@@ -64,8 +64,8 @@ def test_a_config_is_looked_for_once_where_nothing_answers(
     monkeypatch.setattr(huggingface_hub, "model_info", offline)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", tries_again)
     monkeypatch.setattr(hub, "_newest_snapshot", lambda repo: None)
-    assert main(["plan", "--config", "org/repo"]) == 1
-    assert "cannot be reached: 'Name or service not known'" in capsys.readouterr().err
+    refusal = run_main("plan", "--config", "org/repo").refusal
+    assert "cannot be reached: 'Name or service not known'" in refusal
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(
         hub, "_newest_snapshot", lambda repo: SimpleNamespace(snapshot_path=tmp_path)
