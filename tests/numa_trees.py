@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 GIB = 1 << 30
+# Two sockets of four nodes, eight cores with two threads each.
+EIGHT = {n: f"{8 * n}-{8 * n + 7},{64 + 8 * n}-{64 + 8 * n + 7}" for n in range(8)}
 
 
 def write_tree(
@@ -17,7 +19,7 @@ def write_tree(
     """cpulists[n] is node n's; a node has 64 GiB, all of it free, or what `node_bytes` says."""
     for node, cpulist in cpulists.items():
         folder = root / f"sys/devices/system/node/node{node}"
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         kib = (node_bytes or {}).get(node, 64 * GIB) >> 10
         (folder / "cpulist").write_text(f"{cpulist}\n")
         (folder / "meminfo").write_text(

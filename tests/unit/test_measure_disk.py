@@ -32,6 +32,12 @@ doctor = importlib.import_module(
 )  # the package names the command so too
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates are of reads for a twentieth of a second."""
+    monkeypatch.setattr(measure, "_SIZE_S", 0.05)
+
+
 def test_every_place_is_read_once(tmp_path: Path) -> None:
     file = tmp_path / "f"
     content = np.random.default_rng(1).integers(0, 256, 8 * 4096).astype(np.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,329 +28,215 @@ from tests.reference import reference_logits, relative_difference
 from tests.reference_experts import Tensors, expert_tensors
 from tests.tiny_checkpoint import TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE, make_tiny
+from tests.unit.test_weights import change_config
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 IDS = np.random.default_rng(1).integers(0, VOCAB_SIZE, 60)
 
 
-def _experts(count: int, used: int, size: int = 0) -> dict[str, Any]:
+Keys = dict[str, Any]
+Case = tuple[str, str, bool, Keys]
+
+
+def _case(variant: str, arch: str, *keys: Keys, pairs_rows: bool = False) -> Case:
+    """A tiny model; what llama.cpp calls it; whether rows of q and k are paired; its keys."""
+    return variant, arch, pairs_rows, functools.reduce(dict.__or__, keys)
+
+
+def _experts(count: int, used: int, size: int = 0, shared: int = 0, **more: Any) -> Keys:
     """Keys of a mixture's experts; without a size their neurons are the model's."""
-    keys = {"expert_count": count, "expert_used_count": used}
-    return keys | {"expert_feed_forward_length": size} if size else keys
+    lengths = {"feed_forward_length": size, "shared_feed_forward_length": shared}
+    lengths = {key: length for key, length in lengths.items() if length}
+    keys = {"count": count, "used_count": used, **lengths, **more}
+    return {f"expert_{key}": value for key, value in keys.items()}
 
 
-_LATENT_KEYS: dict[str, Any] = {
-    **_experts(8, 3, 24),
-    "expert_shared_count": 1,
-    "attention.kv_lora_rank": 28,
-    "attention.key_length_mla": 20,
-    "attention.value_length_mla": 16,
-    "rope.dimension_count": 8,
+def _routed(**more: Any) -> Keys:
+    """Of eight experts that are chosen by sigmoids."""
+    return _experts(8, 3, 24, **{"shared_count": 1, "weights_norm": True, "gating_func": 2} | more)
+
+
+def _recurrent(state: int, groups: int, inner: int, rank: int) -> Keys:
+    """Keys of layers with a state."""
+    return {
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": state,
+        "ssm.group_count": groups,
+        "ssm.inner_size": inner,
+        "ssm.time_step_rank": rank,
+    }
+
+
+_YARN: Keys = {
     "rope.scaling.type": "yarn",
     "rope.scaling.factor": 4.0,
     "rope.scaling.original_context_length": 32,
 }
-_DELTA_KEYS = {
-    "expert_feed_forward_length": 24,
-    "expert_shared_feed_forward_length": 36,
+_LATENT: Keys = {
+    **_YARN,
+    "attention.kv_lora_rank": 28,
+    "attention.key_length_mla": 20,
+    "attention.value_length_mla": 16,
     "rope.dimension_count": 8,
-    "ssm.conv_kernel": 4,
-    "ssm.state_size": 16,
-    "ssm.group_count": 2,
-    "ssm.time_step_rank": 4,
-    "ssm.inner_size": 48,
 }
-
-# A tiny model; what llama.cpp calls it; whether rows of q and k are paired; keys of the file.
-_BLOCK_KEYS = {
+_LATENT_QUERIES: Keys = {**_LATENT, "attention.q_lora_rank": 20}
+_DELTA: Keys = {"rope.dimension_count": 8, **_recurrent(16, 2, 48, 4)}
+_BLOCKS: Keys = {
     "block_count": 8,
     "attention.layer_norm_epsilon": 1e-5,
     "attention.head_count_kv": [0, 0, 0, 2, 0, 0, 0, 0],
     "rope.dimension_count": 12,
     "rope.scaling.finetuned": False,
-    "ssm.conv_kernel": 4,
-    "ssm.state_size": 12,
-    "ssm.group_count": 2,
-    "ssm.inner_size": 80,
-    "ssm.time_step_rank": 8,
+    **_recurrent(12, 2, 80, 8),
 }
-_GRANITE_KEYS = {**_experts(6, 3), "attention.scale": 0.3, "logit_scale": 1.0}
-_ROUTED_KEYS = {
-    **_experts(8, 3, 24),
-    "expert_shared_count": 1,
-    "expert_weights_norm": True,
-    "expert_gating_func": 2,
-}
-FILES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
-    "mixtral": ("mixtral", "llama", True, _experts(5, 3)),
-    "qwen2moe": (
-        "qwen2-moe",
-        "qwen2moe",
-        False,
-        {
-            **_experts(7, 3, 24),
-            "expert_shared_feed_forward_length": 36,
-        },
-    ),
-    "qwen3moe": (
-        "qwen3-moe",
-        "qwen3moe",
-        False,
-        _experts(7, 3, 24),
-    ),
-    "olmoe": ("olmoe", "olmoe", False, _experts(7, 3)),
-    "granitemoe": (
+_GRANITE: Keys = {"attention.scale": 0.3, "logit_scale": 1.0}
+_ONE_DENSE: Keys = {"leading_dense_block_count": 1}
+_NO_DENSE: Keys = {"leading_dense_block_count": 0}
+_GROUPS = {"group_count": 4, "group_used_count": 2}
+FILES: dict[str, Case] = {
+    "mixtral": _case("mixtral", "llama", _experts(5, 3), pairs_rows=True),
+    "qwen2moe": _case("qwen2-moe", "qwen2moe", _experts(7, 3, 24, 36)),
+    "qwen3moe": _case("qwen3-moe", "qwen3moe", _experts(7, 3, 24)),
+    "olmoe": _case("olmoe", "olmoe", _experts(7, 3)),
+    "granitemoe": _case(
         "granite-moe",
         "granitemoe",
-        True,
+        _experts(6, 3),
         {
-            **_experts(6, 3),
             "embedding_scale": 3.0,
             "residual_scale": 0.4,
             "attention.scale": 0.2,
             "logit_scale": 2.5,
         },
+        pairs_rows=True,
     ),
-    "granitemoe-shared": (
-        "granite-moe-shared",
-        "granitemoe",
-        True,
-        {**_GRANITE_KEYS, "expert_shared_feed_forward_length": 28},
+    "granitemoe-shared": _case(
+        "granite-moe-shared", "granitemoe", _GRANITE, _experts(6, 3, shared=28), pairs_rows=True
     ),
-    "granite4": (
+    "granite4": _case(
         "granite4-moe",
         "granitemoe",
-        True,
-        {
-            **_GRANITE_KEYS,
-            "expert_shared_feed_forward_length": 76,
-            "rope.scaling.finetuned": True,
-        },
+        _GRANITE,
+        _experts(6, 3, shared=76),
+        {"rope.scaling.finetuned": True},
+        pairs_rows=True,
     ),
-    "ernie4_5-moe": (
+    "ernie4_5-moe": _case(
         "ernie4.5-moe",
         "ernie4_5-moe",
-        False,
-        {
-            **_experts(7, 3, 24),
-            "expert_shared_count": 2,
-            "interleave_moe_layer_step": 1,
-            "leading_dense_block_count": 1,
-        },
+        _experts(7, 3, 24, shared_count=2),
+        {"interleave_moe_layer_step": 1, **_ONE_DENSE},
     ),
-    "qwen3vlmoe": (
+    "qwen3vlmoe": _case(
         "qwen3-vl-moe",
         "qwen3vlmoe",
-        False,
-        {
-            **_experts(7, 3, 24),
-            "rope.dimension_sections": [2, 2, 2, 0],
-        },
+        _experts(7, 3, 24),
+        {"rope.dimension_sections": [2, 2, 2, 0]},
     ),
-    "glm4moe": (
+    "glm4moe": _case(
         "glm4-moe-groups",
         "glm4moe",
-        False,
-        {
-            **_experts(8, 3, 24),
-            "expert_shared_count": 2,
-            "leading_dense_block_count": 2,
-            "expert_weights_scale": 1.7,
-            "expert_weights_norm": True,
-            "expert_gating_func": 2,
-            "expert_group_count": 4,
-            "expert_group_used_count": 2,
-            "rope.dimension_count": 10,
-            "nextn_predict_layers": 1,
-        },
+        _routed(shared_count=2, weights_scale=1.7, **_GROUPS),
+        {"leading_dense_block_count": 2, "rope.dimension_count": 10, "nextn_predict_layers": 1},
     ),
-    "deepseek2": (
+    "deepseek2": _case(
         "deepseek-v3",
         "deepseek2",
-        False,
-        {
-            **_LATENT_KEYS,
-            "attention.q_lora_rank": 20,
-            "leading_dense_block_count": 1,
-            "expert_weights_scale": 1.7,
-            "expert_weights_norm": True,
-            "expert_gating_func": 2,
-            "expert_group_count": 4,
-            "expert_group_used_count": 2,
-            "rope.scaling.yarn_log_multiplier": 0.1,
-        },
+        _LATENT_QUERIES,
+        _ONE_DENSE,
+        _routed(weights_scale=1.7, **_GROUPS),
+        {"rope.scaling.yarn_log_multiplier": 0.1},
     ),
-    "minimax-m2": (
-        "minimax-m2",
-        "minimax-m2",
-        False,
-        {
-            **_experts(7, 3, 40),
-            "expert_gating_func": 2,
-            "rope.dimension_count": 10,
-        },
+    "minimax-m2": _case(
+        "minimax-m2", "minimax-m2", _experts(7, 3, 40, gating_func=2), {"rope.dimension_count": 10}
     ),
-    "mistral4": (
+    "mistral4": _case(
         "mistral4",
         "mistral4",
-        False,
+        _LATENT_QUERIES,
+        _NO_DENSE,
+        _experts(8, 3, 24, shared_count=1, weights_norm=True),
         {
-            **_LATENT_KEYS,
-            "attention.q_lora_rank": 20,
-            "leading_dense_block_count": 0,
-            "expert_weights_norm": True,
             "rope.scaling.yarn_log_multiplier": 0.1,
             "attention.temperature_scale": 0.4,
             "attention.temperature_length": 32,
         },
     ),
-    "deepseek2-lite": (
+    "deepseek2-lite": _case(
         "deepseek-v2",
         "deepseek2",
-        False,
-        {
-            **_LATENT_KEYS,
-            "leading_dense_block_count": 0,
-            "expert_weights_scale": 1.3,
-            "rope.scaling.yarn_log_multiplier": 0.07,
-        },
+        _LATENT,
+        _NO_DENSE,
+        _experts(8, 3, 24, shared_count=1, weights_scale=1.3),
+        {"rope.scaling.yarn_log_multiplier": 0.07},
     ),
-    "granitehybrid": (
+    "granitehybrid": _case(
         "granite4-h-moe",
         "granitehybrid",
-        True,
+        _experts(6, 3, shared=76),
+        _recurrent(12, 1, 96, 8),
         {
-            **_experts(6, 3),
-            "expert_shared_feed_forward_length": 76,
             "attention.scale": 0.3,
             "attention.head_count_kv": [0, 2, 0, 0],
             "rope.scaling.finetuned": False,
-            "ssm.conv_kernel": 4,
-            "ssm.state_size": 12,
-            "ssm.group_count": 1,
-            "ssm.inner_size": 96,
-            "ssm.time_step_rank": 8,
         },
+        pairs_rows=True,
     ),
-    "nemotron_h": (
-        "nemotron-h",
-        "nemotron_h",
-        False,
-        {
-            **_BLOCK_KEYS,
-            "feed_forward_length": [0, 88, 0, 0, 88, 0, 0, 88],
-        },
+    "nemotron_h": _case(
+        "nemotron-h", "nemotron_h", _BLOCKS, {"feed_forward_length": [0, 88, 0, 0, 88, 0, 0, 88]}
     ),
-    "nemotron_h_moe": (
+    "nemotron_h_moe": _case(
         "nemotron-h-moe",
         "nemotron_h_moe",
-        False,
-        {
-            **_BLOCK_KEYS,
-            **_ROUTED_KEYS,
-            "feed_forward_length": [0, 24, 0, 0, 24, 0, 0, 24],
-            "expert_shared_feed_forward_length": 36,
-            "expert_weights_scale": 1.7,
-        },
+        _BLOCKS,
+        _routed(shared=36, weights_scale=1.7),
+        {"feed_forward_length": [0, 24, 0, 0, 24, 0, 0, 24]},
     ),
-    "hunyuan-moe": (
-        "hunyuan-moe",
-        "hunyuan-moe",
-        False,
-        {
-            **_experts(7, 3, 40),
-            "expert_shared_feed_forward_length": 40,
-            "expert_shared_count": 1,
-        },
+    "hunyuan-moe": _case("hunyuan-moe", "hunyuan-moe", _experts(7, 3, 40, 40, shared_count=1)),
+    "dots1": _case("dots1", "dots1", _routed(shared_count=2), _ONE_DENSE),
+    "hy_v3": _case(
+        "hy3", "hy_v3", _routed(shared=24, weights_scale=2.826), {"rope.freq_base": 11158840.0}
     ),
-    "dots1": (
-        "dots1",
-        "dots1",
-        False,
-        {**_ROUTED_KEYS, "expert_shared_count": 2, "leading_dense_block_count": 1},
-    ),
-    "hy_v3": (
-        "hy3",
-        "hy_v3",
-        False,
-        {
-            **_ROUTED_KEYS,
-            "rope.freq_base": 11158840.0,
-            "expert_shared_feed_forward_length": 24,
-            "expert_weights_scale": 2.826,
-        },
-    ),
-    "exaone-moe": (
+    "exaone-moe": _case(
         "exaone-moe",
         "exaone-moe",
-        False,
+        _routed(weights_scale=2.5),
+        _ONE_DENSE,
         {
-            **_ROUTED_KEYS,
-            "leading_dense_block_count": 1,
-            "expert_weights_scale": 2.5,
             "attention.sliding_window": 9,
             "attention.sliding_window_pattern": [True, True, True, False, True],
         },
     ),
-    "bailingmoe2": (
+    "bailingmoe2": _case(
         "bailing2",
         "bailingmoe2",
-        False,
-        {
-            **_ROUTED_KEYS,
-            "leading_dense_block_count": 1,
-            "expert_shared_feed_forward_length": 24,
-            "expert_weights_scale": 1.7,
-            "expert_group_count": 4,
-            "expert_group_used_count": 2,
-            "rope.dimension_count": 10,
-        },
+        _routed(shared=24, weights_scale=1.7, **_GROUPS),
+        _ONE_DENSE,
+        {"rope.dimension_count": 10},
     ),
-    "lfm2moe": (
+    "lfm2moe": _case(
         "lfm2-moe",
         "lfm2moe",
-        False,
+        _experts(7, 3, 24, gating_func=2),
+        _ONE_DENSE,
         {
-            **_experts(7, 3, 24),
-            "expert_gating_func": 2,
-            "leading_dense_block_count": 1,
             "attention.layer_norm_rms_epsilon": 1e-5,
             "attention.head_count_kv": [0, 0, 2, 0],
             "shortconv.l_cache": 3,
         },
     ),
-    "qwen35moe": (
-        "qwen3.5-moe",
-        "qwen35moe",
-        False,
-        {**_experts(7, 3), "nextn_predict_layers": 1, **_DELTA_KEYS},
+    "qwen35moe": _case(
+        "qwen3.5-moe", "qwen35moe", _experts(7, 3, 24, 36), _DELTA, {"nextn_predict_layers": 1}
     ),
-    "qwen3next": (
-        "qwen3-next",
-        "qwen3next",
-        False,
-        {**_experts(7, 3), **_DELTA_KEYS},
+    "qwen3next": _case("qwen3-next", "qwen3next", _experts(7, 3, 24, 36), _DELTA),
+    "gpt-oss": _case(
+        "gpt-oss-plain", "gpt-oss", _experts(5, 3, 40), _YARN, {"attention.sliding_window": 9}
     ),
-    "gpt-oss": (
-        "gpt-oss-plain",
-        "gpt-oss",
-        False,
-        {
-            **_experts(5, 3, 40),
-            "attention.sliding_window": 9,
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": 4.0,
-            "rope.scaling.original_context_length": 32,
-        },
-    ),
-    "smallthinker": (
+    "smallthinker": _case(
         "smallthinker-windows",
         "smallthinker",
-        False,
-        {
-            **_experts(6, 2, 24),
-            "attention.sliding_window": 9,
-            "expert_gating_func": 1,
-        },
+        _experts(6, 2, 24, gating_func=1),
+        {"attention.sliding_window": 9},
     ),
 }
 
@@ -514,12 +401,9 @@ def test_gguf_logits_equal_transformers(case: str, layout: str, tmp_path: Path) 
         ("glm4-moe", {"first_k_dense_replace": 1 << 10}),
     ],
 )
-def test_dense_layers_alone_are_no_mixture(
-    variant: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
-    file = make_tiny(variant, tmp_path) / "config.json"
-    assert read_config(tmp_path).experts is not None
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+def test_dense_layers_alone_are_no_mixture(variant: str, changes: Keys, tmp_path: Path) -> None:
+    assert read_config(make_tiny(variant, tmp_path)).experts is not None
+    change_config(tmp_path, **changes)
     config = read_config(tmp_path)
     assert config.experts is None
     assert config.ffn_sizes == (config.ffn_size,) * config.num_layers
@@ -558,11 +442,10 @@ def test_dense_layers_alone_are_no_mixture(
         ),
     ],
 )
-def test_keys_as_published(variant: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_keys_as_published(variant: str, changes: Keys, tmp_path: Path) -> None:
     """What makers' own files say beside, or otherwise than transformers writes it."""
-    file = make_tiny(variant, tmp_path) / "config.json"
-    expected = read_config(tmp_path)
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    expected = read_config(make_tiny(variant, tmp_path))
+    change_config(tmp_path, **changes)
     assert read_config(tmp_path) == expected
 
 
@@ -584,9 +467,8 @@ def test_keys_as_published(variant: str, changes: dict[str, Any], tmp_path: Path
         ("turbosparse-mixtral", {"hidden_act": "silu"}, "hidden_act is silu"),
     ],
 )
-def test_what_is_refused(variant: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    file = make_tiny(variant, tmp_path) / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+def test_what_is_refused(variant: str, changes: Keys, said: str, tmp_path: Path) -> None:
+    change_config(make_tiny(variant, tmp_path), **changes)
     with pytest.raises(ConfigError) as error:
         read_config(tmp_path)
     assert said in str(error.value)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,9 @@ from hotcold.model.errors import UsageError
 from hotcold.model.files import hub
 from hotcold.model.synthetic.shape import SHAPES, config_json
 from hotcold.placement.machine.description import write_machine
+from tests.e2e import commands
 from tests.e2e.commands import Outcome
+from tests.full_disk import files_of_at_most
 from tests.local_hub import Hub, serving
 from tests.placement_cases import make_machine
 
@@ -39,29 +39,25 @@ def local_hub() -> Iterator[Hub]:
         yield found
 
 
-class Commands:
+Commands = Callable[..., Outcome]
+
+
+def of_hub(url: str, cache: Path) -> Commands:
     """Runs commands that know one hub and one cache."""
+    own = {"HF_ENDPOINT": url, "HF_HOME": str(cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    return lambda *arguments, **changes: commands.run(*arguments, changes=own | changes)
 
-    def __init__(self, hub_url: str, cache: Path):
-        self.cache = cache
-        self.environment = {
-            **{name: text for name, text in os.environ.items() if not name.startswith("HF_")},
-            "HF_ENDPOINT": hub_url, "HF_HOME": str(cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        }  # fmt: skip
 
-    def __call__(self, *arguments: str, file_blocks: int | None = None, **changes: str) -> Outcome:
-        limit = f'ulimit -f {file_blocks or "unlimited"}; exec "$@"'
-        command = [sys.executable, "-m", "hotcold.jobs.cli", *arguments]
-        done = subprocess.run(
-            ["bash", "-c", limit, "bash", *command], capture_output=True, text=True,
-            env=self.environment | changes, stdin=subprocess.DEVNULL, timeout=120, check=False,
-        )  # fmt: skip
-        return Outcome(done.returncode, done.stdout, done.stderr)
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whoever runs the tests."""
+    for name in [name for name in os.environ if name.startswith("HF_")]:
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture
 def run(local_hub: Hub, tmp_path: Path) -> Commands:
-    return Commands(local_hub.url, tmp_path / "cache")
+    return of_hub(local_hub.url, tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +188,8 @@ def test_a_download_goes_on_where_it_stopped(local_hub: Hub, run: Commands) -> N
 
 
 def test_a_disk_that_fills_is_told_as_that(run: Commands) -> None:
-    done = run("pull", "org/small", file_blocks=1000)
+    with files_of_at_most(1_000_000):
+        done = run("pull", "org/small")
     assert (done.status, done.out) == (1, "") and "Traceback" not in done.err
     (line,) = [line for line in done.error_lines if "error" in line]
     assert "File too large" in line and "HF_HOME" in line and "network" not in line
@@ -217,7 +214,7 @@ def test_offline_what_is_here_is_found(run: Commands) -> None:
 
 def test_one_that_is_not_there_or_not_public(tmp_path: Path) -> None:
     with serving(REPOSITORIES, token="hf_secret") as closed:
-        run = Commands(closed.url, tmp_path)
+        run = of_hub(closed.url, tmp_path)
         assert "HF_TOKEN" in run("pull", "org/small").refusal
         assert run("pull", "org/small", HF_TOKEN="hf_secret").status == 0
         told = run("generate", "org/none", "--prompt", "a", HF_TOKEN="hf_secret").refusal

@@ -8,13 +8,12 @@ import pytest
 
 from hotcold.actors.setup.modes import no_predictors_note
 from hotcold.actors.setup.preflight import SystemOptions, prepare_system, read_model
-from hotcold.jobs.cli import main
+from tests.e2e.commands import run_main
 from tests.tiny_models import make_tiny
 
 CIRCLE = ("hotcold train-predictors` makes", "with `hotcold train-predictors`", "hotcold profile`;")
 
 
-@pytest.mark.parametrize(("variant", "activation"), [("llama-silu", "silu")])
 @pytest.mark.parametrize(
     "command",
     [
@@ -27,21 +26,14 @@ CIRCLE = ("hotcold train-predictors` makes", "with `hotcold train-predictors`", 
     ],
 )
 def test_no_command_sends_to_another_that_cannot_help(
-    variant: str,
-    activation: str,
-    command: tuple[str, ...],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    command: tuple[str, ...], tmp_path: Path
 ) -> None:
-    path = make_tiny(variant, tmp_path / "model")
-    capsys.readouterr()
-    assert main([str(path) if word == "MODEL" else word for word in command]) == 1
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1
-    assert f"({activation})" in err and not any(words in err for words in CIRCLE)
-    if command[0] != "profile" or variant != "llama-silu":
-        assert "no activation of this model" in err and "--dtype q8 or q4" in err
-        assert ("--mode threshold" in err) == (variant == "llama-silu")
+    path = make_tiny("llama-silu", tmp_path / "model")
+    told = run_main(*(path if word == "MODEL" else word for word in command)).refusal
+    assert "(silu)" in told and not any(words in told for words in CIRCLE)
+    if command[0] != "profile":
+        assert "no activation of this model" in told and "--dtype q8 or q4" in told
+        assert "--mode threshold" in told
 
 
 @pytest.mark.parametrize("variant", ["llama-silu", "mixtral"])

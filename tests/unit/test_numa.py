@@ -22,11 +22,9 @@ from hotcold.placement.machine.numa import (
 )
 from hotcold.placement.machine.pinning import HostShare, find_cores, find_place
 from hotcold.placement.machine.sysfs import read_numa_nodes
-from tests.numa_trees import GIB, write_tree
+from tests.numa_trees import EIGHT, GIB, write_tree
 from tests.tiny_models import make_tiny
 
-# Two sockets of four nodes, eight cores with two threads each.
-EIGHT = {n: f"{8 * n}-{8 * n + 7},{64 + 8 * n}-{64 + 8 * n + 7}" for n in range(8)}
 TWO = {0: "0-3", 1: "4-7"}
 
 

@@ -15,22 +15,25 @@ from hotcold.actors.setup.preflight import read_model
 from hotcold.jobs.support.model_checks import REFUSED, check_files
 from hotcold.jobs.support.model_facts import facts_of, lines_of
 from hotcold.model.config.build import read_config
-from hotcold.model.config.weight_formats import numpy_dtype
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.config.weight_formats import numpy_dtype, requested_dtype
 from hotcold.model.errors import CheckpointError, ConfigError, UsageError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import load_attention
 from hotcold.model.weights.check import check_tensors, stored_config, why_no_drafts
 from hotcold.model.weights.down_outputs import has_down_outputs, read_down_outputs
-from hotcold.model.weights.ffn import load_ffn
+from hotcold.model.weights.ffn import FfnWeights, load_ffn
 from hotcold.model.weights.quantized_checkpoint import write_quantized
 from hotcold.model.weights.sizes import num_parameters, stored_bytes
 from hotcold.model.weights.tensor_reader import TensorReader
-from hotcold.numba_kernels.formats import Q8
+from hotcold.numba_kernels.formats import MXFP4, Q8, block_dtype
 from hotcold.numba_kernels.load.convert import from_float32, to_float32
 from hotcold.numba_kernels.load.quantize import quantize_rows
 from tests.draft_layer_models import DraftedModel
+from tests.mxfp4_models import make_mxfp4
 from tests.packed_models import EXACT, METHODS, make_packed
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 Q_PROJ, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 
 
@@ -46,6 +49,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return find
+
+
+def changed(path: Path, change: Callable[[dict[str, torch.Tensor]], object], to: Path) -> Path:
+    """Write the model with other tensors to the folder `to`, which is returned."""
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    (to / "config.json").write_text((path / "config.json").read_text())
+    return to
+
+
+def ffn_of(path: Path, config: ModelConfig | None = None, dtype: str = "") -> FfnWeights:
+    """All neurons, as they are loaded."""
+    config = config or read_config(path)
+    ids = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
+    return load_ffn(Checkpoint(path), config, ids, include_down_bias=True, dtype=dtype)
 
 
 def rows_of(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype | None) -> np.ndarray:
@@ -121,11 +140,7 @@ def test_columns_of_down_projections(name: str, models: Callable[..., Path]) -> 
 def test_experts(name: str, models: Callable[..., Path]) -> None:
     path = models(name, "mixture")
     config = read_config(path)
-    ids = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
-    found, exact = (
-        load_ffn(Checkpoint(each), config, ids, include_down_bias=True)
-        for each in (path, path.parent / "floats")
-    )
+    found, exact = (ffn_of(each, config) for each in (path, path.parent / "floats"))
     for rows, expected in ((found.gate, exact.gate), (found.up, exact.up)):
         if name in EXACT:
             assert np.array_equal(to_float32(rows), expected)
@@ -158,54 +173,46 @@ def test_fp8_in_16_bits(models: Callable[..., Path]) -> None:
     path = models("fp8")
     config = read_model(path, "bf16")
     assert config.dtype == "bfloat16"
-    ids = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
-    found = load_ffn(Checkpoint(path), config, ids, include_down_bias=True, dtype="bf16")
-    exact = load_ffn(Checkpoint(path.parent / "floats"), config, ids, include_down_bias=True)
+    found, exact = ffn_of(path, config, "bf16"), ffn_of(path.parent / "floats", config)
     for role in ("gate", "up", "down"):
-        assert np.array_equal(
-            getattr(found, role), from_float32(getattr(exact, role), np.dtype(np.int16))
-        )
+        expected = from_float32(getattr(exact, role), np.dtype(np.int16))
+        assert np.array_equal(getattr(found, role), expected)
 
 
 def test_layers_that_are_not_quantized(models: Callable[..., Path], tmp_path: Path) -> None:
     """One role's matrices have one format, in which none loses what others do not."""
-    path = models("ct-int4")
-    tensors = load_file(path / "model.safetensors")
-    floats = load_file(path.parent / "floats" / "model.safetensors")
-    own = "model.layers.1.mlp.gate_proj.weight"
-    for end in ("_packed", "_scale", "_shape"):
-        del tensors[own + end]
-    tensors[own] = floats[own].bfloat16()
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((path / "config.json").read_text())
-    checkpoint = Checkpoint(tmp_path)
+    path, own = models("ct-int4"), "model.layers.1.mlp.gate_proj.weight"
+    weights = load_file(path.parent / "floats" / "model.safetensors")[own].bfloat16()
+
+    def unpack(tensors: dict[str, torch.Tensor]) -> None:
+        for end in ("_packed", "_scale", "_shape"):
+            del tensors[own + end]
+        tensors[own] = weights
+
+    checkpoint = Checkpoint(changed(path, unpack, tmp_path))
     assert {checkpoint.loaded_dtype(own.replace(".1.", f".{n}.")) for n in (0, 1)} == {Q8}
     assert checkpoint.own_dtype(own) == np.int16
-    config = read_config(tmp_path)
-    ids = [np.arange(size, dtype=np.int32) for size in config.ffn_sizes]
-    gate = load_ffn(checkpoint, config, ids, include_down_bias=True).gate
-    expected = quantize_rows(tensors[own].float().numpy(), Q8)
-    assert np.array_equal(gate[config.ffn_sizes[0] :][: len(expected)], expected)
+    expected = quantize_rows(weights.float().numpy(), Q8)
+    first = read_config(tmp_path).ffn_sizes[0]
+    assert np.array_equal(ffn_of(tmp_path).gate[first:][: len(expected)], expected)
 
 
 def test_zero_biases_of_gptq_are_no_tensors(models: Callable[..., Path], tmp_path: Path) -> None:
-    path = models("gptq")
-    tensors = load_file(path / "model.safetensors")
-    tensors[f"{Q_PROJ}.bias"] = torch.zeros(256, dtype=torch.float16)
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((path / "config.json").read_text())
-    assert not Checkpoint(tmp_path).has(f"{Q_PROJ}.bias")
-    tensors[f"{Q_PROJ}.bias"] += 1
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert Checkpoint(tmp_path).has(f"{Q_PROJ}.bias")
+    name = f"{Q_PROJ}.bias"
+    for number in (0.0, 1.0):
+
+        def add(tensors: dict[str, torch.Tensor], number: float = number) -> None:
+            tensors[name] = torch.full((256,), number, dtype=torch.float16)
+
+        path = changed(models("gptq"), add, tmp_path)
+        assert Checkpoint(path).has(name) == bool(number)
 
 
 def test_modules_of_other_bits(models: Callable[..., Path], tmp_path: Path) -> None:
     """GPTQModel's `dynamic`: how many bits one has is what its words and columns say."""
     path, other = models("gptq-zeros"), models("gptq-8-zeros")
-    tensors, of_other = (load_file(each / "model.safetensors") for each in (path, other))
-    tensors |= {name: part for name, part in of_other.items() if name.startswith(Q_PROJ)}
-    save_file(tensors, tmp_path / "model.safetensors")
+    of_other = load_file(other / "model.safetensors").items()
+    changed(path, lambda t: t.update(p for p in of_other if p[0].startswith(Q_PROJ)), tmp_path)
     values = json.loads((path / "config.json").read_text())
     values["quantization_config"]["dynamic"] = {"+:.*q_proj": {"bits": 8}}
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -285,11 +292,7 @@ def test_damaged_files(
     models: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
-    path = models(name)
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    changed(models(name), change, tmp_path)
     with pytest.raises(CheckpointError) as error:
         rows_of(tmp_path, f"{Q_PROJ}.weight", (256, 256), None)
     assert said in str(error.value) and len(str(error.value).splitlines()) == 1
@@ -321,11 +324,13 @@ def test_what_is_not_read(
     assert said in str(error.value) and len(str(error.value).splitlines()) == 1
 
 
-def test_what_it_cannot_become(models: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"has weights in FP8, which.*$"):
-        write_quantized(models("fp8"), tmp_path / "q8", "q8")
-    with pytest.raises(UsageError, match=r"is quantized to GPTQ4 already.*$"):
-        read_model(models("gptq"), "f16")
+def test_what_it_cannot_become(models: Callable[..., Path], pairs: Path, tmp_path: Path) -> None:
+    for path, said in ((models("fp8"), "has weights in FP8"), (pairs, "has weights in MXFP4")):
+        with pytest.raises(UsageError, match=rf"{said}.*$"):
+            write_quantized(path, tmp_path / "q8", "q8")
+    for path, method in ((models("gptq"), "GPTQ4"), (pairs, "MXFP4")):
+        with pytest.raises(UsageError, match=rf"is quantized to {method} already.*$"):
+            read_model(path, "f16")
 
 
 def test_a_layer_that_drafts_has_formats_of_its_own(tmp_path: Path) -> None:
@@ -354,3 +359,78 @@ def test_a_layer_that_drafts_has_formats_of_its_own(tmp_path: Path) -> None:
     held = stored_config(checkpoint, model)
     assert (held.dtype, held.dtype_of("out"), held.dtype_of("gate")) == ("q5", "q5", "q5")
     assert stored_config(checkpoint, model.draft_layer()).dtype == "float32"
+
+
+GATE_UPS, DOWNS = (f"model.layers.1.mlp.experts.{name}_proj" for name in ("gate_up", "down"))
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mxfp4")
+    return make_mxfp4(path, hidden_size=64, intermediate_size=32, num_hidden_layers=2)
+
+
+def test_pairs_of_mxfp4_are_tensors_of_blocks(pairs: Path) -> None:
+    """Of gpt-oss, where each name stands for numbers and scales."""
+    checkpoint, floats = Checkpoint(pairs), Checkpoint(pairs.parent / "floats")
+    for name in (GATE_UPS, DOWNS):
+        blocks = f"{name}_blocks"
+        assert checkpoint.dtype(blocks) == block_dtype("MXFP4")
+        assert checkpoint.format_name(blocks) == "MXFP4"
+        found = to_float32(np.asarray(checkpoint.array(blocks)))
+        assert np.array_equal(found, floats.array(name).swapaxes(1, 2))
+    dtypes = [checkpoint.loaded_dtype(f"{name}_blocks") for name in (GATE_UPS, DOWNS)]
+    assert dtypes == [MXFP4, Q8]  # the second with a row a neuron
+    assert checkpoint.own_dtype(f"{DOWNS}_blocks") == MXFP4
+    assert has_down_outputs(checkpoint, read_config(pairs))
+    config = read_config(pairs)
+    assert num_parameters(checkpoint, config) == num_parameters(floats, config)
+    facts = facts_of(pairs)
+    of_experts = 2 * 5 * 3 * 64 * 32 // 32 * 17
+    assert facts["stored_bytes"]["MXFP4"] == of_experts
+
+
+def shorten(tensors: dict[str, torch.Tensor], *names: str) -> None:
+    for name in names:
+        tensors[name] = tensors[name][:, :-2].clone()
+
+
+@pytest.mark.parametrize("dtype", ["", "q8"])
+def test_rows_of_such_experts(pairs: Path, dtype: str) -> None:
+    """Gate and up rows as stored, or all quantized again; down rows always are."""
+    config, checkpoint = read_config(pairs), Checkpoint(pairs)
+    size = config.ffn_sizes[0]
+    ids = [
+        np.sort(np.random.default_rng(n).permutation(size)[:50]).astype(np.int32) for n in (0, 1)
+    ]
+    rows = [
+        load_ffn(Checkpoint(path), config, ids, include_down_bias=True, dtype=kind)
+        for path, kind in ((pairs, dtype), (pairs.parent / "floats", ""))
+    ]
+    for role in ("gate", "up", "down"):
+        found, exact = (getattr(one, role) for one in rows)
+        kept = role != "down" and not dtype
+        assert found.dtype == (MXFP4 if kept else requested_dtype("q8"))
+        if kept:
+            assert np.array_equal(to_float32(found), exact)
+        else:
+            assert np.array_equal(found, quantize_rows(exact, Q8))
+    assert checkpoint.own_dtype(f"{DOWNS}_blocks") == MXFP4
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop(f"{DOWNS}_scales"), "_blocks"),
+        (lambda t: shorten(t, f"{DOWNS}_scales"), "beside scales"),
+        (lambda t: t[f"{DOWNS}_scales"].fill_(255), "has NaN or infinite values"),
+        (lambda t: shorten(t, f"{GATE_UPS}_blocks", f"{GATE_UPS}_scales"), "has shape"),
+    ],
+)
+def test_damaged_pairs(
+    pairs: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], said: str
+) -> None:
+    path = changed(pairs, change, tmp_path)
+    with pytest.raises(CheckpointError) as error:
+        ffn_of(path, read_model(path))
+    assert said in str(error.value) and len(str(error.value).splitlines()) == 1

@@ -14,11 +14,11 @@ from hotcold.actors.protocol.messages import ServiceSpec, SystemConfig
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup import placement_choice
 from hotcold.actors.setup.preflight import prepare_system
-from hotcold.jobs.cli import main
 from hotcold.jobs.support import planning
 from hotcold.model.config.build import read_config
 from hotcold.model.weights.sizes import ffn_bytes
 from hotcold.placement.machine.description import Machine
+from tests.e2e.commands import run_main
 from tests.placement_cases import layout_of, make_machine
 from tests.tiny_models import make_tiny
 from tests.unit.test_down_outputs import MIXED
@@ -57,34 +57,29 @@ def loaded_bytes(path: Path, is_dense: bool) -> int:
     return sum(array.nbytes for array in held.values()) + 4 * 1024
 
 
-def planned(capsys: pytest.CaptureFixture[str], path: Path, *arguments: str) -> dict[str, Any]:
+def planned(path: Path, *arguments: str) -> dict[str, Any]:
     """The command's JSON, with all that it printed as `said`."""
-    capsys.readouterr()
-    assert main(["plan", str(path), "--cpu-actors", "1", *arguments, "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    report: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return {**report, "said": out}
+    done = run_main("plan", path, "--cpu-actors", "1", *arguments, "--json")
+    assert done.err == ""
+    return done.report | {"said": done.out}
 
 
 def neuron_bytes(report: dict[str, Any]) -> int:
     return sum(device["bytes"]["neurons"] for device in report["devices"])
 
 
-def test_a_plan_of_what_keeps_the_files_rows(
-    path: Path, gpus: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_of_what_keeps_the_files_rows(path: Path, gpus: list[int]) -> None:
     """Such a system loads by no plan, so none is written."""
-    report = planned(capsys, path)
+    report = planned(path)
     assert neuron_bytes(report) == loaded_bytes(path, is_dense=True)
     assert report["path"] is None and "no plan file: none is needed" in report["said"]
     assert not (path.parent / "hotcold").exists()
 
 
 def test_a_plan_to_be_named_is_of_rows_by_neurons(
-    path: Path, gpus: list[int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    path: Path, gpus: list[int], tmp_path: Path
 ) -> None:
-    report = planned(capsys, path, "--out", str(tmp_path / "plan"))
+    report = planned(path, "--out", str(tmp_path / "plan"))
     assert neuron_bytes(report) == loaded_bytes(path, is_dense=False)
     options = SystemOptions(plan=Path(report["path"]), num_cpu_actors=1)
     system, config = prepare_system(path, options)
@@ -92,15 +87,12 @@ def test_a_plan_to_be_named_is_of_rows_by_neurons(
     assert ffn_bytes(config, 1024) == neuron_bytes(report)
 
 
-@pytest.mark.parametrize("arguments", [("--mode", "exact"), ("gpu",)])
+@pytest.mark.parametrize(("arguments", "own"), [(("--mode", "exact"), []), ((), [8 << 30])])
 def test_a_plan_of_what_loads_by_it(
-    path: Path, gpus: list[int], capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+    path: Path, gpus: list[int], arguments: tuple[str, ...], own: list[int]
 ) -> None:
-    if arguments == ("gpu",):
-        gpus.append(8 << 30)
-        report = planned(capsys, path)
-    else:
-        report = planned(capsys, path, *arguments)
+    gpus += own
+    report = planned(path, *arguments)
     written = Path(report["path"])
     assert written.exists() and "none is needed" not in report["said"]
     assert neuron_bytes(report) > loaded_bytes(path, is_dense=True)
@@ -111,19 +103,13 @@ def test_a_plan_of_what_loads_by_it(
     ("variant", "uses_gpu"), [("turbosparse-mixtral", False), ("mixtral", True)]
 )
 def test_experts_with_predictors_are_planned_without_a_gpu(
-    variant: str,
-    uses_gpu: bool,
-    gpus: list[int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    variant: str, uses_gpu: bool, gpus: list[int], tmp_path: Path
 ) -> None:
     gpus.append(8 << 30)
-    report = planned(capsys, make_tiny(variant, tmp_path / "m"))
+    report = planned(make_tiny(variant, tmp_path / "m"))
     assert any("gpu" in device["name"] for device in report["devices"]) == uses_gpu
 
 
-def test_doctor_counts_what_is_loaded(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    main(["doctor", str(path), "--no-measure", "--json"])
-    needed = json.loads(capsys.readouterr().out.splitlines()[-1])["model"]
-    assert needed["ffn_bytes"] == loaded_bytes(path, is_dense=True)
+def test_doctor_counts_what_is_loaded(path: Path) -> None:
+    needed = json.loads(run_main("doctor", path, "--no-measure", "--json").out.splitlines()[-1])
+    assert needed["model"]["ffn_bytes"] == loaded_bytes(path, is_dense=True)

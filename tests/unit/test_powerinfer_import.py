@@ -38,6 +38,7 @@ from tests.quantized_models import make_model
 from tests.reference import reference_logits
 from tests.tiny_models import make_tiny
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 Tiny = Callable[..., TinyCheckpoint]
 Weights = dict[str, torch.Tensor]
 SIZE = 24
@@ -223,46 +224,36 @@ def powerinfer(
     out: Path,
     kind: str = "F32",
     arch: str = "llama",
+    keys: dict[str, float] | None = None,
     other: dict[str, np.ndarray] | None = None,
-    **keys: float,
-) -> None:
-    """Write the Llama or Bamboo in `path` as PowerInfer's converter does.
+) -> Path:
+    """Write the Llama or Bamboo in `path` as PowerInfer's converter does, to `out`.
 
     llama.cpp's file of the same model is written first; then the magic is PowerInfer's, down
     projections are transposed, and each layer has a predictor. `other` takes the place of these.
     """
     values, tensors = hugging_face(path)
-    heads = values["num_attention_heads"]
-    values.setdefault("head_dim", values["hidden_size"] // heads)
-    values["head_dim"] = values["head_dim"] or values["hidden_size"] // heads
+    values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
     rng = np.random.default_rng(5)
     extra: dict[str, Any] = {}
     rest = {}
     for name, tensor in tensors.items():
+        rows = tensor.astype(np.float32)
         if "down_proj" in name:
-            layer = int(name.split(".layers.")[1].split(".")[0])
-            down_t = np.ascontiguousarray(tensor.astype(np.float32).T)
-            extra[f"blk.{layer}.ffn_down_t.weight"] = down_t
-            wide, high = down_t.shape[1], down_t.shape[0]
-            extra[f"blk.{layer}.fc1.weight"] = rng.standard_normal((RANK, wide), np.float32)
-            extra[f"blk.{layer}.fc2.weight"] = rng.standard_normal((high, RANK), np.float32)
+            block = f"blk.{name.split('.')[2]}"
+            width, neurons = rows.shape
+            extra[f"{block}.ffn_down_t.weight"] = np.ascontiguousarray(rows.T)
+            extra[f"{block}.fc1.weight"] = rng.standard_normal((RANK, width), np.float32)
+            extra[f"{block}.fc2.weight"] = rng.standard_normal((neurons, RANK), np.float32)
         else:
-            rest[name] = tensor.astype(np.float32)
+            rest[name] = rows
     kinds = dict.fromkeys(("ffn_", "attn_q", "attn_k", "attn_v", "attn_output"), kind)
-    named = {name.replace("__", "."): value for name, value in keys.items()}
-    file = LlamaFile(
-        values,
-        rest,
-        kinds=kinds,
-        keys=named,
-        extra=extra | (other or {}),
-        arch=arch,
-        names_arch="llama",
-    )
-    file.write(out)
+    extra |= other or {}
+    LlamaFile(values, rest, kinds, keys or {}, extra, arch=arch, names_arch="llama").write(out)
     content = out.read_bytes()
     assert content[:4] == b"GGUF"
     out.write_bytes(b"PWRI" + content[4:])
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -270,27 +261,33 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama-relu", tmp_path_factory.mktemp("hf") / "m")
 
 
-@pytest.fixture
-def file(llama: Path, tmp_path: Path) -> Path:
-    powerinfer(llama, tmp_path / "m.gguf", powerinfer__sparse_threshold=0.25)
-    return tmp_path / "m.gguf"
-
-
-def test_logits_are_those_of_the_model(llama: Path, file: Path) -> None:
+@pytest.mark.parametrize(
+    ("variant", "arch", "keys", "activation"),
+    [
+        ("llama-relu", "llama", {"powerinfer.sparse_threshold": 0.25}, "relu"),
+        ("bamboo", "bamboo", {"bamboo.attention.sliding_window": 9}, "drelu"),
+    ],
+)
+def test_logits_are_those_of_the_model(
+    variant: str, arch: str, keys: dict[str, float], activation: str, tmp_path: Path
+) -> None:
+    """Bamboo's function is of gate and up."""
+    path = make_tiny(variant, tmp_path / "hf")
+    file = powerinfer(path, tmp_path / "m.gguf", arch=arch, keys=keys)
     config = read_model(file)
-    assert (config.family, config.activation_fn) == ("llama", "relu")
-    np.testing.assert_allclose(reference_logits(file, IDS), reference_logits(llama, IDS), atol=1e-5)
+    assert (config.family, config.activation_fn) == (arch, activation)
+    np.testing.assert_allclose(reference_logits(file, IDS), reference_logits(path, IDS), atol=1e-5)
 
 
 def test_quantized_rows_by_neurons_keep_their_numbers(tmp_path: Path) -> None:
     """Of Q4_0 along a neuron's row, as in memory: bit for bit, where llama.cpp's takes 8 bits."""
     path = make_model("q-llama", tmp_path / "hf", dtype="float32")
-    powerinfer(path, tmp_path / "m.gguf", "Q4_0")
-    config = read_model(tmp_path / "m.gguf")
+    file = powerinfer(path, tmp_path / "m.gguf", "Q4_0")
+    config, checkpoint = read_model(file), Checkpoint(file)
     assert config.dtype_of("down") == "q4"
-    assert not has_down_outputs(Checkpoint(tmp_path / "m.gguf"), config)
+    assert not has_down_outputs(checkpoint, config)
     ids = [np.arange(config.ffn_size, dtype=np.int32)] * config.num_layers
-    weights = load_ffn(Checkpoint(tmp_path / "m.gguf"), config, ids, include_down_bias=True)
+    weights = load_ffn(checkpoint, config, ids, include_down_bias=True)
     assert weights.down.dtype == Q4
     _, tensors = hugging_face(path)
     down = next(tensors[name] for name in sorted(tensors) if "0.mlp.down_proj" in name)
@@ -299,7 +296,8 @@ def test_quantized_rows_by_neurons_keep_their_numbers(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found, gguf.quants.dequantize(raw, qtype))
 
 
-def test_its_predictors_are_used(file: Path) -> None:
+def test_its_predictors_are_used(llama: Path, tmp_path: Path) -> None:
+    file = powerinfer(llama, tmp_path / "m", keys={"powerinfer.sparse_threshold": 0.25})
     system, config = prepare_system(file, SystemOptions(mode="lowrank"))
     found = read_predictors(Path(system.predictors_path), ModelIdentity.of(file), config)
     assert found.input_name == "residual"
@@ -316,15 +314,6 @@ def test_its_predictors_are_used(file: Path) -> None:
     assert 0.1 < (scores > 0).mean() < 0.9
 
 
-def test_bamboos_function_is_of_gate_and_up(tmp_path: Path) -> None:
-    path = make_tiny("bamboo", tmp_path / "hf")
-    powerinfer(path, tmp_path / "m.gguf", arch="bamboo", bamboo__attention__sliding_window=9)
-    config = read_model(tmp_path / "m.gguf")
-    assert (config.family, config.activation_fn) == ("bamboo", "drelu")
-    found = reference_logits(tmp_path / "m.gguf", IDS)
-    np.testing.assert_allclose(found, reference_logits(path, IDS), atol=1e-5)
-
-
 def test_a_split_is_no_model(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(str(tmp_path / "m.gguf.generated.gpuidx"), "generic.gpu_index")
     writer.add_tensor("blk.0.gpu_idx", np.zeros(8, np.int32))
@@ -336,33 +325,25 @@ def test_a_split_is_no_model(tmp_path: Path) -> None:
         read_config(tmp_path / "m.gguf.generated.gpuidx")
 
 
-def test_predictors_of_other_sizes_are_refused(llama: Path, tmp_path: Path) -> None:
+def test_damaged_files_are_refused(llama: Path, tmp_path: Path) -> None:
     config, file = read_config(llama), tmp_path / "m.gguf"
-    wrong = {"fc1": (RANK, config.hidden_size + 32), "fc2": (config.ffn_size - 1, RANK)}
-    for name, shape in wrong.items():
-        powerinfer(llama, file, other={f"blk.1.{name}.weight": np.ones(shape, np.float32)})
-        with pytest.raises(CheckpointError, match="which do not fit a model of hidden size"):
-            prepare_system(file, SystemOptions(mode="lowrank"))
-    down = np.ones((config.hidden_size, config.ffn_size), np.float32)  # by outputs, as llama.cpp's
-    powerinfer(llama, file, other={"blk.1.ffn_down_t.weight": down})
-    with pytest.raises(CheckpointError, match=r"down_proj.* has shape|has shape"):
-        read_model(file)
+    width, neurons = config.hidden_size, config.ffn_size
 
-
-def test_damaged_predictors_are_refused(llama: Path, tmp_path: Path) -> None:
-    bad, other, spoilt = (tmp_path / f"{name}.gguf" for name in ("m", "n", "o"))
-    powerinfer(llama, bad, powerinfer__sparse_threshold=float("nan"))
-    powerinfer(llama, other)
-    other.write_bytes(other.read_bytes().replace(b"blk.1.fc2.weight", b"blk.9.fc2.weight"))
-    nan = np.full((RANK, read_config(llama).hidden_size), np.nan, np.float32)
-    powerinfer(llama, spoilt, other={"blk.0.fc1.weight": nan})
-    refusals = {
-        bad: "sparse_threshold is nan", other: "blk.9.fc2", spoilt: "holds NaN or infinity"
-    }  # fmt: skip
-    for path, says in refusals.items():
+    def require_refusal(says: str, **how: Any) -> None:
+        powerinfer(llama, file, **how)
         with pytest.raises(CheckpointError, match=says) as caught:
-            prepare_system(path, SystemOptions(mode="lowrank"))
+            prepare_system(file, SystemOptions(mode="lowrank"))
         assert "\n" not in str(caught.value)
+
+    for name, shape, number, says in (
+        ("1.fc1", (RANK, width + 32), 1, "which do not fit a model of hidden size"),
+        ("1.fc2", (neurons - 1, RANK), 1, "which do not fit a model of hidden size"),
+        ("0.fc1", (RANK, width), np.nan, "holds NaN or infinity"),
+        ("9.fc2", (neurons, RANK), 1, "blk.9.fc2"),
+        ("1.ffn_down_t", (width, neurons), 1, "has shape"),  # by outputs, as llama.cpp's
+    ):
+        require_refusal(says, other={f"blk.{name}.weight": np.full(shape, number, np.float32)})
+    require_refusal("sparse_threshold is nan", keys={"powerinfer.sparse_threshold": float("nan")})
 
 
 def test_predictors_among_the_weights_are_used(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from hotcold.predictors.fitting.fit_lowrank import fit_lowrank
 from hotcold.predictors.fitting.fit_sign import fit_sign
 from hotcold.predictors.fitting.layer_data import LayerData, Split
 from hotcold.predictors.fitting.read_prices import IN_BYTES, ReadPrices
+from hotcold.predictors.fitting.thresholds import MarginFit, least_margin
 from hotcold.predictors.lowrank import LowRankLayer
 from hotcold.predictors.predictor_file import (
     Predictors,
@@ -114,41 +116,41 @@ def test_dead_layers_and_constant_neurons(kind: str) -> None:
     assert quality.recall == 1 and quality.computed == quality.active == 0
 
 
+def recorded(path: Path, num_tokens: int = 100) -> tuple[LayerData, torch.Tensor]:
+    """What is read of the second layer for random inputs, and these (T, d)."""
+    config = read_config(path)
+    x = np.random.default_rng(0).standard_normal((100, config.hidden_size)).astype(np.float16)
+    data = LayerData.load(Checkpoint(path), config, 1, x.view(np.uint16)[:num_tokens])
+    return data, torch.from_numpy(x.astype(np.float32))
+
+
 def test_layer_data_is_what_the_checkpoint_says(tmp_path: Path) -> None:
     path = make_tiny("opt-prenorm", tmp_path, dtype="float16")
-    config, checkpoint = read_config(path), Checkpoint(path)
-    x = np.random.default_rng(0).standard_normal((100, config.hidden_size)).astype(np.float16)
-    data = LayerData.load(checkpoint, config, 1, x.view(np.uint16))
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    first = model.model.decoder.layers[1].fc1
+    data, x = recorded(path)
+    first = load_model(path, torch.float32).model.decoder.layers[1].fc1
     with torch.no_grad():
-        expected = first(torch.from_numpy(x.astype(np.float32)))
-    places = [torch.arange(100) % 20 < 14, (torch.arange(100) % 20 - 15).abs() < 2]
-    places = [places[0], places[1] & ~places[0], ~places[0] & ~places[1]]
+        expected = first(x)
+    at = torch.arange(100) % 20
+    places = [at < 14, (at == 14) | (at == 15) | (at == 16), at > 16]
     for split, place in zip((data.fit, data.calibrate, data.check), places, strict=True):
         torch.testing.assert_close(split.pre_activations, expected[place], rtol=1e-4, atol=1e-4)
-        np.testing.assert_array_equal(split.inputs.numpy(), x[place.numpy()].astype(np.float32))
+        assert torch.equal(split.inputs, x[place])
         assert torch.equal(split.fires, split.pre_activations > 0)
     torch.testing.assert_close(data.gate, first.weight.detach(), rtol=0, atol=0)
     assert data.gate_bytes == data.gate.numel() * 2
     with pytest.raises(ArtifactError, match=r"63 tokens were recorded, .* at least 64"):
-        LayerData.load(checkpoint, config, 1, x.view(np.uint16)[:63])
+        recorded(path, 63)
 
 
 @pytest.mark.parametrize("variant", ["bamboo", "nemotron"])
 def test_pre_activations_are_above_zero_where_neurons_fire(variant: str, tmp_path: Path) -> None:
     """By the family's own rule: what comes into the last matrix is not zero."""
-    path = make_tiny(variant, tmp_path)
-    config = read_config(path)
-    x = np.random.default_rng(0).standard_normal((100, config.hidden_size)).astype(np.float16)
-    data = LayerData.load(Checkpoint(path), config, 1, x.view(np.uint16))
-    mlp = load_model(path, torch.float32).model.layers[1].mlp
+    data, x = recorded(make_tiny(variant, tmp_path))
+    mlp = load_model(tmp_path, torch.float32).model.layers[1].mlp
     found: list[torch.Tensor] = []
     mlp.down_proj.register_forward_pre_hook(lambda module, inputs: found.append(inputs[0]))
     with torch.no_grad():
-        mlp(torch.from_numpy(x.astype(np.float32)))
+        mlp(x)
     fires = found[0] != 0
     is_fit = torch.arange(100) % 20 < 14
     assert 0.05 < float(fires.float().mean()) < 0.7
@@ -156,6 +158,45 @@ def test_pre_activations_are_above_zero_where_neurons_fire(variant: str, tmp_pat
     for kind in FITS:
         _, quality = FITS[kind](data, 0.9)
         assert quality.recall > 0.5
+
+
+class Known:
+    """z = slope * e + shift + noise * normal, with numbers of each neuron's own."""
+
+    def __init__(self, seed: int) -> None:
+        self._source = torch.Generator().manual_seed(seed)
+        self.slope = 0.2 + 3 * torch.rand(300, generator=self._source)
+        self.shift = 3 * torch.randn(300, generator=self._source) - 3
+        self.noise = 0.2 + 2 * torch.rand(300, generator=self._source)
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        """Estimates and pre-activations of tokens never drawn before, (T, N) each."""
+        shape = (6000, 300)
+        e = 2 * torch.randn(shape, generator=self._source) + 1
+        noise = self.noise * torch.randn(shape, generator=self._source)
+        return e, self.slope * e + self.shift + noise
+
+    def probability(self, e: Tensor) -> Tensor:
+        """That the neuron fires, given its estimate."""
+        return 0.5 * torch.erfc(-(self.slope * e + self.shift) / self.noise / math.sqrt(2))
+
+
+@pytest.mark.parametrize("target", [0.9, 0.999])
+def test_as_few_neurons_as_one_who_knows(target: float) -> None:
+    known = Known(1)
+    fit = MarginFit.of(*known.draw())
+    e, z = known.draw()
+    thresholds = fit.thresholds(least_margin(fit.margins(e), z > 0, target))
+    e, z = known.draw()
+    fires, computed = z > 0, e > thresholds
+    quality = Quality.of(computed, fires)
+    assert quality.recall == pytest.approx(target, abs=0.2 * (1 - target) + 0.001)
+    # Who knows takes the likeliest first until these tokens' recall is reached.
+    order = known.probability(e).flatten().argsort(descending=True)
+    found = fires.flatten()[order].cumsum(0)
+    num_best = int((found < quality.recall * found[-1]).sum()) + 1
+    assert int(computed.sum()) <= 1.02 * num_best
+    assert 0.1 < quality.active < quality.computed < 0.9 or target < 0.9
 
 
 def test_prices_choose_the_size() -> None:

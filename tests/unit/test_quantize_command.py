@@ -22,7 +22,7 @@ from hotcold.model.weights.quantized_checkpoint import write_quantized
 from tests.e2e.commands import Outcome, run_main
 from tests.quantized_models import make_model
 from tests.tiny_models import make_tiny
-from tests.unit.test_weights import WEIGHTS, loaded, refused
+from tests.unit.test_weights import WEIGHTS, change_config, loaded, refused
 
 
 def failed(done: Outcome, *texts: str) -> None:
@@ -191,8 +191,7 @@ def test_other_quantizations_and_a_config_of_other_tensors(
 ) -> None:
     values = json.loads((quantized / "config.json").read_text())
     values["quantization_config"] |= about
-    values = {name: value for name, value in (values | config).items() if value is not None}
-    (quantized / "config.json").write_text(json.dumps(values))
+    change_config(quantized, **(values | config))
     for call in (read_model, loaded):
         refused((ConfigError, CheckpointError), partial(call, quantized), *texts)
 

@@ -13,19 +13,17 @@ from tests.reference import reference_logits, relative_difference
 from tests.tiny_checkpoint import TinyCheckpoint
 from tests.tiny_models import MIXTURES, ON_THE_CPU, VARIANTS, VOCAB_SIZE, make_tiny
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *MIXTURES])
 def test_logits_equal_transformers(variant: str, tmp_path: Path) -> None:
-    make_tiny(variant, tmp_path)
+    """And whether a GPU has kernels for the model."""
+    config = read_config(make_tiny(variant, tmp_path))
+    assert bool(only_on_cpu(config)) == (variant in ON_THE_CPU)
     ids = np.random.default_rng(1).integers(0, VOCAB_SIZE, 90)
     expected = TinyCheckpoint(tmp_path).logits_of(ids)
     assert relative_difference(reference_logits(tmp_path, ids), expected) < 2e-5
-
-
-@pytest.mark.parametrize("variant", [*VARIANTS, *MIXTURES])
-def test_which_models_use_a_gpu(variant: str, tmp_path: Path) -> None:
-    config = read_config(make_tiny(variant, tmp_path))
-    assert bool(only_on_cpu(config)) == (variant in ON_THE_CPU)
 
 
 def test_half_precision_and_shards(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_record_that_is_removed_while_it_is_published_stays_removed(
 
     def written(*arguments: Any) -> int:
         remover.start()
-        remover.join(1.0)  # as far as it comes
+        remover.join(0.3)  # as far as it comes
         return write(*arguments)
 
     monkeypatch.setattr(registry, "_write", written)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 import pytest
 
-from hotcold.jobs.cli import COMMANDS, cli, main
+from hotcold.jobs.cli import cli, main
 from hotcold.jobs.support.lazy_group import LazyGroup
 from hotcold.jobs.support.settings import (
     OTHER_VARIABLES,
@@ -143,19 +143,16 @@ def test_a_wrong_file_is_one_line(given: Given, file: str | bytes, text: str) ->
     assert out.startswith("hotcold: error: ") and text in out
 
 
-def _commands() -> dict[tuple[str, ...], click.Command]:
-    ctx = click.Context(cli, resilient_parsing=True)
-    found: dict[tuple[str, ...], click.Command] = {}
-    for name in COMMANDS:
-        command = cli.get_command(ctx, name)
+def _commands(of: click.Command, *names: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """All commands by their names."""
+    if not isinstance(of, click.Group):
+        yield names, of
+        return
+    ctx = click.Context(of, resilient_parsing=True)
+    for name in of.list_commands(ctx):
+        command = of.get_command(ctx, name)
         assert command is not None
-        below = command.list_commands(ctx) if isinstance(command, click.Group) else []
-        for inner in below:
-            assert isinstance(command, click.Group)
-            found[name, inner] = command.get_command(ctx, inner)  # type: ignore[assignment]
-        if not below:
-            found[name,] = command
-    return found
+        yield from _commands(command, *names, name)
 
 
 def test_every_option_is_a_setting_and_shared_ones_are_shared() -> None:
@@ -166,7 +163,7 @@ def test_every_option_is_a_setting_and_shared_ones_are_shared() -> None:
         ("profile", "max-tokens"), ("train-predictors", "dtype"), ("kernels", "dtype"),
         ("quantize", "dtype"),
     }  # fmt: skip
-    for names, command in _commands().items():
+    for names, command in _commands(cli):
         options = [p for p in command.params if isinstance(p, click.Option)]
         unset = {"--help", "--help-all", "--debug"} | {p.opts[0] for p in options if p.required}
         keys = {setting.key for setting in settings_of(command, names)} - {"model"}

@@ -20,6 +20,7 @@ from tokenizers import pre_tokenizers, trainers
 from hotcold.model.errors import ConfigError
 from hotcold.model.text.splittings import SPLITTINGS
 from hotcold.model.text.tokenizer import Tokenizer
+from tests.unit.test_gguf_tokenizer import draft, slow_ids, written
 
 SNIPPETS = (
     "Hello world", "hello", " world's", "DON'T", "we'LL", "I'Ve", "it'S o'clock", "l'été",
@@ -188,6 +189,7 @@ ORIGINALS: dict[str, tuple[list[dict[str, Any]], str | None, bool]] = {
     "minicpm5": ([split(r"\p{N}{1,3}"), split(MINICPM5), LETTERS], None, False),  # MiniCPM5
 }
 SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>"]
+GEMMA_SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>"]
 
 
 def original(name: str) -> tokenizers.Tokenizer:
@@ -220,46 +222,30 @@ def original(name: str) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(json.dumps(values))
 
 
-def gguf_file(made: tokenizers.Tokenizer, path: Path, kind: str = "gpt2", **keys: Any) -> Path:
-    """The vocabulary as llama.cpp's converter writes it."""
+def own_of(path: Path, made: tokenizers.Tokenizer, kind: str = "gpt2", **keys: Any) -> Tokenizer:
+    """What is read of a file with the vocabulary, as llama.cpp's converter writes it."""
     model = json.loads(made.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model(kind)
-    writer.add_token_list(tokens)
-    writer.add_token_types([_type(token) for token in tokens])
     if keys.pop("has_merges", True):
-        writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
-    for key, value in keys.items():
-        if isinstance(value, bool):
-            writer.add_bool(f"tokenizer.ggml.{key}", value)
-        elif isinstance(value, int):
-            writer.add_uint32(f"tokenizer.ggml.{key}", value)
-        else:
-            writer.add_string(f"tokenizer.ggml.{key}", value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+        keys["merges"] = [" ".join(pair) for pair in model["merges"]]
+    found = Tokenizer.from_model(
+        written(draft(kind, tokens, list(map(_type, tokens)), **keys), path)
+    )
+    assert found is not None
+    return found
 
 
 def _type(token: str) -> int:
     if regex.fullmatch("<0x[0-9A-F]{2}>", token):
         return gguf.TokenType.BYTE
-    return gguf.TokenType.CONTROL if token in SPECIAL else gguf.TokenType.NORMAL
-
-
-def read(path: Path) -> Tokenizer:
-    found = Tokenizer.from_model(path)
-    assert found is not None
-    return found
+    is_control = token in (*SPECIAL, *GEMMA_SPECIAL)
+    return gguf.TokenType.CONTROL if is_control else gguf.TokenType.NORMAL
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_ids_are_those_of_the_models_own_file(name: str, tmp_path: Path) -> None:
     theirs = original(name)
-    own = read(gguf_file(theirs, tmp_path / "a.gguf", pre=name, add_bos_token=False))
+    own = own_of(tmp_path / "a.gguf", theirs, pre=name, add_bos_token=False)
     assert own.is_linear == (name not in ("tiny_aya", "exaone-moe"))  # those are slow
     for text in texts():
         ids = theirs.encode(text, add_special_tokens=False).ids
@@ -275,36 +261,24 @@ def test_every_way_of_splitting_is_compared() -> None:
 
 def test_kimi_without_merges_is_tiktoken(tmp_path: Path) -> None:
     """By tiktoken's rule: of a word's pairs, the one that makes the token of the lowest id."""
-    theirs = original("kimi-k2")
+    theirs, pattern = original("kimi-k2"), regex.compile(KIMI, regex.V1)
     vocab = json.loads(theirs.to_str())["model"]["vocab"]
-    path = gguf_file(theirs, tmp_path / "a.gguf", pre="kimi-k2", has_merges=False)
-    own, pattern = read(path), regex.compile(KIMI, regex.V1)
-    letters = read(gguf_file(theirs, tmp_path / "b.gguf", pre="kimi-k2"))
-    byte_of = {letters.token_bytes(token_id): text for text, token_id in vocab.items()}
+    scores = {text: -token_id for text, token_id in vocab.items()}
+    own = own_of(tmp_path / "a.gguf", theirs, pre="kimi-k2", has_merges=False)
+    letters = own_of(tmp_path / "b.gguf", theirs, pre="kimi-k2")
+    letter_of = {letters.token_bytes(token_id): text for text, token_id in vocab.items()}
     for text in texts():
         expected: list[int] = []
         for word in pattern.findall(text):
-            parts = [byte_of[bytes([byte])] for byte in word.encode()]
-            while "".join(parts) not in vocab or len(parts) > 1:
-                if "".join(parts) in vocab:
-                    parts = ["".join(parts)]
-                    break
-                pairs = [
-                    (vocab[parts[at] + parts[at + 1]], at)
-                    for at in range(len(parts) - 1)
-                    if parts[at] + parts[at + 1] in vocab
-                ]
-                if not pairs:
-                    break
-                at = min(pairs)[1]
-                parts[at : at + 2] = [parts[at] + parts[at + 1]]
-            expected += [vocab[part] for part in parts]
+            written_out = "".join(letter_of[bytes([byte])] for byte in word.encode())
+            whole = [vocab[written_out]] if written_out in vocab else []
+            expected += whole or slow_ids(written_out, scores, vocab)
         assert own.encode(text) == expected, ascii(text)
 
 
 def gemma4() -> tokenizers.Tokenizer:
     """As google/gemma-4-E4B-it's tokenizer.json."""
-    vocab = {text: at for at, text in enumerate(["<pad>", "<eos>", "<bos>", "<unk>"])}
+    vocab = {text: at for at, text in enumerate(GEMMA_SPECIAL)}
     for byte in range(256):
         vocab[f"<0x{byte:02X}>"] = len(vocab)
     seen = sorted(set("".join(texts()).replace(" ", "▁")) - set("東🙂\x00"))
@@ -315,14 +289,13 @@ def gemma4() -> tokenizers.Tokenizer:
         left, right = pair.split(" ")
         merges.append([left, right])
         vocab.setdefault(left + right, len(vocab))
-    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
     values: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
             {"id": vocab[text], "content": text, "single_word": False, "lstrip": False,
-             "rstrip": False, "normalized": False, "special": True} for text in special
+             "rstrip": False, "normalized": False, "special": True} for text in GEMMA_SPECIAL
         ],
         "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
         "pre_tokenizer": {
@@ -341,15 +314,12 @@ def gemma4() -> tokenizers.Tokenizer:
 
 
 @pytest.mark.parametrize("says_no_bos", [False, True])
-def test_gemma4_joins_pieces_by_its_merges(
-    says_no_bos: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(globals(), "SPECIAL", ["<pad>", "<eos>", "<bos>", "<unk>"])
+def test_gemma4_joins_pieces_by_its_merges(says_no_bos: bool, tmp_path: Path) -> None:
     theirs = gemma4()
     keys: dict[str, Any] = {"bos_token_id": 2, "unknown_token_id": 3, "add_space_prefix": False}
     if says_no_bos:
         keys["add_bos_token"] = False
-    own = read(gguf_file(theirs, tmp_path / "a.gguf", "gemma4", **keys))
+    own = own_of(tmp_path / "a.gguf", theirs, "gemma4", **keys)
     for text in texts():
         ids = theirs.encode(text, add_special_tokens=False).ids
         assert own.encode(text) == [2, *ids], ascii(text)
@@ -365,6 +335,5 @@ def test_gemma4_joins_pieces_by_its_merges(
     ],
 )
 def test_what_is_not_known_is_refused(kind: str, pre: str, told: str, tmp_path: Path) -> None:
-    path = gguf_file(original("gpt-2"), tmp_path / "a.gguf", kind, pre=pre)
     with pytest.raises(ConfigError, match=told):
-        Tokenizer.from_model(path)
+        own_of(tmp_path / "a.gguf", original("gpt-2"), kind, pre=pre)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +15,6 @@ from hotcold.actors.setup.account import account
 from hotcold.actors.setup.storage import storage_within
 from hotcold.actors.setup.storage_shares import token_reads
 from hotcold.model.bundles.geometry import BundleGeometry
-from hotcold.model.config.build import read_config
-from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.placement.profile import ActivationProfile
 from hotcold.placement.storage import (
@@ -33,6 +29,7 @@ from hotcold.placement.storage import (
     token_seconds,
     whole_bundles,
 )
+from tests.placement_cases import mixture_config
 
 
 def test_a_predictor_lists_all_that_fire_and_others() -> None:
@@ -122,56 +119,39 @@ LAYERS, EXPERTS, SIZE, HIDDEN = 6, 64, 512, 1024
 GIB = 1 << 30
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> ModelConfig:
-    """One dense layer, five of experts; no weights are needed."""
-    facts = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "vocab_size": 2000,
-        "intermediate_size": 4096,
-        "moe_intermediate_size": SIZE,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "hidden_act": "silu",
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float16",
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [0],
-    }
-    (tmp_path / "config.json").write_text(json.dumps(facts))
-    return read_config(tmp_path)
+# One dense layer, five of experts; no weights are needed.
+CONFIG = mixture_config(
+    num_experts=EXPERTS,
+    num_chosen=8,
+    size=SIZE,
+    dense_layers=(0,),
+    hidden_size=HIDDEN,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=8,
+    intermediate_size=4096,
+    hidden_act="silu",
+)
+SYSTEM = SystemConfig("no model")
 
 
-def test_the_least_is_what_stays_and_one_layer(config: ModelConfig, tmp_path: Path) -> None:
-    system = SystemConfig(str(tmp_path))
-    least = least_in_memory(config)
+def test_the_least_is_what_stays_and_one_layer() -> None:
+    least = least_in_memory(CONFIG)
     assert least == 4096 + EXPERTS * SIZE
     with pytest.raises(MemoryBudgetError, match="use --cpu-memory"):
-        storage_within(None, system, config, GIB // 8)
-    whole = account(system, config).total_bytes
+        storage_within(None, SYSTEM, CONFIG, GIB // 8)
+    whole = account(SYSTEM, CONFIG).total_bytes
     sizes = whole - GIB // 4, whole
-    found = [storage_within(None, system, config, size) for size in sizes]
+    found = [storage_within(None, SYSTEM, CONFIG, size) for size in sizes]
     kept = [each.num_up_downs for each in found]
-    assert least < kept[0] < kept[1] <= config.num_neurons
+    assert least < kept[0] < kept[1] <= CONFIG.num_neurons
     for each, size in zip(found, sizes, strict=True):
         assert 0 <= each.num_up_downs - each.num_gates <= 2  # whole neurons
-        assert account(replace(system, storage=each), config).total_bytes <= size
+        assert account(replace(SYSTEM, storage=each), CONFIG).total_bytes <= size
 
 
-def test_what_a_token_reads_falls_to_nothing(config: ModelConfig, tmp_path: Path) -> None:
-    system = SystemConfig(str(tmp_path))
+def test_what_a_token_reads_falls_to_nothing() -> None:
     counts = [4096 + share * EXPERTS * SIZE * (LAYERS - 1) // 4 for share in range(1, 5)]
-    reads = [token_reads(None, system, config, NeuronStorage("", count, count)) for count in counts]
+    reads = [token_reads(None, SYSTEM, CONFIG, NeuronStorage("", count, count)) for count in counts]
     assert [each.num_bytes for each in reads] == sorted(
         (each.num_bytes for each in reads), reverse=True
     )
@@ -180,27 +160,27 @@ def test_what_a_token_reads_falls_to_nothing(config: ModelConfig, tmp_path: Path
     assert reads[-1].num_bytes == 0
 
 
-def test_a_profile_says_what_a_token_reads(config: ModelConfig, tmp_path: Path) -> None:
+def test_a_profile_says_what_a_token_reads() -> None:
     """Of each ten choices five are of the expert used last, three of one just in memory."""
     distances = np.zeros(5 * EXPERTS, np.int64)
     distances[[0, 99, 100, 5 * EXPERTS - 1]] = 50, 30, 15, 5
-    counts = np.ones((LAYERS, max(config.ffn_sizes)), np.int64)
+    counts = np.ones((LAYERS, max(CONFIG.ffn_sizes)), np.int64)
     chosen = np.ones((LAYERS, EXPERTS), np.int64)
     known = ActivationProfile(counts, 1, "t", "t", chosen, distances)
-    system, count = SystemConfig(str(tmp_path)), 100 * SIZE
+    count = 100 * SIZE
     kept = NeuronStorage("", 4096 + count, 4096 + count)
-    bundle_bytes = BundleGeometry.of(config).bundle_bytes
-    of_expert = -(-SIZE // BundleGeometry.of(config).bundle_neurons)
-    reads = token_reads(known, system, config, kept)
+    bundle_bytes = BundleGeometry.of(CONFIG).bundle_bytes
+    of_expert = -(-SIZE // BundleGeometry.of(CONFIG).bundle_neurons)
+    reads = token_reads(known, SYSTEM, CONFIG, kept)
     assert reads.number == pytest.approx(1.1 * 0.2 * 5 * 8 * of_expert)  # some in vain
     assert reads.num_bytes == pytest.approx(reads.number * bundle_bytes)
     # A GPU has the dense layer, and one expert.
-    fitted = replace(system, device="cuda", num_hot_neurons=4096 + SIZE)
+    fitted = replace(SYSTEM, device="cuda", num_hot_neurons=4096 + SIZE)
     beside = NeuronStorage("", count, count)
-    assert token_reads(known, fitted, config, beside).number == pytest.approx(5 / 20 * reads.number)
-    unknown = token_reads(None, system, config, kept)
+    assert token_reads(known, fitted, CONFIG, beside).number == pytest.approx(5 / 20 * reads.number)
+    unknown = token_reads(None, SYSTEM, CONFIG, kept)
     for none in (None, np.zeros(5 * EXPERTS, np.int64)):
-        assert token_reads(replace(known, distances=none), system, config, kept) == unknown
+        assert token_reads(replace(known, distances=none), SYSTEM, CONFIG, kept) == unknown
 
 
 def test_misses_of_many_experts_follow_the_sum() -> None:

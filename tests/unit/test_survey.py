@@ -11,16 +11,9 @@ import pytest
 from hotcold.jobs.support.doctor_checks import Finding, check_machine
 from hotcold.model.limits import cpu_quota, group_folders, num_cpus
 from hotcold.placement.machine.core_kinds import core_kinds
-from hotcold.placement.machine.survey import (
-    MachineSurvey,
-    free_bytes_of,
-    survey,
-    usable_cores,
-)
-from hotcold.placement.machine.sysfs import (
-    NumaNode,
-    read_numa_nodes,
-)
+from hotcold.placement.machine.survey import MachineSurvey, free_bytes_of, survey, usable_cores
+from hotcold.placement.machine.sysfs import NumaNode, read_numa_nodes
+from tests.numa_trees import EIGHT, write_tree
 
 CORES_PER_NODE = 16
 NODE_BYTES = 64 << 30
@@ -37,18 +30,7 @@ def write_big_machine(tmp_path: Path) -> Path:
     cpuinfo = "processor\t: 0\nmodel name\t: EPYC 9654: 96 cores\nflags\t\t: fpu avx2 fma f16c\n\n"
     write(tmp_path / "proc/cpuinfo", cpuinfo * 2)
     write(tmp_path / "sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n")
-    for node in range(8):
-        folder = tmp_path / f"sys/devices/system/node/node{node}"
-        first, second = node * 8, 64 + node * 8
-        write(folder / "cpulist", f"{first}-{first + 7},{second}-{second + 7}\n")
-        total = 0 if node == 7 else NODE_BYTES >> 10
-        write(
-            folder / "meminfo",
-            f"Node {node} MemTotal:       {total} kB\nNode {node} MemFree:  {total // 2} kB\n"
-            f"Node {node} HugePages_Total:     0\n",
-        )
-    write(tmp_path / "sys/devices/system/node/possible", "0-7\n")
-    return tmp_path
+    return write_tree(tmp_path, EIGHT, {7: 0})
 
 
 def write(path: Path, text: str) -> None:

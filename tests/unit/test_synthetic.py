@@ -42,19 +42,9 @@ TINY: dict[str, dict[str, Any]] = {
 PATCHED = ("bamboo", "smallthinker", "turbosparsemixtral")
 SMALL = {"hidden": 256, "ffn": 1024, "heads": 8, "layers": 6, "vocab": 1000}
 DOWN_ENDINGS = (".mlp.down_proj", ".mlp.c_proj", ".fc2", ".mlp.dense_4h_to_h")
-MIXTURE: dict[str, Any] = {
-    "hidden": 256,
-    "ffn": 64,
-    "heads": 8,
-    "kv_heads": 2,
-    "head_dim": 32,
-    "layers": 2,
-    "vocab": 16384,
-    "context": 512,
-    "experts": 32,
-    "chosen": 4,
-}
-REQUESTS, TOKENS = 6, 160
+MIXTURE: dict[str, Any] = SMALL | {"ffn": 64, "kv_heads": 2, "layers": 2, "vocab": 16384}
+MIXTURE |= {"context": 512, "experts": 32, "chosen": 4}
+REQUESTS, TOKENS = 8, 80
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:

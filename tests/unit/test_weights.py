@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.setup.account import account
 from hotcold.actors.setup.preflight import prepare_system, read_model
-from hotcold.jobs.cli import main
 from hotcold.model.config.build import read_config
 from hotcold.model.config.families import tensor_names
 from hotcold.model.config.weight_formats import row_bytes
@@ -26,16 +25,11 @@ from hotcold.model.weights.attention import AttentionWeights, load_attention
 from hotcold.model.weights.check import check_tensors, stored_config
 from hotcold.model.weights.embedding import HeadWeights, load_embedding, load_head
 from hotcold.model.weights.ffn import FfnWeights, load_ffn
-from hotcold.model.weights.sizes import (
-    attention_bytes,
-    ffn_bytes,
-    head_bytes,
-    kv_cache_bytes,
-    weight_bytes,
-)
+from hotcold.model.weights.sizes import attention_bytes, ffn_bytes, head_bytes, weight_bytes
 from hotcold.numba_kernels.formats import MXFP4, Q4, Q4_1, Q8
 from hotcold.numba_kernels.load.convert import from_float32, to_float32
 from hotcold.placement.solver.cost import RowBytes
+from tests.e2e.commands import run_main
 from tests.gguf_files import small_llama
 from tests.quantized_models import GROUP_BYTES, laid_out, make_model
 from tests.tiny_models import make_tiny
@@ -89,6 +83,13 @@ def edited(path: Path, changes: dict[str, Edit]) -> Path:
     return path
 
 
+def change_config(path: Path, **changes: Any) -> None:
+    """Change keys of config.json; None leaves one out."""
+    file = path / "config.json"
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: each for key, each in values.items() if each is not None}))
+
+
 def last(value: float) -> Edit:
     """The last number becomes `value`."""
 
@@ -123,36 +124,9 @@ def refused_by_headers(path: Path, *texts: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_stored_dtype_counts(dtype: str, tmp_path: Path) -> None:
     path = make_tiny("falcon-bias", tmp_path, dtype=dtype)
-    values = json.loads((path / "config.json").read_text())
-    for key in ("dtype", "torch_dtype"):
-        values.pop(key, None)
-    for said in ({}, {"torch_dtype": "float16"}, {"torch_dtype": "float32"}):
-        (path / "config.json").write_text(json.dumps(values | said))
+    for said in (None, "float16", "float32"):
+        change_config(path, dtype=None, torch_dtype=said)
         assert stored_config(Checkpoint(path), read_config(path)).dtype == dtype
-
-
-@pytest.mark.parametrize("variant", ["llama-mlp-bias", "opt-prenorm", "falcon-bias", "gemma3"])
-def test_any_subset_of_neurons(variant: str, tmp_path: Path) -> None:
-    make_tiny(variant, tmp_path, dtype="float16")
-    config, rng = read_config(tmp_path), np.random.default_rng(0)
-    ids = [
-        rng.permutation(config.ffn_size)[: 5 * n].astype(np.int32) for n in range(config.num_layers)
-    ]
-    whole, part = loaded(tmp_path).ffn, loaded(tmp_path, ids=ids)
-    require_sizes(part, tmp_path)
-    rows = np.concatenate([own + layer * config.ffn_size for layer, own in enumerate(ids)])
-    assert np.array_equal(part.ffn.neuron_ids, np.concatenate(ids))
-    for name in ("gate", "up", "down", "gate_bias", "up_bias"):
-        if getattr(whole, name).size:
-            assert np.array_equal(getattr(part.ffn, name), getattr(whole, name)[rows]), name
-
-
-def test_bytes_of_a_kv_cache(tmp_path: Path) -> None:
-    config = read_config(make_tiny("llama-head-dim", tmp_path))
-    rows, dim = 2 * 7 * config.num_layers * config.num_kv_heads, config.head_dim
-    row_bytes = {"float32": 4 * dim, "float16": 2 * dim, "q8": dim + 4 * -(-dim // 32)}
-    for kv_dtype, num_bytes in row_bytes.items():
-        assert kv_cache_bytes(config, 7, kv_dtype) == rows * num_bytes
 
 
 TENSORS = [
@@ -187,8 +161,7 @@ def test_config_that_leaves_tensors_out(tmp_path: Path) -> None:
         ("opt-prenorm", "_remove_final_layer_norm", True, "final_layer_norm"),
     ):
         path = make_tiny(variant, tmp_path / variant)
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(config | {key: value}))
+        change_config(path, **{key: value})
         refused_by_headers(path, named)
 
 
@@ -323,17 +296,14 @@ def test_what_a_format_cannot_hold_is_refused(tensor: str, tmp_path: Path) -> No
             loaded(edited(path, {tensor: last(65519.0)}), "f16")  # rounds to the largest, 65504
 
 
-def test_formats_that_a_model_cannot_have(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_formats_that_a_model_cannot_have(tmp_path: Path) -> None:
     path = make_tiny("llama-relu", tmp_path / "m")
     for call in (read_model, loaded):
         refused(UsageError, partial(call, path, "q8"), "--dtype q8", "rows of 48", "stored in")
     for other in ("q5", "f32"):
         texts = (f"'{other}'", "f16, bf16, q8, q4_1, q4 or mxfp4")
         refused(UsageError, partial(read_model, path, other), *texts)
-    assert main(["show", str(path)]) == 0
-    assert "with --dtype f16" in capsys.readouterr().out
+    assert "with --dtype f16" in run_main("show", path).out
     file = tmp_path / "m.gguf"
     file.write_bytes(small_llama().content())
     read_model(file, "f16")  # its tensors are floats
@@ -342,8 +312,7 @@ def test_formats_that_a_model_cannot_have(
 def test_config_json_keeps_its_word(tmp_path: Path) -> None:
     """Without quantized tensors, what config.json calls quantized is quantized while it loads."""
     path = make_model("q-llama", tmp_path)
-    values = json.loads((path / "config.json").read_text())
     about = {"quant_method": "hotcold", "bits": 4, "group_size": 32, "version": 1}
-    (path / "config.json").write_text(json.dumps(values | {"quantization_config": about}))
+    change_config(path, quantization_config=about)
     assert read_model(path).dtype == "q4"
     assert loaded(path).head.head.dtype == Q4
