@@ -113,7 +113,8 @@ class GgufWeights(WeightFile):
 
     def own_name(self, name: str) -> str:
         """Return the file's name of a tensor, even of one that is missing."""
-        return self._own_names.get(name, name)
+        place = self._places.get(name)
+        return self._own_names.get(name, name) if place is None else place.name
 
     def loaded_dtype(self, name: str) -> np.dtype:
         """Return the matrix's dtype in memory, the same in all layers."""

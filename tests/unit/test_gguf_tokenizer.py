@@ -32,7 +32,7 @@ def draft(kind: str, tokens: list[str], kinds: list[int], **keys: Any) -> Draft:
     made = small_llama(len(tokens))
     for name in ("model", "tokens", "token_type", "scores", "bos_token_id", "eos_token_id"):
         made = made.without_key(f"tokenizer.ggml.{name}")
-    keys = {"model": kind, "tokens": tokens, "token_type": kinds} | keys
+    keys = {"model": kind, "tokens": tokens, "token_type": list(map(int, kinds))} | keys
     return made.with_keys(**{f"tokenizer__ggml__{name}": value for name, value in keys.items()})
 
 

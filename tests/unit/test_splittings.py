@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tokenizers import pre_tokenizers, trainers
 from hotcold.model.errors import ConfigError
 from hotcold.model.text.splittings import SPLITTINGS
 from hotcold.model.text.tokenizer import Tokenizer
-from tests.unit.test_gguf_tokenizer import draft, slow_ids, written
+from tests.unit.test_gguf_tokenizer import draft, written
 
 SNIPPETS = (
     "Hello world", "hello", " world's", "DON'T", "we'LL", "I'Ve", "it'S o'clock", "l'été",
@@ -257,6 +258,21 @@ def test_every_way_of_splitting_is_compared() -> None:
     """Other names are the same as one that is."""
     compared = [SPLITTINGS[name] for name in ORIGINALS]
     assert [name for name, one in SPLITTINGS.items() if one not in compared] == []
+
+
+def slow_ids(text: str, score: dict[str, float], ids: dict[str, int]) -> list[int]:
+    """Ids by the rule spelled out: join the best pair until none is a token."""
+    parts = list(text)
+    while True:
+        pairs = [
+            (-score[a + b], at)
+            for at, (a, b) in enumerate(pairwise(parts))
+            if a in score and b in score and a + b in score
+        ]
+        if not pairs:
+            return [ids[part] for part in parts]
+        _, at = min(pairs)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
 
 
 def test_kimi_without_merges_is_tiktoken(tmp_path: Path) -> None:
