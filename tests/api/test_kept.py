@@ -89,4 +89,4 @@ def test_examples(name: str, places: dict[str, str], llm: LLM) -> None:
 
 def test_each_example_is_run() -> None:
     names = {path.name for path in Path(CHECKOUT, "examples").glob("*.py")}
-    assert names == EXAMPLES.keys() | {"ray_serve_llm.py"}  # by tests/e2e/test_ray_serve_llm.py
+    assert names == EXAMPLES.keys() | {"ray_serve_llm.py"}  # by tests/e2e/fleet/
