@@ -37,8 +37,8 @@ def demo(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the embedded model, profiled on a part of its text."""
     path = tmp_path_factory.mktemp("models") / "demo"
     shutil.copytree(DEMO_DIRECTORY, path, ignore=shutil.ignore_patterns("hotcold", "__pycache__"))
-    arguments = ["profile", path, "--text", HELD_OUT, "--max-tokens", "900", "--window", "128"]
-    assert main([*map(str, arguments), "--inputs", "700"]) == 0
+    arguments = ["profile", path, "--text", HELD_OUT, "--max-tokens", "1500", "--window", "128"]
+    assert main([*map(str, arguments), "--inputs", "1200"]) == 0
     return path
 
 
