@@ -49,22 +49,23 @@ NOT_QUICK = [
     "unit/test_solver.py",
     "unit/test_tokenizer.py",
 ]
-# Files whose tests share what takes long to start: one process runs them, in this order.
+# Files and folders whose tests share what takes long to start: one process runs them, in order.
 TOGETHER = [
     [
-        "e2e/test_fleet.py",
-        "e2e/test_fleet_door.py",
-        "e2e/test_fleet_models.py",
-        "e2e/test_ray_serve_llm.py",
+        "e2e/fleet",
+        "e2e/test_serve.py",
+        "e2e/test_serve_lifetime.py",
+        "e2e/test_agents.py",
+        "e2e/test_ollama.py",
     ],
     ["actors/test_ray_system.py", "actors/test_scale.py", "actors/test_faults.py"],
     ["cluster/test_job.py", "cluster/test_two_hosts.py"],
-    ["e2e/test_serve.py", "e2e/test_serve_lifetime.py", "e2e/test_agents.py", "e2e/test_ollama.py"],
+    ["e2e/page"],
 ]
 # Files that take longest, so that no process is left alone with one of them at the end. Those that
 # begin at the same time need different kernels: one would wait for what the other compiles.
 FIRST = [
-    *TOGETHER[0],  # each with a Ray of its own, so before `local_ray` is in the process
+    *TOGETHER[0],  # with a Ray of its own, so before `local_ray` is in the process
     *TOGETHER[1],
     "e2e/test_profile_command.py",
     *TOGETHER[2],
@@ -151,8 +152,8 @@ class TogetherScheduling(LoadFileScheduling):
     """xdist's distribution by files, but for those that are to be together."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0].removeprefix("tests/")
-        return next((files[0] for files in TOGETHER if file in files), file)
+        file = nodeid.partition("::")[0]
+        return next((names[0] for names in TOGETHER if is_below(TESTS.parent / file, names)), file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:

@@ -3,6 +3,7 @@
 Or have modules of their own beside them.
 """
 
+import runpy
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from hotcold.actors import launch
 from hotcold.actors.protocol.options import SystemOptions
 from hotcold.jobs.running import own
 from hotcold.jobs.running.own import OwnSystem
-from tests.e2e.commands import environment, processes_left, ray_folder
+from tests.e2e.commands import CHECKOUT, environment, processes_left, ray_folder
 
 SCRIPT = """
 import multiprocessing, os, sys
@@ -201,3 +202,14 @@ def test_no_service_runs_a_module_of_the_scripts_folder(folder: Path, start: str
         pids = {line.split()[1] for line in (folder / "marks").read_text().splitlines()}
         assert marks == {"model.py", "ui/__init__.py"} and pids == {str(process.pid)}
         assert processes_left(ray) == []
+
+
+def test_tasks_and_actors_ask(
+    local_ray: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example of a Ray program, in the Ray of this process; the thorough run starts its own."""
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr("sys.argv", ["ray_program.py"])
+    runpy.run_path(str(CHECKOUT / "examples" / "ray_program.py"), run_name="__main__")
+    told = "textwrap.dedent: Remove any common leading whitespace"
+    assert told in capsys.readouterr().out

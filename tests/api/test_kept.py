@@ -79,7 +79,16 @@ def test_a_handle_is_sent(llm: LLM) -> None:
         assert handle.generate("a", GREEDY).token_ids == llm.generate("a", GREEDY).token_ids
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+IN_RAY = "ray_program.py"  # in tests/api/test_children.py, too
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] if name == IN_RAY else [])
+        for name in EXAMPLES
+    ],
+)
 def test_examples(name: str, places: dict[str, str], llm: LLM) -> None:
     path = CHECKOUT / "examples" / name
     out = python(places, str(path), stdin="What does os.path.join do?\n")
@@ -89,4 +98,4 @@ def test_examples(name: str, places: dict[str, str], llm: LLM) -> None:
 
 def test_each_example_is_run() -> None:
     names = {path.name for path in Path(CHECKOUT, "examples").glob("*.py")}
-    assert names == EXAMPLES.keys() | {"ray_serve_llm.py"}  # by tests/e2e/test_ray_serve_llm.py
+    assert names == EXAMPLES.keys() | {"ray_serve_llm.py"}  # by tests/e2e/fleet/

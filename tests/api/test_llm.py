@@ -30,7 +30,9 @@ WAIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(own=True, parallel=4, progress=False) as made:
+    """Without drafts, whose neurons count: how many there are depends on their time."""
+    options: dict[str, Any] = {"parallel": 4, "context_length": 480, "speculate": "off"}
+    with LLM(own=True, progress=False, **options) as made:
         yield made
 
 
@@ -53,16 +55,13 @@ def when_running(llm: LLM, act: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_a_result_is_that_of_the_command() -> None:
-    """Without drafts, whose neurons count: how many there are depends on their time."""
+def test_a_result_is_that_of_the_command(llm: LLM) -> None:
     done = run(
         "generate", "--own", "--prompt", PROMPTS[0], "--json", "--seed", "7", "--max-tokens", "12",
         "--temperature", "1", "--speculate", "off",
     )  # fmt: skip
     assert done.status == 0, done.err
-    with LLM(own=True, speculate="off", progress=False, context_length=64) as made:
-        result = made.generate(PROMPTS[0], DRAWN)
-        require_errors_in_keywords(made, PROMPTS[0] * 20)
+    result = llm.generate(PROMPTS[0], DRAWN)
     told, own = json.loads(done.out.splitlines()[-1]), result.as_json()
     assert told["ids"] == list(result.token_ids)
     names = ("text", "finish_reason", "prompt_tokens")
@@ -76,8 +75,9 @@ async def first_of(pieces: AsyncIterator[StreamPiece]) -> StreamPiece:
     return await anext(pieces)
 
 
-def require_errors_in_keywords(llm: LLM, prompt: str) -> None:
+def test_errors_are_in_keywords(llm: LLM) -> None:
     """What answering says of options, too, has their names here."""
+    prompt = PROMPTS[0] * 400
     told = "start with a larger context_length"
     with pytest.raises(PromptError, match=told):
         llm.generate(prompt, GREEDY)

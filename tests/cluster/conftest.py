@@ -13,7 +13,7 @@ from tests.conftest import TinyCheckpoint
 from tests.e2e.word_model import add_chat_template, add_tokenizer
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def head() -> Iterator[Head]:
     with running_head(num_cpus=2) as running:
         yield running

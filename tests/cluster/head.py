@@ -185,12 +185,9 @@ def _has_dashboard(
 
 
 def _end(process: psutil.Process) -> None:
-    """End a process and all that it started, those that left its group too."""
+    """Kill a process and all that it started, those that left its group too."""
     family = [process, *process.children(recursive=True)] if process.is_running() else []
-    with contextlib.suppress(psutil.Error):
-        process.terminate()
-    _, alive = psutil.wait_procs(family, timeout=15)
-    for one in alive:
+    for one in family:
         with contextlib.suppress(psutil.Error):
             one.kill()
-    psutil.wait_procs(alive, timeout=10)
+    psutil.wait_procs(family, timeout=10)

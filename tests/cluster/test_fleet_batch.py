@@ -23,7 +23,7 @@ from tests.actors.batching import batching, complete
 from tests.cluster.head import Head
 from tests.cluster.request_files import read_lines, write_lines
 from tests.conftest import TinyCheckpoint
-from tests.e2e.test_fleet import free_port
+from tests.e2e.fleet.doors import free_port
 
 pytestmark = pytest.mark.timeout(600)
 NUM_REQUESTS = 200

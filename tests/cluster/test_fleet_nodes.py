@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("ray.serve")
 from tests.cluster.head import running_head
 from tests.cluster.test_fleet_batch import KINDS, fleet_of, texts_alone, until
-from tests.e2e.test_fleet import Stream
+from tests.e2e.fleet.doors import Stream
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.thorough]
 

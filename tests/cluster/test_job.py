@@ -103,7 +103,7 @@ def resumes(head: Head, requests: Path, out: Path, answers: list[dict[str, Any]]
 def ends(head: Head) -> None:
     """jobs.stop leaves no process; there is nothing to stop then, and it says so."""
     stop = ("python", "-m", "jobs.stop", "--system", "shared")
-    status, log = head.run(*stop)
+    status, log = head.run_beside(*stop)
     assert status == 0, log
     deadline = time.monotonic() + 60
     while head.actors() and time.monotonic() < deadline:

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 _ON_PATH = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 # Chromium with the few libraries that small systems lack, for x86-64 Linux, 68 MB.
 _PACKAGE = "@sparticuz/chromium@147.0.0"
@@ -111,3 +113,13 @@ def chromium() -> Iterator[Any]:
             yield browser
         finally:
             browser.close()
+
+
+def running_browser() -> Iterator[Any]:
+    """What a fixture yields; its tests are skipped where there is no browser."""
+    try:
+        find_chromium()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    with chromium() as found:
+        yield found

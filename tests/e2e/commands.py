@@ -74,6 +74,7 @@ def environment(folder: Path, changes: Mapping[str, str] | None = None) -> dict[
         "PYTHONPATH": python_path,
         "PYTHONUNBUFFERED": "",
         "RAY_TMPDIR": str(folder),
+        "RAY_worker_niceness": "0",  # of a program's own Ray, whose workers else wait for all else
         **(changes or {}),
     }
 

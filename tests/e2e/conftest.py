@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.browser import chromium, find_chromium
+from tests.e2e.browser import running_browser
 from tests.e2e.page_visit import TIMEOUT_MS
 from tests.e2e.server import WAIT_S, Server, serving
-from tests.e2e.stand_in import StandIn
 from tests.e2e.word_model import make_word_model
 
 
@@ -43,34 +42,7 @@ def client(openai: Any, server: Server) -> Any:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    try:
-        find_chromium()
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    with chromium() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def stand_in() -> StandIn:
-    return StandIn()
-
-
-@pytest.fixture(scope="module")
-def address(stand_in: StandIn) -> Iterator[str]:
-    """Of a page over a stand-in; tests over a real system have another."""
-    from tests.e2e.page_server import served_page
-
-    with served_page({"demo": stand_in}) as found:
-        yield found
-
-
-@pytest.fixture
-def book(stand_in: StandIn) -> Iterator[StandIn]:
-    """The stand-in, with its short answer of before whatever a test makes of it."""
-    stand_in.reset()
-    yield stand_in
-    stand_in.reset()
+    yield from running_browser()
 
 
 @pytest.fixture

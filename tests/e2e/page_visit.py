@@ -59,10 +59,10 @@ def set_numbers(page: Any, values: dict[str, str]) -> None:
     until(are_set)
 
 
-def wait_for_answer(page: Any) -> str:
-    """The last answer, once its figures stand below it and all of it is shown.
+def wait_for_answer(page: Any, num_equal: int = 3) -> str:
+    """The last answer, once its figures stand below it and what is shown of it stays the same.
 
-    The browser may show these first: the answer is shown when it is the same for a second.
+    The browser may show the figures before the last words: `read_answer` waits for all of them.
     """
     page.wait_for_function(
         "() => { const rows = document.querySelectorAll('#chat .message-row:not(.message-row *)');"
@@ -71,13 +71,17 @@ def wait_for_answer(page: Any) -> str:
         " document.querySelector('#status').innerText.includes('tokens at') }"
     )
     answer = page.locator("#chat .message.bot").last
-    before, num_equal = answer.inner_text(), 0
-    while num_equal < 10:
+    shown, left = answer.inner_text(), num_equal
+    while left:
         page.wait_for_timeout(100)
-        shown = answer.inner_text()
-        num_equal = num_equal + 1 if shown == before else 0
-        before = shown
-    return str(before)
+        before, shown = shown, answer.inner_text()
+        left = left - 1 if shown == before else num_equal
+    return str(shown)
+
+
+def read_answer(page: Any) -> str:
+    """The last answer, once it has been the same for a second."""
+    return wait_for_answer(page, num_equal=10)
 
 
 def begin_anew(page: Any) -> None:

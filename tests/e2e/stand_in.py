@@ -68,7 +68,7 @@ class StandIn:
     """In place of `System` and of the client that asks it. Answers repeat words of `text`."""
 
     text: str = TEXT
-    tokens_per_s: float = 100.0
+    tokens_per_s: float = 250.0
     first_s: float = 0.05  # before an answer's first token
     num_tokens: int = 60  # of an answer
     held_at: int | None = None  # an answer has so many, and no more as long as this stands

@@ -91,7 +91,17 @@ def test_a_question_from_a_pipe_ends_at_a_stop_text(
     assert result["ids"] == expected[: stop + 1]
 
 
-def test_text_streams_by_its_seed_until_a_signal(local_ray: None, words: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "number", "status"),
+    [
+        (os.killpg, signal.SIGINT, 130),
+        # As in tests/e2e/test_chat_terminal.py, but in the midst of an answer.
+        pytest.param(os.kill, signal.SIGTERM, 143, marks=pytest.mark.thorough),
+    ],
+)
+def test_text_streams_by_its_seed_until_a_signal(
+    local_ray: None, words: Path, end: Callable[[int, int], None], number: int, status: int
+) -> None:
     """A pipe sees text long before the end; Ctrl-C, which reaches Ray's processes too, ends it.
 
     So does SIGTERM, which the command alone gets. Nothing but the status tells of either.
@@ -99,24 +109,23 @@ def test_text_streams_by_its_seed_until_a_signal(local_ray: None, words: Path) -
     arguments: list[str | Path] = ["generate", words, "--prompt", "w1 w2", *SEEDED]
     _, result = command(*arguments, "--max-tokens", "20", "--context", "64")
     long = [*arguments, "--max-tokens", "50000", "--context", "50100"]
-    for end, number, status in ((os.killpg, signal.SIGINT, 130), (os.kill, signal.SIGTERM, 143)):
-        with ray_folder() as folder:
-            with subprocess.Popen(
-                command_line(long), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, env=environment(folder), start_new_session=True, bufsize=0,
-            ) as process:  # fmt: skip
-                assert process.stdout is not None and process.stderr is not None
-                text = b""
-                while text.count(b" ") < 25 and (chunk := process.stdout.read(64)):
-                    text += chunk
-                assert process.poll() is None, process.stderr.read().decode()
-                end(process.pid, number)
-                rest, err = process.communicate(timeout=90)
-            assert (process.returncode, err.decode().strip()) == (status, "")
-            assert (text + rest).count(b" ") < 45000
-            assert processes_left(folder) == []
-        found = [int(word) for word in re.findall(rb"w(\d+)", text)]
-        assert found[:20] == [token for token in result["ids"] if token < 100]
+    with ray_folder() as folder:
+        with subprocess.Popen(
+            command_line(long), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, env=environment(folder), start_new_session=True, bufsize=0,
+        ) as process:  # fmt: skip
+            assert process.stdout is not None and process.stderr is not None
+            text = b""
+            while text.count(b" ") < 25 and (chunk := process.stdout.read(64)):
+                text += chunk
+            assert process.poll() is None, process.stderr.read().decode()
+            end(process.pid, number)
+            rest, err = process.communicate(timeout=90)
+        assert (process.returncode, err.decode().strip()) == (status, "")
+        assert (text + rest).count(b" ") < 45000
+        assert processes_left(folder) == []
+    found = [int(word) for word in re.findall(rb"w(\d+)", text)]
+    assert found[:20] == [token for token in result["ids"] if token < 100]
 
 
 def test_bench(local_ray: None, words: Path, little_memory_read: None) -> None:

@@ -152,13 +152,13 @@ def test_a_kept_system_answers_as_its_own_would_until_nobody_asks(machine: Machi
     await_that(lambda: machine.listed()[0]["num_active"] == 0)
 
     pid = machine.listed()[0]["pid"]
-    arguments = [str(machine.model), *GREEDY, *LONG, "--keep", "1"]
+    arguments = [str(machine.model), *GREEDY, *LONG, "--keep", "0.5"]
     chat = machine.begin("chat", *arguments, stdin=subprocess.PIPE)
     assert chat.stdin is not None and chat.stdout is not None
     chat.stdin.write(f"{WORDS}\n")
     chat.stdin.flush()
     assert chat.stdout.readline() == own["text"] + "\n"
-    time.sleep(3)  # longer than it is kept: a conversation holds it
+    time.sleep(1.5)  # longer than it is kept: a conversation holds it
     assert machine.listed()[0]["pid"] == pid
     _, err = chat.communicate("/exit\n", timeout=WAIT_S)
     assert chat.returncode == 0 and err.startswith("using the system 'words' that is kept\n")
@@ -166,8 +166,11 @@ def test_a_kept_system_answers_as_its_own_would_until_nobody_asks(machine: Machi
     assert machine.run("ps") == ("NAME  MODEL  MODE  MEMORY  TOKENS/S  IDLE  STAYS  AT\n", "")
 
 
-def test_services_are_scaled_and_run_answers(machine: Machine) -> None:
-    """What `ps` lists is found by `scale`; `run` answers what is given, piped in, or both."""
+def test_services_are_scaled_and_run_answers_until_its_process_is_killed(machine: Machine) -> None:
+    """What `ps` lists is found by `scale`; `run` answers what is given, piped in, or both.
+
+    Whoever asks when it is killed is told, and nothing is left.
+    """
     before, _ = machine.ask("--keep", "-1")
     assert machine.run("ps")[0].splitlines()[1].endswith("  until stopped")
     for count, had in ((2, 1), (1, 2)):
@@ -193,11 +196,7 @@ def test_services_are_scaled_and_run_answers(machine: Machine) -> None:
     process = machine.begin(*model, *LONG)
     assert process.communicate(timeout=WAIT_S)[1].endswith("error: the prompt is empty; give at "
                                                            "least one token\n")  # fmt: skip
-    machine.run("stop")
 
-
-def test_nothing_is_left_where_its_process_is_killed(machine: Machine) -> None:
-    machine.ask("--keep", "1h")
     (found,) = machine.listed()
     request_state = machine.begin(*machine.endless)
     assert request_state.stdout is not None and request_state.stdout.read(5)

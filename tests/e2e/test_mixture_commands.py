@@ -49,6 +49,7 @@ def generated(model: Path, *more: str) -> list[int]:
     return found
 
 
+@pytest.mark.sweep(model=["qwen2-moe"])  # of which one expert is shared
 def test_profile_plan_and_answer(local_ray: None, model: Path, text: Path) -> None:
     before = generated(model)
     told = report("profile", model, "--text", text)

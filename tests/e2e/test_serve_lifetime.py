@@ -70,41 +70,45 @@ def test_drains_once_asked_and_needs_its_key(openai: Any) -> None:
             httpx.get(f"{server.url}/health")
 
 
-def test_the_page_comes_at_its_first_view(browser: Any) -> None:
+def test_the_page_comes_at_its_first_view_and_a_second_ctrl_c_stops_at_once(
+    browser: Any, openai: Any
+) -> None:
+    with serving("--kv-tokens", "2048", has_page=True) as server:
+        views(browser, server)
+        stops_at_once(openai, server)
+
+
+def views(browser: Any, server: Server) -> None:
     """Until then pandas, which Gradio imports, is not even imported."""
-    with serving("--kv-tokens", "1024", has_page=True) as server:
-        libraries = Path(f"/proc/{server.process.pid}/maps")
-        assert server.post("/v1/completions", {"prompt": "Return", "max_tokens": 2}).is_success
-        assert httpx.head(server.url).is_success
-        assert "/numpy/" in libraries.read_text() and "/pandas/" not in libraries.read_text()
-        page = browser.new_context().new_page()
-        page.goto(server.url, timeout=TIMEOUT_MS)
-        page.set_default_timeout(TIMEOUT_MS)
-        page.wait_for_selector("body[data-chat=ready][data-state=ready] #question textarea")
-        ask(page, QUESTION)
-        assert wait_for_answer(page)
-        assert "/pandas/" in libraries.read_text()
-        page.context.close()
+    libraries = Path(f"/proc/{server.process.pid}/maps")
+    assert server.post("/v1/completions", {"prompt": "Return", "max_tokens": 2}).is_success
+    assert httpx.head(server.url).is_success
+    assert "/numpy/" in libraries.read_text() and "/pandas/" not in libraries.read_text()
+    page = browser.new_context().new_page()
+    page.goto(server.url, timeout=TIMEOUT_MS)
+    page.set_default_timeout(TIMEOUT_MS)
+    page.wait_for_selector("body[data-chat=ready][data-state=ready] #question textarea")
+    ask(page, QUESTION)
+    assert wait_for_answer(page)
+    assert "/pandas/" in libraries.read_text()
+    page.context.close()
 
 
-def test_a_second_ctrl_c_stops_at_once(openai: Any) -> None:
-    with serving("--kv-tokens", "2048") as server:
-        client: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
-        streams = [
-            client.completions.create(model="demo", **LONG, n=8, stream=True) for _ in range(2)
-        ]
+def stops_at_once(openai: Any, server: Server) -> None:
+    client: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+    streams = [client.completions.create(model="demo", **LONG, n=8, stream=True) for _ in range(2)]
+    for stream in streams:
+        next(iter(stream))
+    server.press_ctrl_c()
+    assert server.process.stderr is not None
+    assert server.process.stderr.readline().startswith("finishing ")
+    server.press_ctrl_c()
+    with pytest.raises((openai.APIError, httpx.HTTPError)):
         for stream in streams:
-            next(iter(stream))
-        server.press_ctrl_c()
-        assert server.process.stderr is not None
-        assert server.process.stderr.readline().startswith("finishing ")
-        server.press_ctrl_c()
-        with pytest.raises((openai.APIError, httpx.HTTPError)):
-            for stream in streams:
-                for _ in stream:
-                    pass
-        status, err = server.end()
-        assert status == 0 and "Traceback" not in err
+            for _ in stream:
+                pass
+    status, err = server.end()
+    assert status == 0 and "Traceback" not in err
 
 
 def test_services_are_replaced_and_it_ends_when_the_system_has_ended() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from hotcold.model.errors import ServiceError
+from tests.e2e.commands import CHECKOUT
 from tests.e2e.page_visit import (
     QUESTION,
     ask,
@@ -19,7 +19,6 @@ from tests.e2e.page_visit import (
 )
 
 pytestmark = pytest.mark.timeout(300)
-ASSETS = Path(__file__).resolve().parents[2] / "ui" / "page" / "assets"
 PHONE = {"width": 390, "height": 844, "has_touch": True, "is_mobile": True}
 
 
@@ -147,7 +146,7 @@ def test_theme_and_panel_are_as_they_were_left(open_page) -> None:
 
 def test_the_tab_shows_hotcolds_own_sign(address) -> None:
     found = httpx.get(f"{address}favicon.ico")  # browsers ask for it unasked
-    assert found.content == (ASSETS / "favicon.svg").read_bytes()
+    assert found.content == CHECKOUT.joinpath("ui/page/assets/favicon.svg").read_bytes()
     assert found.headers["content-type"].startswith("image/svg")
 
 

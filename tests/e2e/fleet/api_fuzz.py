@@ -6,6 +6,7 @@ import http.client
 import json
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
@@ -156,17 +157,19 @@ def requests(draw: st.DrawFn) -> tuple[str, str, bytes]:
     return method, path, b""
 
 
-def _ask(url: str, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+def _ask(
+    url: str, headers: Mapping[str, str], method: str, path: str, body: bytes
+) -> tuple[int, bytes]:
     with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)) as connection:
-        connection.request(method, path, body)
+        connection.request(method, path, body, headers)
         answer = connection.getresponse()
         return answer.status, answer.read()
 
 
-def generation(url: str) -> str:
+def generation(url: str, headers: Mapping[str, str]) -> str:
     """A greedy one, or the status of what is no answer."""
     body = {"prompt": "Return the", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
-    status, answer = _ask(url, "POST", "/v1/completions", json.dumps(body).encode())
+    status, answer = _ask(url, headers, "POST", "/v1/completions", json.dumps(body).encode())
     return json.loads(answer)["choices"][0]["text"] if status == 200 else f"status {status}"
 
 
@@ -182,18 +185,18 @@ def check(status: int, body: bytes, path: str) -> None:
             raise AssertionError(f"answered {status} with {body[:300]!r}")
 
 
-def fuzz(url: str, num_requests: int) -> tuple[Counter[int], int]:
+def fuzz(url: str, headers: Mapping[str, str], num_requests: int) -> tuple[Counter[int], int]:
     """Send malformed requests: how many had which status, how many generations ran meanwhile.
 
     Errors:  AssertionError for an answer that is not OpenAI's or Ollama's error, or for a
              generation that is not what it was when the server was alone
     """
-    statuses, expected = Counter[int](), generation(url)
+    statuses, expected = Counter[int](), generation(url, headers)
     generations, is_over = list[str](), threading.Event()
 
     def generate() -> None:
         while not is_over.is_set():
-            generations.append(generation(url))
+            generations.append(generation(url, headers))
 
     @settings(
         max_examples=num_requests, database=None, deadline=None,
@@ -201,7 +204,7 @@ def fuzz(url: str, num_requests: int) -> tuple[Counter[int], int]:
     )  # fmt: skip
     @given(requests())
     def send(request: tuple[str, str, bytes]) -> None:
-        status, body = _ask(url, *request)
+        status, body = _ask(url, headers, *request)
         statuses[status] += 1
         check(status, body, request[1])
 

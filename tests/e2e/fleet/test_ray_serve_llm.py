@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ import pytest
 
 from hotcold import LLM, SamplingParams
 from hotcold.model.errors import UsageError
-from tests.e2e.test_fleet import served, until
 
 pytest.importorskip("ray.serve")
 pytest.importorskip("pyarrow")
@@ -21,6 +20,7 @@ from ray import serve
 from examples.ray_serve_llm import app
 from hotcold.serve import build_openai_app
 from hotcold.ui.fleet.application import NAME
+from tests.e2e.fleet.doors import until
 
 pytestmark = pytest.mark.timeout(300)
 MESSAGES = [{"role": "user", "content": "What does textwrap.dedent do?"}]
@@ -30,9 +30,9 @@ WAYS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.2, "seed":
 
 
 @pytest.fixture(scope="module")
-def client(openai: Any) -> Iterator[Any]:
-    with served(lambda: app(threads=1, context=384, parallel=2, device="cpu")) as url:
-        yield openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=120)
+def client(openai: Any, deployed: Callable[..., str]) -> Any:
+    url = deployed(lambda: app(threads=1, context=384, parallel=2, device="cpu"))
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=120)
 
 
 @pytest.fixture(scope="module")

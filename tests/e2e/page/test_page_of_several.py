@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.page_server import served_page
-from tests.e2e.page_visit import QUESTION, ask, wait_for_answer
+from tests.e2e.page_visit import QUESTION, ask, read_answer
 from tests.e2e.stand_in import StandIn
 
 pytestmark = pytest.mark.timeout(300)
@@ -39,5 +39,5 @@ def test_a_model_is_chosen_in_the_bar(
         assert page.title() == f"{name} – hotcold"
         page.get_by_role("button", name="New conversation").click()
         ask(page, QUESTION)
-        assert wait_for_answer(page).startswith(f"{name} says:")
+        assert read_answer(page).startswith(f"{name} says:")
         assert len(books[name].requests) == 1

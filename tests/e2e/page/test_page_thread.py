@@ -11,8 +11,8 @@ from hotcold.model.config.build import read_config
 from hotcold.model.errors import ServiceError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.weights.sizes import attention_bytes, head_bytes
+from tests.e2e.page.test_page_looks import PHONE, violations
 from tests.e2e.page_visit import OTHER, QUESTION, ask, ids_of, kept, until, wait_for_answer
-from tests.e2e.test_page_looks import PHONE, violations
 
 pytestmark = pytest.mark.timeout(300)
 EVERYTHING = r"""| Name | Size | Layers | Neurons computed of all | Notes about the memory |
@@ -64,7 +64,13 @@ def wait_for_texts(page: Any, *texts: str) -> None:
     )
 
 
-@pytest.mark.parametrize("view", [{}, {"color_scheme": "dark", **PHONE}], ids=["light", "dark"])
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param({}, id="light", marks=pytest.mark.thorough),
+        pytest.param({"color_scheme": "dark", **PHONE}, id="dark"),
+    ],
+)
 def test_a_text_of_everything_is_shown_whole(open_page, book, view) -> None:
     page = open_page(**view)
     answered(page, book, EVERYTHING)
@@ -223,9 +229,14 @@ def test_files_of_text_are_chosen_by_a_button(open_page, book, tmp_path) -> None
     for file, text in zip(files, ("one\n", "x" * (256 * 1024 + 1), "print()"), strict=True):
         file.write_text(text)
     add = page.get_by_role("button", name="Add files of text")
-    with page.expect_file_chooser() as chosen:
+
+    def is_reached() -> bool:
         page.focus("#question textarea")
         page.keyboard.press("Shift+Tab")
+        return bool(add.evaluate("one => one === document.activeElement"))
+
+    until(is_reached)
+    with page.expect_file_chooser() as chosen:
         page.keyboard.press("Enter")
     assert chosen.value.is_multiple()
     chosen.value.set_files(files)
@@ -244,7 +255,10 @@ def test_files_of_text_are_chosen_by_a_button(open_page, book, tmp_path) -> None
     assert book.requests[-1].prompt_ids == ids_of({"role": "user", "content": said})
 
 
-@pytest.mark.parametrize("view", [{}, PHONE], ids=["wide", "phone"])
+@pytest.mark.parametrize(
+    "view",
+    [pytest.param({}, id="wide", marks=pytest.mark.thorough), pytest.param(PHONE, id="phone")],
+)
 def test_the_way_back_to_the_end_covers_no_text(open_page, book, view) -> None:
     page = open_page(**view)
     answered(page, book, "a paragraph\n\n" * 60)

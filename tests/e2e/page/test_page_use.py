@@ -12,6 +12,7 @@ import pytest
 from hotcold.model.errors import ServiceError
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.page.chat import Chat
+from tests.e2e.page.test_page_looks import violations
 from tests.e2e.page_server import served_page
 from tests.e2e.page_visit import (
     OTHER,
@@ -21,12 +22,12 @@ from tests.e2e.page_visit import (
     begin_anew,
     ids_of,
     kept,
+    read_answer,
     set_numbers,
     until,
     wait_for_answer,
 )
 from tests.e2e.stand_in import StandIn
-from tests.e2e.test_page_looks import violations
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -310,6 +311,7 @@ def test_a_name_is_typed_while_an_answer_comes(open_page, book, monkeypatch) -> 
     book.held_at = 3
     ask(page, QUESTION)
     page.wait_for_selector("body[data-chat=answering]")
+    wait_for_rows(page, f"● {QUESTION}")
     page.get_by_role("button", name="Rename").click()
     page.locator("#name input").fill("")
     page.keyboard.type("Mar")
@@ -329,7 +331,7 @@ def choose_file(page, file) -> None:
 def test_conversations_go_to_a_file_and_come_back(open_page, book, tmp_path) -> None:
     page = open_page()
     ask(page, QUESTION)
-    answer = wait_for_answer(page)
+    answer = read_answer(page)
     with page.expect_download() as downloaded:
         page.get_by_role("button", name="Export").click()
     file = tmp_path / "conversations.json"

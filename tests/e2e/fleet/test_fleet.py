@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
 import pytest
-import ray
 
-from hotcold.actors.launch import start_local_ray
+pytest.importorskip("ray.serve")
+from ray import serve
+
 from hotcold.actors.protocol.messages import DriverLoad, GenerateRequest, SystemConfig
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.backend import Backend, ServerSettings
 from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.app import create_app
+from hotcold.ui.fleet.application import NAME
 from tests.actors.batching import batching, complete
 from tests.conftest import TinyCheckpoint
-
-pytest.importorskip("ray.serve")
-from ray import serve
-
-from hotcold.ui.fleet.application import NAME, FleetArgs, application
+from tests.e2e.fleet.doors import KEYS, Stream, asked, of, two_replicas, until
 
 pytestmark = pytest.mark.timeout(300)
-KEYS = ("first-key-of-the-fleet", "other-key-of-the-fleet")
-ARGS = FleetArgs(
-    replicas=2,
-    options={"threads": 1, "context": 512, "kv-tokens": 4096, "parallel": 2},
-    queue=2,
-    drain=0.5,
-)
-START_S = 120.0
 ASKED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.3, "seed": 5, "repeat_penalty": 1.1, "logprobs": 1},
@@ -49,39 +34,12 @@ ASKED: dict[str, dict[str, Any]] = {
 ALONE: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.2, "seed": 3}]
 
 
-@contextmanager
-def served(make: Callable[[], serve.Application]) -> Iterator[str]:
-    """The address of an application that is made in a Ray of this process."""
-    start_local_ray(2, 200 << 20)
-    try:
-        port = free_port()
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(make(), name=NAME)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
-
-
 @pytest.fixture(scope="module")
-def door() -> Iterator[httpx.Client]:
+def door(deployed: Callable[..., str]) -> Iterator[httpx.Client]:
     """A client of the fleet's door."""
-    with served(made) as url, httpx.Client(base_url=url, headers=of(KEYS[0]), timeout=120) as found:
+    url = deployed(two_replicas)
+    with httpx.Client(base_url=url, headers=of(KEYS[0]), timeout=120) as found:
         yield found
-
-
-def made() -> serve.Application:
-    return application(ARGS, KEYS)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        number: int = server.getsockname()[1]
-        return number
-
-
-def of(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
 
 
 def replicas() -> list[tuple[DriverLoad, dict[str, int]]]:
@@ -91,49 +49,6 @@ def replicas() -> list[tuple[DriverLoad, dict[str, int]]]:
         timeout_s=30
     )
     return found
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Return once it holds."""
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        with suppress(Exception):  # a replica that is just ending
-            if condition():
-                return
-        time.sleep(0.2)
-    raise AssertionError("it does not come to that")
-
-
-def asked(prompt: str | list[int], **fields: Any) -> dict[str, Any]:
-    return {"prompt": prompt, "max_tokens": 400, "ignore_eos": True, **fields}
-
-
-class Stream(threading.Thread):
-    """A streamed completion; `has_begun` is set once some of it has come."""
-
-    def __init__(self, client: httpx.Client, body: dict[str, Any]) -> None:
-        super().__init__(daemon=True)
-        self.text, self.logprobs, self.finish = "", list[Any](), None
-        self.has_begun = threading.Event()
-        self._client, self._body = client, {**body, "stream": True}
-        self.start()
-
-    def run(self) -> None:
-        with self._client.stream("POST", "/v1/completions", json=self._body) as answer:
-            for line in answer.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-                self.text += choice["text"]
-                self.logprobs += (choice["logprobs"] or {}).get("token_logprobs", [])
-                self.finish = choice["finish_reason"]
-                if len(self.text) > 40:
-                    self.has_begun.set()
-
-    def end(self) -> tuple[str, list[Any], Any]:
-        self.join(120)
-        assert not self.is_alive()
-        return self.text, self.logprobs, self.finish
 
 
 @pytest.mark.parametrize(("way", "killed"), [("greedy", "driver"), ("sampled", "replica")])
@@ -222,6 +137,6 @@ def test_an_upgrade_ends_no_stream(door: httpx.Client) -> None:
     before = {processes["driver"] for _, processes in replicas()}
     streams = [Stream(door, body) for body in bodies]
     assert all(one.has_begun.wait(60) for one in streams)
-    serve.run(made(), name=NAME)
+    serve.run(two_replicas(), name=NAME)
     assert [one.end() for one in streams] == alone
     until(lambda: len(replicas()) == 2 and not before & {at["driver"] for _, at in replicas()})

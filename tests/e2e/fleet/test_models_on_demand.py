@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import httpx
 import pytest
-import ray
 
-from hotcold.actors import launch
 from hotcold.model.errors import MemoryBudgetError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from tests.e2e.page_visit import QUESTION, ask, wait_for_answer
-from tests.e2e.test_fleet import asked, free_port, until
 
 pytest.importorskip("ray.serve")
 from ray import serve
 
 from hotcold.ui.fleet.application import NAME, FleetArgs, application
-from hotcold.ui.fleet.models import fleet_models
+from tests.e2e.fleet.doors import ON_DEMAND, asked, until
 
 pytestmark = pytest.mark.timeout(300)
-OPTIONS = {"threads": 1, "context": 512, "kv-tokens": 4096, "parallel": 2}
 
 
 @pytest.fixture(scope="module")
@@ -38,31 +33,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def args(models: list[str]) -> FleetArgs:
-    return FleetArgs(models=models, replicas=0, options=OPTIONS)
+    return ON_DEMAND.model_copy(update={"models": models})
 
 
 @pytest.fixture(scope="module")
-def node(args: FleetArgs) -> Iterator[None]:
-    """Ray, with memory for one model and a half."""
-    need = fleet_models(args.models[:1], args.system)[0].bundle["memory"]
-    with pytest.MonkeyPatch.context() as patch:
-        with_memory = partial(launch.init_private, _memory=int(1.5 * need))
-        patch.setattr(launch, "init_private", with_memory)
-        launch.start_local_ray(4, 200 << 20)
-    assert ray.cluster_resources()["memory"] == int(1.5 * need)
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def address(node: None, args: FleetArgs) -> Iterator[str]:
-    port = free_port()
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    try:
-        serve.run(application(args), name=NAME)
-        yield f"http://127.0.0.1:{port}/"
-    finally:
-        serve.shutdown()
+def address(deployed: Callable[..., str], args: FleetArgs) -> str:
+    return f"{deployed(lambda: application(args))}/"
 
 
 @pytest.fixture(scope="module")
@@ -117,25 +93,24 @@ def test_the_page_answers(open_page: Any, door: httpx.Client) -> None:
 
 def test_one_that_is_idle_leaves(door: httpx.Client, args: FleetArgs) -> None:
     serve.run(application(args.model_copy(update={"stay": 1.0})), name=NAME)
-    text = text_of(door, "one", max_tokens=5)
+    text_of(door, "one", max_tokens=5)
     until(lambda: loaded(door) == [])
-    assert text_of(door, "one", max_tokens=5) == text
 
 
 def test_what_fits_no_node_is_refused(
-    node: None,
+    address: str,
     args: FleetArgs,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Unless an autoscaler may bring one, which is told."""
-    large = args.model_copy(update={"options": {**OPTIONS, "kv-tokens": 1 << 22}})
+    monkeypatch.setattr("hotcold.actors.processes.cluster._FIRST_REPORT_S", 0.0)
+    large = args.model_copy(update={"options": {**args.options, "kv-tokens": 1 << 22}})
     with pytest.raises(MemoryBudgetError, match=r"no room on a node with .* for one: .* a smaller"):
         application(large)
-    monkeypatch.setattr("hotcold.ui.fleet.models.can_grow", lambda: True)
-    assert application(large) is not None
-    assert "waiting for a node with" in capsys.readouterr().err
-    monkeypatch.undo()
     kept = args.model_copy(update={"replicas": 1})
     with pytest.raises(MemoryBudgetError, match=r"no room .* or --replicas 0, which loads"):
         application(kept)
+    monkeypatch.setattr("hotcold.ui.fleet.models.can_grow", lambda: True)
+    assert application(large) is not None
+    assert "waiting for a node with" in capsys.readouterr().err

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, SystemConfig
 from hotcold.actors.system import System
+from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.sampling import SamplingParams
 from tests import reference
 from tests.e2e.page_server import served_page
-from tests.e2e.page_visit import QUESTION, ask, ids_of, plain, wait_for_answer
+from tests.e2e.page_visit import QUESTION, ask, ids_of, plain, read_answer
 
 pytestmark = pytest.mark.timeout(300)
-DEMO = Path(__file__).resolve().parents[2] / "demo"
 MESSAGE = {"role": "user", "content": QUESTION}
 
 
 @pytest.fixture(scope="module")
 def system(local_ray: None) -> Iterator[System]:
-    config = SystemConfig(str(DEMO), num_cpu_actors=2, num_threads=2, context_length=1024)
+    config = SystemConfig(str(DEMO_DIRECTORY), num_cpu_actors=2, num_threads=2, context_length=1024)
     with System.start(config) as running:
         yield running
 
@@ -35,7 +34,7 @@ def address(system: System) -> Iterator[str]:
 
 
 def completed(system: System) -> Generation:
-    sampling = replace(SamplingParams.defaults(DEMO), max_tokens=512)
+    sampling = replace(SamplingParams.defaults(DEMO_DIRECTORY), max_tokens=512)
     return system.complete(GenerateRequest(sampling, messages=[MESSAGE]))
 
 
@@ -51,7 +50,7 @@ def fired_neurons(monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> int:
         return compute(config, weights, layer, x, thresholds)
 
     monkeypatch.setattr(reference, "_ffn", counting)
-    reference.reference_logits(DEMO, ids)
+    reference.reference_logits(DEMO_DIRECTORY, ids)
     return sum(found)
 
 
@@ -65,7 +64,7 @@ def test_the_answer_is_the_systems_and_the_map_shows_who_was_computed(
 ) -> None:
     page = open_page()
     ask(page, QUESTION)
-    shown = wait_for_answer(page)
+    shown = read_answer(page)
     answer = completed(system)
     assert plain(shown) == plain(answer.text)
     assert page.locator("#chat .message.user").count() == 1

@@ -5,27 +5,26 @@ from __future__ import annotations
 import json
 import re
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from starlette.requests import Request
 
+from hotcold.ui import gate
 from hotcold.ui.api.backend import ServerSettings
-from hotcold.ui.gate import BODY_S
-from tests.e2e.api_fuzz import fuzz, generation
+from tests.e2e.fleet.api_fuzz import fuzz, generation
 from tests.e2e.server import LONG, WAIT_S, await_that
-from tests.e2e.test_fleet import served
-from tests.unit.test_connections import read_to_end
+from tests.unit.test_connections import read_to_end, serving
 
 pytest.importorskip("ray.serve")
-from hotcold.ui.fleet.application import FleetArgs, application
+from tests.e2e.fleet.doors import KEYS, of, two_replicas
 
 pytestmark = pytest.mark.timeout(300)
-ARGS = FleetArgs(options={"threads": 1, "context": 512, "kv-tokens": 2048, "parallel": 2})
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+LATE = HEAD + b"Content-Length: 9\r\n\r\n{"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 PIECES = (b"10000\r\n" + b"x" * 0x10000 + b"\r\n") * (ServerSettings.max_body_bytes >> 16)
 ASKED: dict[str, tuple[bytes, str]] = {  # and the status of the answer, if there is to be one
@@ -43,20 +42,27 @@ ASKED: dict[str, tuple[bytes, str]] = {  # and the status of the answer, if ther
 
 
 class Place:
-    """A server or a door. `late`: a request of which not all comes."""
+    """A server or a door, which may ask for a key."""
 
-    def __init__(self, url: str) -> None:
-        self.url, self.expected = url, generation(url)
-        self.late = self.connect(HEAD + b"Content-Length: 9\r\n\r\n{")
+    def __init__(self, url: str, headers: dict[str, str]) -> None:
+        self.url, self.headers = url, headers
+        self.expected = self.generation()
+
+    def generation(self) -> str:
+        return generation(self.url, self.headers)
 
     def connect(self, sent: bytes) -> socket.socket:
-        made = socket.create_connection(("127.0.0.1", urlsplit(self.url).port), BODY_S + WAIT_S)
+        """A client that has sent this, with the key behind a `HEAD`."""
+        key = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items()).encode()
+        made = socket.create_connection(
+            ("127.0.0.1", urlsplit(self.url).port), gate.BODY_S + WAIT_S
+        )
         with suppress(ConnectionError):  # it may end before all is sent
-            made.sendall(sent)
+            made.sendall(sent.replace(HEAD, HEAD + key, 1))
         return made
 
     def metrics(self) -> str:
-        return httpx.get(f"{self.url}/metrics", timeout=WAIT_S).text
+        return httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=WAIT_S).text
 
     def is_idle(self) -> bool:
         """Whether nothing runs, waits or holds a page of the KV cache."""
@@ -70,12 +76,10 @@ def asking(**fields: Any) -> bytes:
 
 
 @pytest.fixture(scope="module", params=["server", "fleet"])
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+def place(request: pytest.FixtureRequest) -> Place:
     if request.param == "server":
-        yield Place(request.getfixturevalue("server").url)
-    else:
-        with served(lambda: application(ARGS)) as url:
-            yield Place(url)
+        return Place(request.getfixturevalue("server").url, {})
+    return Place(request.getfixturevalue("deployed")(two_replicas), of(KEYS[0]))
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -84,14 +88,14 @@ def test_a_request_that_is_none_is_refused(place: Place, name: str) -> None:
     with place.connect(sent) as client:
         line = read_to_end(client).partition(b"\r\n")[0].decode()
     assert re.fullmatch(status, line.removeprefix("HTTP/1.1 ")[:3]), line
-    assert generation(place.url) == place.expected
+    assert place.generation() == place.expected
 
 
 def test_who_keeps_it_waiting_holds_up_nobody(place: Place) -> None:
     """Without a request, with half of a head, and with streams that nobody reads."""
     kinds = [b"", HEAD, asking(stream=True), asking(stream=True, n=2)]
     clients = [place.connect(sent) for sent in kinds for _ in range(2)]
-    assert generation(place.url) == place.expected
+    assert place.generation() == place.expected
     for client in clients:
         client.close()
     await_that(place.is_idle)
@@ -107,16 +111,33 @@ def test_who_leaves_takes_no_place(place: Place, is_stream: bool) -> None:
     with place.connect(asking(stream=is_stream, max_tokens=2)) as client:
         client.shutdown(socket.SHUT_WR)
         read_to_end(client)
-    assert generation(place.url) == place.expected
+    assert place.generation() == place.expected
 
 
 def test_malformed_requests_harm_nobody(place: Place) -> None:
-    statuses, num_same = fuzz(place.url, 100)
+    statuses, num_same = fuzz(place.url, place.headers, 100)
     assert statuses.total() >= 100 and num_same > 0
     assert {*statuses} <= {200, 400, 403, 404, 405, 413}
 
 
-@pytest.mark.sweep(place=["server"])
+@pytest.mark.thorough  # it takes a minute each
 def test_a_body_that_does_not_come_is_given_up(place: Place) -> None:
-    answer = read_to_end(place.late)
+    with place.connect(LATE) as late:
+        require_given_up(read_to_end(late))
+
+
+def require_given_up(answer: bytes) -> None:
     assert answer.startswith(b"HTTP/1.1 408 ") and b"send it again" in answer
+
+
+def test_a_body_is_not_waited_for_any_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same server over an application that reads, which has less time."""
+    monkeypatch.setattr(gate, "BODY_S", 0.05)
+
+    async def reads(scope: Any, receive: Any, send: Any) -> None:
+        await Request(scope, receive).body()
+
+    with serving(reads) as connect:
+        late = connect()
+        late.sendall(LATE)
+        require_given_up(read_to_end(late))
