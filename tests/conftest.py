@@ -113,6 +113,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_runtest_setup() -> None:
+    """Torch, once it is imported, has one thread: several that wait for each other on busy cores
+    take longer than one over arrays so small.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
 def is_below(path: Path, names: list[str]) -> bool:
     """Whether one of these files or folders is or holds `path`; a name may go on with ::."""
     own = path.relative_to(TESTS)
@@ -159,17 +167,6 @@ class TogetherScheduling(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
     """Distribute by files."""
     return TogetherScheduling(config, log) if config.getoption("dist") == "loadfile" else None
-
-
-@pytest.fixture(scope="module")
-def one_torch_thread() -> Iterator[None]:
-    """Two that wait for each other on busy cores take longer than one over arrays so small."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

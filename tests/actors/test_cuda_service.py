@@ -40,7 +40,6 @@ from tests.quantized_models import make_model
 from tests.reference import reference_logits, relative_difference
 from tests.tiny_models import VOCAB_SIZE
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 Tiny = Callable[..., TinyCheckpoint]
 # Tokens of each step, in turn: graphs of several sizes, steps that are filled up, and prompts.
 WAYS = ([1], [2, 8, 3, 5], [40], [34, 5, 1])

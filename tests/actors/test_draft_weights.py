@@ -25,7 +25,6 @@ from tests.unit.test_down_outputs import MIXED
 from tests.unit.test_gguf_model import file_of
 from tests.unit.test_gguf_model import tiny as tiny_gguf
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 IDS = np.random.default_rng(4).integers(0, 101, 20)
 MODELS = ["q-llama-tied", "q-opt-postnorm", "q-falcon-grouped"]
 

@@ -30,8 +30,6 @@ from tests.actors.test_predicted_modes import ffn_inputs
 from tests.tiny_checkpoint import GREEDY_TOKENS, Tiny, TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 @pytest.fixture(scope="module")
 def fitted(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:

@@ -19,8 +19,6 @@ from tests.draft_layer_models import DraftedModel
 from tests.tiny_models import VOCAB_SIZE
 from tests.unit.test_mixtures import FILES, write_gguf
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 @pytest.fixture(scope="module")
 def drafted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], DraftedModel]:

@@ -18,8 +18,6 @@ from tests.conftest import TinyCheckpoint
 from tests.quantized_models import make_model
 from tests.tiny_models import VOCAB_SIZE
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:

@@ -24,7 +24,6 @@ from tests.actors.in_process import InProcessSystem, PythonExchange
 from tests.predictor_layers import column_layer, constant_layer, linear_layer
 from tests.tiny_checkpoint import Tiny, TinyCheckpoint
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 # Biases; parallel layers without a gate; fatrelu of a gate.
 VARIANTS = ["opt-postnorm", "falcon-relu", "prosparse"]
 # First matrix and, neuron by neuron, the last, as transformers names them.

@@ -24,7 +24,7 @@ from tests.kernels.arrays import BITS, random_floats
 from tests.kernels.neurons import Matrix, Neurons, Source, block_rows, factors
 from tests.kernels.quantized_rows import KINDS, SUMMED
 
-pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.sweep]
+pytestmark = pytest.mark.sweep
 NO_COUNTS = np.empty(0, np.int64)
 LIMITS = {"fatrelu": 0.5, "clamped_silu": 1.0}
 SOURCES = [

@@ -100,7 +100,6 @@ def test_cold_is_cached(
         assert all_pages_are_free(driver)
 
 
-@pytest.mark.usefixtures("one_torch_thread")
 def test_a_gpu_shares_whole_chunks(tiny: Tiny) -> None:
     """Its products depend on a chunk's size, so each prompt is cut at the same places.
 

@@ -39,7 +39,7 @@ from tests.tiny_checkpoint import Tiny
 from tests.tiny_models import make_tiny
 from tests.unit.test_page_cache import cached_bytes, emptied
 
-pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.sweep]
+pytestmark = pytest.mark.sweep
 GATE_BYTES = 48 * 4  # of llama-relu
 NEURON_BYTES, SLOT_BYTES = 3 * GATE_BYTES + 4, 3 * GATE_BYTES + 48
 

@@ -53,7 +53,7 @@ from tests.actors.test_stored_neurons import StoredSystem
 from tests.mxfp4_models import make_mxfp4
 from tests.tiny_checkpoint import Tiny
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread", "small_bundles")
+pytestmark = pytest.mark.usefixtures("small_bundles")
 IDS = np.random.default_rng(3).integers(0, 101, 60)
 WAYS = ([1, 1, 2, 7, 4], [32], [41, 1, 18])
 

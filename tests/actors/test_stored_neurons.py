@@ -60,7 +60,6 @@ from tests.actors.in_process import InProcessSystem
 from tests.actors.test_predicted_modes import for_services, layer_tensors, oracles
 from tests.tiny_checkpoint import Tiny
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 IDS = np.random.default_rng(3).integers(0, 101, 40)
 WAYS = ([1], [2, 7, 4], [32], [35, 1, 1])
 STORES: list[dict[str, Any]] = [

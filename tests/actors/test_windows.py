@@ -250,7 +250,6 @@ def test_a_file_has_the_pages_of_all_kinds_of_layers(layers: Layers, tmp_path: P
             assert not is_later or [one.num_cached for one in found] == [640, 576, 384]
 
 
-@pytest.mark.usefixtures("one_torch_thread")
 def test_a_gpu_has_memory_for_windows_alone(models: Models) -> None:
     """An index beyond the pages of a layer with a window would fail.
 

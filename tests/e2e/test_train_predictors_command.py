@@ -26,7 +26,6 @@ from tests.e2e.word_model import add_tokenizer
 from tests.tiny_models import make_tiny
 from tests.unit.test_powerinfer_import import write_folder
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 HELD_OUT = DEMO_DIRECTORY / "heldout.txt"
 MEASURE = "hotcold.predictors.fitting.read_prices.measure_prices"
 KINDS = {"sign": (SignLayer,), "lowrank": (LowRankLayer,), "best": (SignLayer, LowRankLayer)}

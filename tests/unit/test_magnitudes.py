@@ -34,8 +34,6 @@ from hotcold.predictors.magnitude_thresholds import (
 from tests.conftest import TinyCheckpoint
 from tests.patched_models import load_model
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 def some_magnitudes(seed: int, scale: float = 1.0) -> Magnitudes:
     random = np.random.default_rng(seed)

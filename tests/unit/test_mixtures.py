@@ -30,7 +30,6 @@ from tests.tiny_checkpoint import TinyCheckpoint
 from tests.tiny_models import VOCAB_SIZE, make_tiny
 from tests.unit.test_weights import change_config
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 IDS = np.random.default_rng(1).integers(0, VOCAB_SIZE, 60)
 
 

@@ -33,7 +33,6 @@ from tests.draft_layer_models import DraftedModel
 from tests.mxfp4_models import make_mxfp4
 from tests.packed_models import EXACT, METHODS, make_packed
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 Q_PROJ, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 
 

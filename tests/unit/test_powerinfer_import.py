@@ -38,7 +38,6 @@ from tests.quantized_models import make_model
 from tests.reference import reference_logits
 from tests.tiny_models import make_tiny
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 Tiny = Callable[..., TinyCheckpoint]
 Weights = dict[str, torch.Tensor]
 SIZE = 24

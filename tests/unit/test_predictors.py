@@ -39,7 +39,6 @@ from tests.patched_models import load_model
 from tests.predictor_layers import chosen_by, scores_of
 from tests.tiny_models import make_tiny
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 WIDTH, NUM_NEURONS, TARGET = 128, 512, 0.95
 Fit = Callable[[LayerData, float], tuple[AnyLayer, Quality]]
 FITS: dict[str, Fit] = {"sign": fit_sign, "lowrank": fit_lowrank}

@@ -13,8 +13,6 @@ from tests.reference import reference_logits, relative_difference
 from tests.tiny_checkpoint import TinyCheckpoint
 from tests.tiny_models import MIXTURES, ON_THE_CPU, VARIANTS, VOCAB_SIZE, make_tiny
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *MIXTURES])
 def test_logits_equal_transformers(variant: str, tmp_path: Path) -> None:

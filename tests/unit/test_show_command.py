@@ -11,8 +11,6 @@ import pytest
 from tests.e2e.commands import run_main
 from tests.tiny_checkpoint import TinyCheckpoint
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 def shown(*arguments: object) -> tuple[dict[str, Any], str]:
     done = run_main("show", *arguments, "--json")

@@ -22,7 +22,6 @@ from tests.full_disk import files_of_at_most
 from tests.patched_models import load_model
 from tests.reference import reference_logits
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 MIXTURES = ("olmoe", "mixtral", "gpt_oss", "smallthinker", "turbosparsemixtral")
 TINY: dict[str, dict[str, Any]] = {
     "llama": {},
