@@ -242,6 +242,22 @@ def test_every_placement_keeps_the_rules(problem: Problem) -> None:
         assert found.objective_s <= whole.objective_s * 1.01 + slack
 
 
+@pytest.mark.parametrize(("room", "share"), [(1.0, 0.75), (0.4, 0.4)])
+def test_cold_neurons_are_dealt_by_speed_and_memory(room: float, share: float) -> None:
+    """Of two CPU devices the first is three times as fast; its memory may hold less than that."""
+    problem = random_problem(np.random.default_rng(0), 4, (64,) * 8, 0, 2, num_parts=1)
+    neurons = int(problem.layer_sizes.sum())
+    held = neurons * problem.neuron_bytes
+    budget = np.array([int(held * room), held + int(problem.part_bytes.sum())])
+    seconds = np.tile([1e-5, 3e-5], (4, 8, 1))
+    problem = replace(problem, budget_bytes=budget, group_seconds=seconds)
+    groups = Groups(np.tile(np.arange(512), (4, 1)), problem.group_sizes)
+    divided, _pieces, found = solve_divided(problem, groups)
+    check(divided, found)
+    on_first = np.where(found.assignment.group_device == 0, divided.group_sizes, 0).sum()
+    assert on_first == pytest.approx(share * neurons, abs=4)
+
+
 def check(problem: Problem, found: Solution) -> None:
     """Budgets to the byte, the rule of least neurons, and the seconds, all counted again."""
     where = found.assignment.group_device
