@@ -26,7 +26,7 @@ from tests.actors.numpy_device import NumpyDevice
 from tests.actors.stand_in_host import start_stand_in
 from tests.conftest import GREEDY_TOKENS, TinyCheckpoint
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
+pytestmark = pytest.mark.usefixtures("local_ray")
 Tiny = Callable[..., TinyCheckpoint]
 
 

@@ -36,7 +36,7 @@ from tests.actors.kept_system import (
     in_driver,
 )
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
+pytestmark = pytest.mark.usefixtures("local_ray")
 
 ENDLESS = 2000  # tokens; in a second or so
 

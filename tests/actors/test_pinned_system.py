@@ -27,7 +27,6 @@ CORES = sorted(os.sched_getaffinity(0))[:2]
 NUM_OTHERS = 4
 pytestmark = [
     pytest.mark.skipif(len(CORES) < 2, reason="two cores play two nodes"),
-    pytest.mark.timeout(900),
     pytest.mark.usefixtures("local_ray"),
 ]
 

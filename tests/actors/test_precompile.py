@@ -28,7 +28,6 @@ _KEPT = 1.03  # of what was promised
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(900)
 def test_a_start_that_compiles_keeps_the_promise(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("llama-relu").path
     pack_model(model, read_model(model))

@@ -391,7 +391,6 @@ def test_memory_for_one_prompt_alone(llama: TinyCheckpoint, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("local_ray")
-@pytest.mark.timeout(300)
 def test_processes_that_are_killed_and_replaced(copied: TinyCheckpoint) -> None:
     """Who comes later finds what they had; the last pages are written at the end."""
     config = SystemConfig(

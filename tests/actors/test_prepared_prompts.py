@@ -151,7 +151,6 @@ def test_others_go_on_while_services_prepare(tiny: Tiny) -> None:
         assert layers and all(layers)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("local_ray")
 def test_long_prompts_are_prepared_for_when_idle(tiny: Tiny) -> None:
     """Also by services that replace lost ones, which multiply as those did."""

@@ -25,7 +25,7 @@ from tests.actors.kept_system import CONTEXT, KeptSystem, all_gone, greedy, wait
 from tests.e2e.word_model import words_of
 from tests.tiny_checkpoint import Tiny, TinyCheckpoint
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
+pytestmark = pytest.mark.usefixtures("local_ray")
 
 ROOT = Path(__file__).resolve().parents[2]
 

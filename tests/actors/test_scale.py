@@ -45,7 +45,7 @@ from tests.placement_cases import make_plan
 from tests.predictor_layers import write_sign_predictors
 from tests.quantized_models import make_model
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
+pytestmark = pytest.mark.usefixtures("local_ray")
 
 ROOT = Path(__file__).resolve().parents[2]
 

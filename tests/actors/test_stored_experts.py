@@ -213,7 +213,6 @@ class Outputs:
         return StoredExperts(self.path, num_threads=2, specs=self.specs, **options)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.sweep(kind=["relu"])
 @pytest.mark.parametrize(
     ("kind", "num_services", "pieces"), [("relu", 1, 1), ("mxfp4", 1, 2), ("three", 2, 2)]

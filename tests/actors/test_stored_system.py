@@ -42,7 +42,6 @@ from tests.tiny_checkpoint import Tiny
 from tests.tiny_models import make_tiny
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.usefixtures("local_ray")
 def test_the_same_tokens_also_after_a_service_was_lost(tiny: Tiny) -> None:
     checkpoint = tiny("llama-relu")
@@ -61,7 +60,6 @@ def test_the_same_tokens_also_after_a_service_was_lost(tiny: Tiny) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(400)
 @pytest.mark.usefixtures("local_ray")
 def test_down_rows_that_are_an_output_also_after_a_service_was_lost(tmp_path: Path) -> None:
     path = quantized("Q4_0", tmp_path)

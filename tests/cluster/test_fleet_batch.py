@@ -25,7 +25,6 @@ from tests.cluster.request_files import read_lines, write_lines
 from tests.conftest import TinyCheckpoint
 from tests.e2e.fleet.doors import free_port
 
-pytestmark = pytest.mark.timeout(600)
 NUM_REQUESTS = 200
 FLEET = ("--replicas", "2", "--threads", "1", "--parallel", "2", "--context", "512")
 _SHORT: list[tuple[int, dict[str, Any]]] = [

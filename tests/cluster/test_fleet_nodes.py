@@ -13,7 +13,7 @@ from tests.cluster.head import running_head
 from tests.cluster.test_fleet_batch import KINDS, fleet_of, texts_alone, until
 from tests.e2e.fleet.doors import Stream
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.thorough]
+pytestmark = pytest.mark.thorough
 
 
 def actors(nodes: Iterable[psutil.Process], title: str) -> dict[psutil.Process, psutil.Process]:

@@ -12,8 +12,6 @@ from tests.cluster.head import running_head
 from tests.cluster.request_files import GREEDY, read_lines, write_lines
 from tests.conftest import TinyCheckpoint
 
-pytestmark = pytest.mark.timeout(420)
-
 _EMPTY_LISTS = (
     "cluster_synced_files", "rsync_exclude", "rsync_filter", "initialization_commands",
     "setup_commands", "head_setup_commands", "worker_setup_commands", "head_start_ray_commands",

@@ -15,8 +15,6 @@ from tests.conftest import TinyCheckpoint
 from tests.e2e.word_model import words_of
 from tests.tiny_models import VOCAB_SIZE
 
-pytestmark = pytest.mark.timeout(420)
-
 GENERATE = ("python", "-m", "jobs.generate")
 
 

@@ -123,7 +123,6 @@ def with_profile(path: Path) -> None:
     write_profile(artifact_path(path, PROFILE_FILE), ModelIdentity.of(path), profile)
 
 
-@pytest.mark.timeout(400)
 def test_the_same_tokens_also_when_services_are_lost(hosts: Hosts) -> None:
     """Of two services a host one each is killed.
 
@@ -152,7 +151,6 @@ def test_the_same_tokens_also_when_services_are_lost(hosts: Hosts) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(400)
 def test_each_host_makes_its_file_and_the_bits_are_those_of_all_in_memory(hosts: Hosts) -> None:
     """Also while the far service is killed; the far file is in another order than the near one."""
     with_profile(hosts.far)
@@ -178,7 +176,6 @@ def test_each_host_makes_its_file_and_the_bits_are_those_of_all_in_memory(hosts:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(400)
 def test_predictors_that_the_other_host_lacks_cost_no_bit(hosts: Hosts) -> None:
     write_sign_predictors(hosts.path, 3)
     hosts.client.start(hosts.system("sign", None), "sign in memory")
@@ -192,7 +189,6 @@ def test_predictors_that_the_other_host_lacks_cost_no_bit(hosts: Hosts) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(200)
 def test_a_foreign_file_on_the_other_host_is_one_line(hosts: Hosts) -> None:
     file = bundle_path(hosts.far, hosts.geometry)
     file.parent.mkdir(exist_ok=True)

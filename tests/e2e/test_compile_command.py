@@ -15,7 +15,6 @@ def kernels(home: Path) -> set[Path]:
 
 
 @pytest.mark.thorough  # tests/actors/test_precompile.py looks at each kernel
-@pytest.mark.timeout(900)
 def test_later_commands_compile_nothing(tmp_path: Path) -> None:
     """Neither for a question, nor for a long text, nor for a token drawn among likely ones."""
     cache = {"XDG_CACHE_HOME": str(tmp_path)}

@@ -38,7 +38,7 @@ from tests.reference import reference_logits, relative_difference
 from tests.tiny_models import ON_THE_CPU, VARIANTS
 
 _GPUS, _REASON = list_gpus()
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.gpu
 if not _GPUS:
     pytest.skip(f"no GPU: {_REASON}", allow_module_level=True)
 

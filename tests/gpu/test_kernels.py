@@ -29,7 +29,7 @@ from tests.kernels.quantized_rows import SUMMED, random_rows
 from tests.kernels.reference import narrowed, widened
 
 _GPUS, _REASON = list_gpus()
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.gpu
 if not _GPUS:
     pytest.skip(f"no GPU: {_REASON}", allow_module_level=True)
 

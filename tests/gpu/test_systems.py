@@ -26,7 +26,7 @@ from hotcold.model.synthetic.make import make_model
 from hotcold.model.synthetic.shape import DTYPES, resolve_shape
 
 _GPUS, _REASON = list_gpus()
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.gpu
 if not _GPUS:
     pytest.skip(f"no GPU: {_REASON}", allow_module_level=True)
 

@@ -30,7 +30,7 @@ HASWELL = (
     "+sse,+sse2,+sse3,+sse4.1,+sse4.2,+ssse3,+xsave"
 )
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.thorough
 
 
 QUANTIZED = tuple(kind for kind in KINDS if kind != "f16")

@@ -52,7 +52,6 @@ def test_what_stands_in_for_a_model_reads_as_many_bytes(tmp_path: Path) -> None:
     assert {one.tensor_type.name for one in found if len(one.shape) > 1} == {"Q4_0"}
 
 
-@pytest.mark.timeout(400)
 def test_a_random_file_beside_llama_cpp(tmp_path: Path) -> None:
     file, bench, out = (tmp_path / name for name in ("tiny.gguf", "llama-bench", "report.md"))
     output_of(
@@ -71,7 +70,6 @@ def test_a_random_file_beside_llama_cpp(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [

@@ -25,7 +25,6 @@ from tests.actors.batching import batching, complete
 from tests.conftest import TinyCheckpoint
 from tests.e2e.fleet.doors import KEYS, Stream, asked, of, two_replicas, until
 
-pytestmark = pytest.mark.timeout(300)
 ASKED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.3, "seed": 5, "repeat_penalty": 1.1, "logprobs": 1},

@@ -22,7 +22,6 @@ from tests.unit.test_connections import read_to_end, serving
 pytest.importorskip("ray.serve")
 from tests.e2e.fleet.doors import KEYS, of, two_replicas
 
-pytestmark = pytest.mark.timeout(300)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
 LATE = HEAD + b"Content-Length: 9\r\n\r\n{"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"

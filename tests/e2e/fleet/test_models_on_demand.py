@@ -21,8 +21,6 @@ from ray import serve
 from hotcold.ui.fleet.application import NAME, FleetArgs, application
 from tests.e2e.fleet.doors import ON_DEMAND, asked, until
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:

@@ -22,7 +22,6 @@ from hotcold.serve import build_openai_app
 from hotcold.ui.fleet.application import NAME
 from tests.e2e.fleet.doors import until
 
-pytestmark = pytest.mark.timeout(300)
 MESSAGES = [{"role": "user", "content": "What does textwrap.dedent do?"}]
 MORE = {"extra_body": {"ignore_eos": True, "return_token_ids": True}, "max_tokens": 40}
 OPTIONS: dict[str, Any] = {"threads": 1, "context_length": 384, "parallel": 2, "device": "cpu"}

@@ -16,7 +16,6 @@ from tests import reference
 from tests.e2e.page_server import served_page
 from tests.e2e.page_visit import QUESTION, ask, ids_of, plain, read_answer
 
-pytestmark = pytest.mark.timeout(300)
 MESSAGE = {"role": "user", "content": QUESTION}
 
 

@@ -11,7 +11,6 @@ from tests.e2e.page_server import served, served_page
 from tests.e2e.page_visit import OTHER, TIMEOUT_MS, ask, wait_for_answer
 from tests.e2e.stand_in import StandIn
 
-pytestmark = pytest.mark.timeout(300)
 KEY = "a-key-of-more-than-enough-letters"
 
 

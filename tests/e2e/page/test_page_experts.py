@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 from tests.e2e.page_visit import QUESTION, ask, wait_for_answer
 from tests.e2e.stand_in import mixture_map
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def shades(page: Any, layer: int) -> list[int]:

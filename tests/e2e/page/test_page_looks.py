@@ -18,7 +18,6 @@ from tests.e2e.page_visit import (
     wait_for_answer,
 )
 
-pytestmark = pytest.mark.timeout(300)
 PHONE = {"width": 390, "height": 844, "has_touch": True, "is_mobile": True}
 
 

@@ -11,8 +11,6 @@ from tests.e2e.page_server import served_page
 from tests.e2e.page_visit import QUESTION, ask, read_answer
 from tests.e2e.stand_in import StandIn
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def books() -> dict[str, StandIn]:

@@ -14,7 +14,6 @@ from hotcold.model.weights.sizes import attention_bytes, head_bytes
 from tests.e2e.page.test_page_looks import PHONE, violations
 from tests.e2e.page_visit import OTHER, QUESTION, ask, ids_of, kept, until, wait_for_answer
 
-pytestmark = pytest.mark.timeout(300)
 EVERYTHING = r"""| Name | Size | Layers | Neurons computed of all | Notes about the memory |
 |---|---|---|---|---|
 | Small | 135 M | 30 | 8.9% | fits every machine |

@@ -7,8 +7,6 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import pytest
-
 from hotcold.model.errors import ServiceError
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.page.chat import Chat
@@ -28,8 +26,6 @@ from tests.e2e.page_visit import (
     wait_for_answer,
 )
 from tests.e2e.stand_in import StandIn
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def rows(page) -> list[str]:
