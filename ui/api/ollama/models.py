@@ -11,10 +11,10 @@ from typing import Any
 from hotcold.model.errors import HotcoldError
 from hotcold.model.sampling import PARAMETERS
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.api.model_facts import Facts, facts_of, known_facts, planned_bytes
+from hotcold.ui.api.model_facts import Facts, facts_of, planned_bytes
 from hotcold.ui.api.ollama.schemas import OllamaShow, written
+from hotcold.ui.api.served_models import TAG
 
-TAG = ":latest"  # what a name without a tag has in Ollama
 _NEVER = "2262-04-11T23:47:16Z"  # the last whole second of a date in nanoseconds
 
 
@@ -22,7 +22,7 @@ async def listed(backends: Iterable[Backend]) -> dict[str, Any]:
     """All models, loaded or not; without their files' facts where these cannot be read."""
     found = []
     for backend in backends:
-        facts = await known_facts(backend)
+        facts = await facts_of(backend)
         more = {"modified_at": written(facts.modified_at), "capabilities": _capabilities(backend)}
         found.append(_described(backend, facts, facts.stored_bytes) | more)
     return {"models": found}
@@ -34,7 +34,7 @@ async def running(backends: Iterable[Backend]) -> dict[str, Any]:
     for backend in backends:
         if not backend.is_loaded:
             continue
-        facts, system, size = await known_facts(backend), backend.config, 0
+        facts, system, size = await facts_of(backend), backend.config, 0
         with suppress(HotcoldError, OSError):
             size = await asyncio.to_thread(planned_bytes, system)
         more = {
