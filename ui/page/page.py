@@ -34,8 +34,7 @@ def build_page(backend: Backend, paths: Mapping[str, str] | None = None) -> gr.B
     settings, described = backend.settings, backend.described
     path = Path(described.model_path)
     config = read_config(path)
-    tokenizer = backend.prompts.tokenizer
-    is_chat = tokenizer is not None and tokenizer.has_chat_template
+    is_chat = backend.has_chat_template
     chat = Chat(backend, described.model_path, is_chat)
     longest = min(described.context_length - 1, settings.max_tokens)
     with gr.Blocks(title=f"{settings.model_name} – hotcold", analytics_enabled=False) as page:
