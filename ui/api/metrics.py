@@ -206,9 +206,7 @@ def metrics_text(counts: Sequence[Metrics]) -> bytes:
         def collect(self) -> Iterable[Metric]:
             return merged.values()
 
-    registry = CollectorRegistry()
-    registry.register(Merged())
-    return generate_latest(registry) + _experts_text(counts).encode()
+    return generate_latest(Merged()) + _experts_text(counts).encode()
 
 
 def _experts_text(counts: Sequence[Metrics]) -> str:
