@@ -171,10 +171,12 @@ def _leave(backend: Backend) -> None:
 
 
 def _local(answer: Callable[[Request], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
-    """What answers at the Unix socket, whose clients have no address."""
+    """What answers at the Unix socket, where neither side has a port."""
 
     async def answered(request: Request) -> Response:
-        if request.client is not None:
+        # A client of a port that has left by then has no address, either.
+        _, port = request.scope.get("server") or ("", None)
+        if request.client is not None or port is not None:
             raise ApiError(404, "this is answered at the server's Unix socket alone")
         found = await answer(request)
         found.headers["Hotcold-Version"] = hotcold.__version__  # another version's client is told
