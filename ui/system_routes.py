@@ -111,7 +111,7 @@ class SystemRoutes:
             await asyncio.Event().wait()
 
         backend.attend(1)
-        return sse.LineStream(held(), at_end=lambda: _leave(backend))
+        return sse.LineStream(held(), at_end=lambda: backend.attend(-1))
 
     async def _found(self, backend: Backend, with_memory: bool) -> dict[str, Any]:
         if not backend.is_loaded:
@@ -163,11 +163,6 @@ class SystemRoutes:
 def idle_s(backend: Backend) -> float:
     """Seconds since a model's last request, or since the last client that attended has left."""
     return time.monotonic() - backend.used_at if backend.is_idle else 0.0
-
-
-def _leave(backend: Backend) -> None:
-    backend.used_at = time.monotonic()
-    backend.attend(-1)
 
 
 def _local(answer: Callable[[Request], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
