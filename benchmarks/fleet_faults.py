@@ -292,7 +292,7 @@ def main(
     only: tuple[str, ...],
 ) -> tuple[Json, str]:  # fmt: skip
     """Do a fleet harm while clients ask, and compare what it answers."""
-    from hotcold.ui.fleet.application import FleetArgs
+    from hotcold.ui.fleet.arguments import FleetArgs
 
     asked = pool(requests, seed)
     with one_system() as url, httpx.Client(base_url=url) as client:

@@ -86,8 +86,9 @@ def deployed(
     from ray import serve
 
     from hotcold.ui.fleet import application as file
+    from hotcold.ui.fleet.arguments import FleetArgs
 
-    args = file.FleetArgs(
+    args = FleetArgs(
         models=[model] if model else [], replicas=replicas, log="none", queue=1000, drain=1.0,
         options={**SYSTEM, **options},
     )  # fmt: skip

@@ -28,7 +28,7 @@ from hotcold.model.errors import UsageError
 from hotcold.ui.api.backend import Backend, ServerSettings
 from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.app import create_app
-from hotcold.ui.fleet.application import FleetArgs
+from hotcold.ui.fleet.arguments import FleetArgs
 from hotcold.ui.fleet.models import fleet_models
 from hotcold.ui.fleet.replica import Replica
 

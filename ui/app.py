@@ -30,6 +30,7 @@ from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.api.tokenize import detokenize, tokenize
 from hotcold.ui.openapi import add_description
 from hotcold.ui.page.late_page import LatePage
+from hotcold.ui.page.routes import PageRoutes
 from hotcold.ui.system_routes import SystemRoutes
 
 _GONE = (sse.ClientGoneError, ClientDisconnect)  # while it was answered, or sent its request
@@ -71,7 +72,7 @@ def create_app(
         _add_root(app)
     else:
         for path in sorted(pages, key=len, reverse=True):  # "/" is the last: it takes the rest
-            app.mount(path.rstrip("/"), LatePage(pages[path], path))
+            app.mount(path.rstrip("/"), PageRoutes(LatePage(pages[path], path)))
     return app
 
 

@@ -175,7 +175,11 @@ class Gate:
             return False
         address = (scope.get("client") or ("",))[0]
         if wait_s := self._keys.seconds_to_wait(address):
-            raise too_many_failures(wait_s)
+            seconds = math.ceil(wait_s)
+            raise ApiError(
+                429, f"too many wrong keys; try again in {seconds} s", "authentication_error",
+                code="too_many_failures", headers={"Retry-After": str(seconds)},
+            )  # fmt: skip
         given = given_key(headers)
         if not given or not self._keys.is_right(given, address):
             raise ApiError(
@@ -206,7 +210,10 @@ class _BodyLimit:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
-            raise too_slow() from None
+            raise ApiError(
+                408, f"the request did not come whole within {BODY_S:g} s; send it again",
+                "timeout", headers={"connection": "close"},
+            ) from None  # fmt: skip
         if not message.get("more_body"):  # all that is left to come is that the client leaves
             self._deadline = None
         self._num_bytes += len(message.get("body") or b"")
@@ -237,23 +244,6 @@ def _origin_form(scope: Scope) -> Scope:
 def too_large(most_bytes: int) -> ApiError:
     """413: larger than the server reads."""
     return ApiError(413, f"the request is larger than {most_bytes} bytes; send less")
-
-
-def too_slow() -> ApiError:
-    """408: its body did not come."""
-    return ApiError(
-        408, f"the request did not come whole within {BODY_S:g} s; send it again", "timeout",
-        headers={"connection": "close"},
-    )  # fmt: skip
-
-
-def too_many_failures(wait_s: float) -> ApiError:
-    """429: the address has sent too many wrong keys."""
-    seconds = math.ceil(wait_s)
-    return ApiError(
-        429, f"too many wrong keys; try again in {seconds} s", "authentication_error",
-        code="too_many_failures", headers={"Retry-After": str(seconds)},
-    )  # fmt: skip
 
 
 def _name_of(host: str) -> str:

@@ -111,7 +111,7 @@ class SystemRoutes:
             await asyncio.Event().wait()
 
         backend.attend(1)
-        return sse.LineStream(held(), at_end=lambda: _leave(backend))
+        return sse.LineStream(held(), at_end=lambda: backend.attend(-1))
 
     async def _found(self, backend: Backend, with_memory: bool) -> dict[str, Any]:
         if not backend.is_loaded:
@@ -165,16 +165,13 @@ def idle_s(backend: Backend) -> float:
     return time.monotonic() - backend.used_at if backend.is_idle else 0.0
 
 
-def _leave(backend: Backend) -> None:
-    backend.used_at = time.monotonic()
-    backend.attend(-1)
-
-
 def _local(answer: Callable[[Request], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
-    """What answers at the Unix socket, whose clients have no address."""
+    """What answers at the Unix socket, where neither side has a port."""
 
     async def answered(request: Request) -> Response:
-        if request.client is not None:
+        # A client of a port that has left by then has no address, either.
+        _, port = request.scope.get("server") or ("", None)
+        if request.client is not None or port is not None:
             raise ApiError(404, "this is answered at the server's Unix socket alone")
         found = await answer(request)
         found.headers["Hotcold-Version"] = hotcold.__version__  # another version's client is told

@@ -23,7 +23,7 @@ from hotcold.model.errors import HotcoldError, ServiceError
 from hotcold.model.secret_variable import API_KEY
 
 if TYPE_CHECKING:
-    from hotcold.ui.fleet.application import FleetArgs
+    from hotcold.ui.fleet.arguments import FleetArgs
 
 _STORE_BYTES = 200_000_000  # of a pod's object store
 _GROUPS = "    workerGroupSpecs:\n"
@@ -99,7 +99,7 @@ def fleet(
     require_extra("fleet", "fleet")
     if not no_page and importlib.util.find_spec("gradio") is not None:
         require_known_gradio()
-    from hotcold.ui.fleet.application import FleetArgs, flags_of
+    from hotcold.ui.fleet.arguments import FleetArgs, flags_of
     from hotcold.ui.fleet.models import models_in
 
     args = FleetArgs(

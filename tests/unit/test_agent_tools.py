@@ -422,6 +422,19 @@ def test_calls_without_json_fit_as_well(template: str) -> None:
     assert num_whole > 8
 
 
+def test_an_object_that_is_open_is_so_in_gemmas_form() -> None:
+    """As a database's filter is declared, whose members nobody lists."""
+    is_open: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": {}}
+    is_closed = is_open | {"additionalProperties": False}
+    parameters = {"type": "object", "properties": {"filter": is_open, "sort": is_closed}}
+    syntax = syntax_of("<|tool_call>call:")
+    assert syntax is not None
+    grammar = calls_grammar(Callable([Function("find", parameters)], True, False), syntax, None)
+    for arguments in ("filter:{a:1,b:true}", "sort:{}", "sort:{a:1}"):
+        call = f"<|tool_call>call:find{{{arguments}}}<tool_call|>"
+        assert takes_text(grammar.text, call) == (arguments != "sort:{a:1}")
+
+
 def test_strict_tools_are_refused_by_name_and_keyword() -> None:
     refused = 0
     for tool in ALL:

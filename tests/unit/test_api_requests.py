@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[tuple[Any, ...]]]] = {
         ({"messages": [{"role": "user"}]}, "messages.0: content is missing; a message of user"),
         (
             {"messages": [{"role": "user", "content": [{"type": "smell"}]}]},
-            "messages.0.content.0.type must be 'text', 'refusal' or",
+            "messages.0.content.0.type must be 'text', 'input_text' or",
         ),
         ({"response_format": {"type": "json_schema"}}, "response_format: json_schema must be"),
         ({"grammar": "a", "response_format": TEXT_SHAPE}, "response_format and grammar were both"),

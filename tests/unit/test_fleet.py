@@ -32,7 +32,8 @@ from ray.serve.request_router import PendingRequest
 from ray.serve.schema import ServeDeploySchema
 
 from hotcold.ui.api.errors import ApiError
-from hotcold.ui.fleet.application import FleetArgs, app
+from hotcold.ui.fleet.application import app
+from hotcold.ui.fleet.arguments import FleetArgs
 from hotcold.ui.fleet.models import _places, fleet_models
 from hotcold.ui.fleet.order import Order
 from hotcold.ui.fleet.router import PrefixRouter

@@ -17,6 +17,7 @@ from hotcold.model.errors import ServiceError
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.page import page as page_module
 from hotcold.ui.page.late_page import LatePage
+from hotcold.ui.page.routes import PageRoutes
 
 
 class Building:
@@ -57,7 +58,7 @@ def server(building: Building, path: str = "/") -> httpx.AsyncClient:
     async def health() -> str:
         return "ok"
 
-    app.mount(path.rstrip("/"), LatePage(building.build, path))
+    app.mount(path.rstrip("/"), PageRoutes(LatePage(building.build, path)))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 

@@ -353,6 +353,17 @@ def test_a_model_that_is_not_to_stay_is_given_up_after_the_answer(
     ask()
 
 
+@house(room=3)
+async def test_loading_is_told_of_what_an_embedding_took(house: House) -> None:
+    house.may_load.clear()
+    asked = asyncio.create_task(house.http.post("/api/embed", json={"model": "b", "input": "a"}))
+    await until(lambda: house.log[-1:] == ["start b"])
+    await asyncio.sleep(0.02)
+    house.may_load.set()
+    told = (await asked).json()
+    assert 20_000_000 <= told["load_duration"] <= told["total_duration"]
+
+
 @house(room=3, names="a")
 async def test_an_only_model_stays(house: House) -> None:
     given = {"model": "a", "keep_alive": 0}

@@ -47,10 +47,8 @@ def routes_of(routes: Iterable[Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def gradio_of(page: Any) -> Any:
-    """Gradio's application, behind what keeps most of it closed."""
-    mounted = next(route for route in page.routes if isinstance(route, Mount))
-    assert isinstance(mounted.app, PageRoutes)
-    return mounted.app._app
+    """Gradio's application, which `PageRoutes` keep mostly closed."""
+    return next(route for route in page.routes if isinstance(route, Mount)).app
 
 
 def test_of_gradios_routes_those_are_reached_that_the_page_needs() -> None:

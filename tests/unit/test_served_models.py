@@ -280,7 +280,7 @@ async def test_all_are_listed_and_counted(house: House) -> None:
     assert (await house.http.get("/v1/models/c")).json()["max_model_len"] == 128
     assert house.models.page_paths == {"a": "/", "b": "/model/2-b/", "c": "/model/3-c/"}
     assert (await house.ask("d"))[::2] == (
-        404, "the model 'd' is not served; these are: 'a', 'b', 'c'",
+        404, "model 'd' not found; these are: 'a', 'b', 'c'",
     )  # fmt: skip
     lines = (await house.http.get("/metrics")).text.splitlines()
     for line in (

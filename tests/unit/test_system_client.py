@@ -36,7 +36,7 @@ from hotcold.ui.app import create_app
 from hotcold.ui.connections import ConnectionLimits
 from hotcold.ui.server_thread import LoadingGate, ServerThread
 from hotcold.ui.system_routes import SystemRoutes
-from tests.unit.test_served_models import House
+from tests.unit.test_served_models import House, house
 
 _TIMEOUT_S = 30.0
 ASKED = GenerateRequest(SamplingParams(), prompt="p", request_id="one")
@@ -276,6 +276,16 @@ def test_who_comes_by_the_port_finds_no_such_route(server: Server) -> None:
     for path in ("state", "telemetry"):
         assert httpx.get(f"{url}/v1/hotcold/{path}").status_code == 404
     assert httpx.get(f"{url}/v1/models").status_code == 200
+
+
+@house(1, names="a")
+async def test_who_has_left_finds_no_such_route_at_a_port(house: House) -> None:
+    """Its address is not known any more."""
+    left: Any = None
+    app = create_app(house.models, None, SystemRoutes(house.models))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app, client=left)) as http:
+        for place, status in (("localhost:8000", 404), ("localhost", 200)):
+            assert (await http.get(f"http://{place}/v1/hotcold/state")).status_code == status
 
 
 def test_state_and_scale(server: Server) -> None:

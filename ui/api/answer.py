@@ -128,12 +128,9 @@ async def _pieces(answer: Answer, started: Answers) -> AsyncGenerator[bytes, Non
 async def collect(answers: Answers) -> list[TokenEvent]:
     """Wait for all answers: each as one event. Errors: ApiError, HotcoldError."""
     found: list[list[TokenEvent]] = [[] for _ in answers.requests]
-    try:
-        async with aclosing(answers.events()) as events:
-            async for index, event in events:
-                found[index].append(event)
-    finally:
-        answers.close()
+    async with aclosing(answers.events()) as events:
+        async for index, event in events:
+            found[index].append(event)
     return list(map(_joined, found))
 
 

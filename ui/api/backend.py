@@ -89,7 +89,7 @@ class Backend:
         self.created_at = int(time.time())
         self.num_active = 0  # requests that wait or run
         self.num_attending = 0  # clients that keep it loaded without a request
-        self.used_at = time.monotonic()  # when the last request came or ended
+        self.used_at = time.monotonic()  # when the last request or client came or ended
         self.tokens_per_s = 0.0  # of the last answer, after its first token
         self.num_parallel = config.max_batch  # requests that run side by side
         self.capacity = config.max_batch + settings.max_queue
@@ -123,15 +123,20 @@ class Backend:
     def system(self) -> System:
         """The model's system. Errors: ServiceError where it is not loaded."""
         if self._system is None:
-            raise ServiceError(f"the model {self.name!r} is {self.state} now; try again later")
+            raise self.absence
         return self._system
 
     @property
     def client(self) -> Client:
         """The system's client. Errors: those of `system`."""
         if self._client is None:
-            raise ServiceError(f"the model {self.name!r} is {self.state} now; try again later")
+            raise self.absence
         return self._client
+
+    @property
+    def absence(self) -> ServiceError:
+        """What is said where it is not loaded."""
+        return ServiceError(f"the model {self.name!r} is {self.state} now; try again later")
 
     async def ready(self) -> Client:
         """The system's client, once it is loaded. Errors: ApiError 503 and 504, HotcoldError."""
@@ -162,6 +167,7 @@ class Backend:
     def attend(self, count: int) -> None:
         """Count clients that keep it loaded without a request: 1 or -1."""
         self.num_attending += count
+        self.used_at = time.monotonic()
         self.unload_if_idle()
 
     def unload_if_idle(self) -> None:

@@ -12,7 +12,7 @@ from pydantic import Field
 from hotcold.actors.protocol.messages import GenerateRequest
 from hotcold.model.errors import ServiceError
 from hotcold.ui.api.answer import collect
-from hotcold.ui.api.backend import Backend
+from hotcold.ui.api.backend import Answers, Backend
 from hotcold.ui.api.fields import Request
 from hotcold.ui.api.schemas import Prompt, prompts_of
 
@@ -31,9 +31,9 @@ class EmbeddingsRequest(Request):
 async def embed(backend: Backend, body: EmbeddingsRequest) -> dict[str, Any]:
     """A vector for each text: the mean of the model's last hidden states."""
     prompts = await prompts_to_embed(backend, body.input)
-    shown: list[Any] = await embeddings(backend, prompts)
+    shown: list[Any] = await vectors(await start(backend, prompts))
     if body.encoding_format == "base64":
-        shown = await asyncio.to_thread(lambda vectors: list(map(_packed, vectors)), shown)
+        shown = await asyncio.to_thread(lambda found: list(map(_packed, found)), shown)
     num_tokens = sum(map(len, prompts))
     return {
         "object": "list",
@@ -53,17 +53,19 @@ async def prompts_to_embed(backend: Backend, given: Any) -> list[list[int]]:
     )
 
 
-async def embeddings(backend: Backend, prompts: Sequence[list[int]]) -> list[list[float]]:
-    """A vector for each prompt; without any the model is loaded. Errors: ApiError, HotcoldError."""
-    if not prompts:
-        await backend.ready()
-        return []
+async def start(backend: Backend, prompts: Sequence[list[int]]) -> Answers:
+    """Load the model and queue a request for each prompt. Errors: ApiError, HotcoldError."""
 
     async def make() -> list[GenerateRequest]:
         return [replace(_request(backend), prompt_ids=ids) for ids in prompts]
 
+    return await backend.start(len(prompts), make)
+
+
+async def vectors(answers: Answers) -> list[list[float]]:
+    """The vector of each prompt. Errors: ApiError, HotcoldError."""
     found = []
-    for answer in await collect(await backend.start(len(prompts), make)):
+    for answer in await collect(answers):
         vector = None if answer.result is None else answer.result.embedding
         if vector is None:
             raise ServiceError("an embedding ended without a vector")

@@ -1,6 +1,7 @@
 """Metrics for Prometheus, under vLLM's names where the meaning is the same."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from prometheus_client import (
@@ -45,72 +46,73 @@ _BY_EXPERT = {
 
 
 class Metrics:
-    """Counts of one model since the server's start, each with the label `model_name`."""
+    """Counts of one model since the server's start, told with the label `model_name`."""
 
     def __init__(self, model_name: str) -> None:
         disable_created_metrics()
-        self._registry = CollectorRegistry()
+        self._registry = registry = CollectorRegistry()
+        gauge, counter = partial(Gauge, registry=registry), partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         self.model_name = model_name
         self.experts: ExpertCounts | None = None  # the newest counts of a mixture
-        self._running = self._gauge("vllm:num_requests_running", "Requests in the running batch.")
-        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait.")
-        self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Allocated share of the KV cache.")
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
-        self._queried = self._counter(
+        self._running = gauge("vllm:num_requests_running", "Requests in the running batch.")
+        self._waiting = gauge("vllm:num_requests_waiting", "Requests that wait.")
+        self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Allocated share of the KV cache.")
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.")
+        self._queried = counter(
             "vllm:prefix_cache_queries", "Tokens of prompts that were looked for in the KV cache."
         )
-        self._cached = self._counter(
+        self._cached = counter(
             "vllm:prefix_cache_hits", "Tokens of prompts that were found in the KV cache."
         )
-        self._new_tokens = self._counter("vllm:generation_tokens", "Tokens chosen.")
-        self._first_token = self._histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first event.", _FIRST_TOKEN_S
-        )
-        self._token = self._histogram(
-            "vllm:time_per_output_token_seconds", "Between two tokens.", _TOKEN_S
-        )
-        self._request = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From arrival to the last event.", _REQUEST_S
-        )
-        self._finished = Counter(
-            "vllm:request_success", "Requests that ended, by why.",
-            ["model_name", "finished_reason"], registry=self._registry,
+        self._new_tokens = counter("vllm:generation_tokens", "Tokens chosen.")
+        self._first_token = histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to the first event.",
+            buckets=_FIRST_TOKEN_S,
         )  # fmt: skip
-        self._refused = Counter(
+        self._token = histogram(
+            "vllm:time_per_output_token_seconds", "Between two tokens.", buckets=_TOKEN_S
+        )
+        self._request = histogram(
+            "vllm:e2e_request_latency_seconds", "From arrival to the last event.",
+            buckets=_REQUEST_S,
+        )  # fmt: skip
+        self._finished = counter(
+            "vllm:request_success", "Requests that ended, by why.", ["finished_reason"]
+        )
+        self._refused = counter(
             "hotcold:requests_refused", "Requests answered with an error, by HTTP status.",
-            ["model_name", "status"], registry=self._registry,
+            ["status"],
         )  # fmt: skip
-        self._loaded = self._gauge(
-            "hotcold:model_loaded", "1 where the model is loaded, and answers."
-        )
-        self._starts = self._counter("hotcold:model_loads", "How often the model has loaded.")
-        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Drafts that were verified.")
-        self._draft_tokens = Counter(
+        self._loaded = gauge("hotcold:model_loaded", "1 where the model is loaded, and answers.")
+        self._starts = counter("hotcold:model_loads", "How often the model has loaded.")
+        self._drafts = counter("vllm:spec_decode_num_drafts", "Drafts that were verified.")
+        self._draft_tokens = counter(
             "vllm:spec_decode_num_draft_tokens", "Tokens of drafts that were verified, by source.",
-            ["model_name", "source"], registry=self._registry,
+            ["source"],
         )  # fmt: skip
-        self._accepted = Counter(
+        self._accepted = counter(
             "vllm:spec_decode_num_accepted_tokens", "Tokens of drafts that were chosen, by source.",
-            ["model_name", "source"], registry=self._registry,
+            ["source"],
         )  # fmt: skip
-        self._accepted_at = Counter(
+        self._accepted_at = counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "The same, by place in the draft.",
-            ["model_name", "position"], registry=self._registry,
+            ["position"],
         )  # fmt: skip
-        self._neurons = self._gauge(
+        self._neurons = gauge(
             "hotcold:neurons_computed_share", "Of all neurons, up and down, in the last request."
         )
-        self._gates = self._gauge(
+        self._gates = gauge(
             "hotcold:gates_computed_share", "Of all neurons' gates, in the last request."
         )
         self._reads = {
-            "bytes_read": self._gauge(
+            "bytes_read": gauge(
                 "hotcold:storage_bytes_per_step", "Of neurons read, in the last request."
             ),
-            "wait_share": self._gauge(
+            "wait_share": gauge(
                 "hotcold:storage_wait_share", "Of a step's time, waiting for neurons to be read."
             ),
-            "hit_rate": self._gauge(
+            "hit_rate": gauge(
                 "hotcold:storage_hit_rate", "Of neurons' parts that were needed, in memory."
             ),
         }
@@ -145,10 +147,10 @@ class Metrics:
         drafts = result.drafts
         self._drafts.inc(drafts.num_drafts)
         for source, (num_drafted, num_accepted) in drafts.by_source.items():
-            self._draft_tokens.labels(self.model_name, source).inc(num_drafted)
-            self._accepted.labels(self.model_name, source).inc(num_accepted)
+            self._draft_tokens.labels(source).inc(num_drafted)
+            self._accepted.labels(source).inc(num_accepted)
         for place, count in enumerate(drafts.accepted_at):
-            self._accepted_at.labels(self.model_name, str(place)).inc(count)
+            self._accepted_at.labels(str(place)).inc(count)
 
     def add_abort(self) -> None:
         """Count a request that ended before its end: its client went away, or it took too long."""
@@ -156,7 +158,7 @@ class Metrics:
 
     def add_refusal(self, status: int) -> None:
         """Count an answer that is an error."""
-        self._refused.labels(self.model_name, str(status)).inc()
+        self._refused.labels(str(status)).inc()
 
     def add_start(self) -> None:
         """Count that the model has loaded."""
@@ -171,32 +173,24 @@ class Metrics:
         self._kv_usage.set(load.kv_cache_usage)
         self.experts = load.experts or self.experts
 
-    def families(self) -> Iterable[Metric]:
+    def families(self) -> Iterator[Metric]:
         """All of it, by name."""
-        yield from self._registry.collect()
+        for family in self._registry.collect():
+            family.samples = [
+                one._replace(labels={"model_name": self.model_name, **one.labels})
+                for one in family.samples
+            ]
+            yield family
 
     @property
     def prefix_cache(self) -> tuple[int, int]:
         """Tokens of prompts that were looked for in the KV cache, and those found there."""
-        labels = {"model_name": self.model_name}
         names = (f"vllm:prefix_cache_{what}_total" for what in ("queries", "hits"))
-        queried, found = (int(self._registry.get_sample_value(name, labels) or 0) for name in names)
+        queried, found = (int(self._registry.get_sample_value(name) or 0) for name in names)
         return queried, found
 
     def _count_end(self, reason: str) -> None:
-        name = "abort" if reason == "cancelled" else reason
-        self._finished.labels(self.model_name, name).inc()
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, ["model_name"], registry=self._registry).labels(self.model_name)
-
-    def _counter(self, name: str, text: str) -> Counter:
-        made = Counter(name, text, ["model_name"], registry=self._registry)
-        return made.labels(self.model_name)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        made = Histogram(name, text, ["model_name"], registry=self._registry, buckets=buckets)
-        return made.labels(self.model_name)
+        self._finished.labels("abort" if reason == "cancelled" else reason).inc()
 
 
 def metrics_text(counts: Sequence[Metrics]) -> bytes:
@@ -212,9 +206,7 @@ def metrics_text(counts: Sequence[Metrics]) -> bytes:
         def collect(self) -> Iterable[Metric]:
             return merged.values()
 
-    registry = CollectorRegistry()
-    registry.register(Merged())
-    return generate_latest(registry) + _experts_text(counts).encode()
+    return generate_latest(Merged()) + _experts_text(counts).encode()
 
 
 def _experts_text(counts: Sequence[Metrics]) -> str:

@@ -14,7 +14,7 @@ from hotcold.actors.setup.preflight import read_model
 from hotcold.actors.setup.shards import served_config, system_kv_bytes
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.errors import CheckpointError, HotcoldError
+from hotcold.model.errors import HotcoldError
 from hotcold.model.files.artifact import ModelIdentity
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.sizes import num_parameters, stored_bytes
@@ -33,24 +33,16 @@ class Facts(NamedTuple):
 
 
 async def facts_of(backend: Backend) -> Facts:
-    """The model's. Errors: ConfigError, CheckpointError"""
+    """The model's, or what is known without its files where they cannot be read."""
     try:
         return await asyncio.to_thread(_read_facts, backend.config.model_path)
-    except OSError as problem:
-        raise CheckpointError(f"{backend.name}: cannot be read ({problem.strerror})") from None
-
-
-async def known_facts(backend: Backend) -> Facts:
-    """`facts_of`, or what is known without the model's files."""
-    try:
-        return await facts_of(backend)
-    except HotcoldError:
+    except (HotcoldError, OSError):
         return Facts(backend.prompts.config, datetime.fromtimestamp(backend.created_at, UTC))
 
 
 @functools.lru_cache(maxsize=64)
 def _read_facts(model_path: str) -> Facts:
-    """Read once: a model is not changed while it is served. Errors: ConfigError, CheckpointError"""
+    """Read once: a model is not changed while it is served. Errors: HotcoldError, OSError"""
     path = Path(model_path)
     config, checkpoint = read_model(path), Checkpoint(path)
     stored = stored_bytes(checkpoint)

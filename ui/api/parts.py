@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -17,18 +16,10 @@ _KINDS = {
 }  # fmt: skip
 
 
-class Part(Protocol):
-    """A part of a message."""
-
-    @property
-    def text(self) -> str:
-        """What the model is told."""
-
-
 class ContentPart(StrictModel):
-    """Text."""
+    """Text; /v1/responses has other names for it."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
@@ -50,7 +41,10 @@ class LeftOut(StrictModel):
         return f"[{_KINDS[self.type]} left out]"
 
 
-def text_of(content: str | Sequence[Part] | None) -> str:
+Content = str | Annotated[list[ContentPart | Declined | LeftOut], Field(fail_fast=True)]
+
+
+def text_of(content: Content | None) -> str:
     """A message's text; what is left out has lines of its own."""
     if isinstance(content, str):
         return content

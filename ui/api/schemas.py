@@ -10,7 +10,7 @@ from hotcold.ui.api.cached import Cached
 from hotcold.ui.api.drawn import Drawn, TokenId
 from hotcold.ui.api.errors import ApiError, refusal
 from hotcold.ui.api.fields import MAX_MESSAGES, NewTokens, Request, StrictModel
-from hotcold.ui.api.parts import ContentPart, Declined, LeftOut, text_of
+from hotcold.ui.api.parts import Content, text_of
 from hotcold.ui.api.structured_output import ConstrainedRequest
 from hotcold.ui.api.tools.schemas import (
     Callable,
@@ -72,14 +72,11 @@ class SamplingRequest(ConstrainedRequest, Drawn, Cached):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-_Content = str | Annotated[list[ContentPart | Declined | LeftOut], Field(fail_fast=True)]
-
-
 class ChatMessage(StrictModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: _Content | None = None
+    content: Content | None = None
     name: str | None = None  # of a tool, in its result
     tool_calls: ToolCalls | None = None
     tool_call_id: str | None = None

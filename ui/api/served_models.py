@@ -16,6 +16,7 @@ from hotcold.ui.api.embeddings import POOLING
 from hotcold.ui.api.errors import ApiError, as_api_error
 from hotcold.ui.api.metrics import metrics_text
 
+TAG = ":latest"  # what a name without a tag has in Ollama
 _ANSWER_S = 5.0  # for a driver; Prometheus waits ten seconds for all
 
 
@@ -39,13 +40,14 @@ class ServedModels:
     def choose(self, request: Request, name: str | None) -> Backend:
         """The model `name`, which the access log then shows; `Backend.start` loads it.
 
+        The name may have the tag that clients of Ollama add.
         Errors:  ApiError 404
         """
         name = self.first.name if name is None else name
-        backend = self._backends.get(name)
+        backend = self._backends.get(name) or self._backends.get(name.removesuffix(TAG))
         if backend is None:
             raise ApiError(
-                404, f"the model {name[:100]!a} is not served; {self._names()}",
+                404, f"model {name[:100]!a} not found; {self._names()}",
                 param="model", code="model_not_found",
             )  # fmt: skip
         request.state.model = backend.name

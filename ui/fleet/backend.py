@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from hotcold.actors.protocol.failures import service_error
-from hotcold.model.errors import ServiceError
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.fleet.client import LOST
 from hotcold.ui.fleet.turns import places
@@ -27,7 +26,7 @@ class FleetBackend(Backend):
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of one replica's driver, in a thread. Errors: HotcoldError."""
         if not self.is_loaded:
-            raise ServiceError(f"the model {self.name!r} is {self.state} now; try again later")
+            raise self.absence
         try:
             return self.handle.call.remote(method, *args).result(timeout_s=_ANSWER_S)
         except (*LOST, TimeoutError) as error:

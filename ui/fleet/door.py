@@ -6,7 +6,7 @@ import copy
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from hotcold.ui.api.backend import Backend, ServerSettings
 from hotcold.ui.api.cached import client
 from hotcold.ui.api.served_models import ServedModels
 from hotcold.ui.app import create_app
+from hotcold.ui.fleet.arguments import FleetArgs
 from hotcold.ui.fleet.backend import FleetBackend
 from hotcold.ui.fleet.client import FleetClient
 from hotcold.ui.fleet.models import FleetModel
@@ -31,42 +32,29 @@ _NO_LIMIT = 1 << 30  # of the backend's own queue: `Turns` has the limit
 _BATCH_S = 24 * 3600.0  # for an answer of a batch, in which it waits for others
 
 
-@dataclass(frozen=True)
-class DoorSettings:
-    """Limits of the door, as of `hotcold serve`."""
-
-    keys: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
-    max_queue: int = 64  # requests of a model that wait, besides those that run
-    max_tokens: int = 1 << 20
-    request_timeout_s: float = 600.0
-    log: str = "text"
-    has_page: bool = False
-    models_leave: bool = False  # and come when they are asked for
-
-
 class Door:
     """The ingress deployment."""
 
-    def __init__(self, models: Sequence[tuple[FleetModel, Any]], settings: DoorSettings) -> None:
-        """`models`: each with its deployment's handle."""
+    def __init__(
+        self, models: Sequence[tuple[FleetModel, Any]], args: FleetArgs, keys: Sequence[str]
+    ) -> None:
+        """`models`: each with its deployment's handle; `keys`: one of them is required."""
         look_for_own_modules()
-        self._models = models
-        self._settings = settings
+        self._models, self._args, self._keys = models, args, keys
         self._batch_backends: list[Backend] = []
 
     async def _backend(self, model: FleetModel, handle: Any) -> Backend:
-        settings, deployment, name = self._settings, handle.deployment_name, model.name
-        limits = ServerSettings(name, _NO_LIMIT, settings.max_tokens, settings.request_timeout_s)
+        args, deployment, may_leave = self._args, handle.deployment_name, not self._args.replicas
+        limits = ServerSettings(model.name, _NO_LIMIT, args.max_tokens_limit, args.request_timeout)
         # Where there is no replica some wait within Serve, which loads the model for them.
-        least = model.system.max_batch if settings.models_leave else 0
+        least = model.system.max_batch if may_leave else 0
         turns = Turns(
             lambda: places.get(deployment, 0) or least,
-            settings.max_queue,
+            args.queue,
             lambda: at_once.get(deployment, 0) or least,
         )
         backend = FleetBackend(model.system, limits)
-        backend.handle, backend.may_leave = handle, settings.models_leave
+        backend.handle, backend.may_leave = handle, may_leave
         backend.attach(None, FleetClient(handle, turns))
         with suppress(HotcoldError):  # the first call learns how many replicas there are
             await backend.client.load()
@@ -78,17 +66,17 @@ class Door:
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """The application; Serve calls it."""
-        settings = self._settings
+        args = self._args
         models = ServedModels([await self._backend(*one) for one in self._models])
         app: Any = Gate(
-            create_app(models, late_pages(models) if settings.has_page else None),
-            keys=settings.keys,
+            create_app(models, late_pages(models) if args.page and args.doors == 1 else None),
+            keys=self._keys,
             local=True,  # without keys
             max_body_bytes=ServerSettings.max_body_bytes,
-            origins=settings.origins,
+            origins=args.origins,
         )
-        if settings.log != "none":
-            app = AccessLog(app, settings.log, partial(print, file=sys.stderr, flush=True))
+        if args.log != "none":
+            app = AccessLog(app, args.log, partial(print, file=sys.stderr, flush=True))
         return app
 
     @cached_property

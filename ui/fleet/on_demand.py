@@ -12,8 +12,6 @@ from typing import Any
 import ray
 from ray.serve.config import AutoscalingContext
 
-from hotcold.ui.fleet.policy import wanted_replicas
-
 _LOOK_S = 1.0  # between two looks for who waits for room; who waited at both has none
 _LEFT_S = 5.0  # until what a model held is free
 
@@ -42,7 +40,7 @@ class OnDemand:
             self._used_at = now
             _idle.pop(name, None)
             each = context.config.get_target_ongoing_requests()
-            return wanted_replicas(num_asked, each, context.target_num_replicas), {}
+            return max(num_asked / each, context.target_num_replicas), {}  # never fewer
         if not context.current_num_replicas:  # who asked for it has gone
             return 0, {}
         _idle[name] = self._used_at, now

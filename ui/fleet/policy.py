@@ -1,4 +1,4 @@
-"""What a fleet decides: where a request goes, whose is next, how many replicas there are.
+"""What a fleet decides: where a request goes, and whose is next.
 
 Nothing here needs Ray or a clock: the fleet calls it, and so does its simulation.
 """
@@ -206,8 +206,3 @@ def _take_next(waiting: dict[Waiter, str], running: Counter[str]) -> Waiter:
     found = min(waiting, key=lambda one: running[waiting[one]])
     running[waiting.pop(found)] += 1
     return found
-
-
-def wanted_replicas(num_requests: float, requests_each: float, target: int) -> float:
-    """How many replicas a model that is asked for has: by what runs and waits, never fewer."""
-    return max(num_requests / requests_each, target)

@@ -29,6 +29,7 @@ _BURST_EVERY_S, _CALM_S = 150.0, 120.0
 _LOOK_S = 1.0  # between two counts of requests
 _SLOWNESS = 3.0  # of slow nodes
 _AGAIN_S = 0.2  # until a request without a replica looks again
+_NOTICE_S, _START_S = 5.0, 60.0  # a node that ends: its requests pause; until there is a new one
 _OUT = 1 << 40  # requests at a node that is not there
 
 Events = Generator[simpy.Event, Any, None]
@@ -193,30 +194,26 @@ class _Node:
 class Fleet:
     """Replicas, each on a node of its own, behind one door.
 
-    most_nodes: as many where requests wait; most_waiting: others are refused
-    mean_life_s: until a node ends: its requests pause for `notice_s`, a new one takes `start_s`
+    most_waiting: others are refused
+    mean_life_s: until a node ends: its requests pause for 5 s, a new one takes 60 s
     slow: the share of nodes that take three times as long
     """
 
     def __init__(
-        self, service: Service, num_nodes: int, *, most_nodes: int = 0, most_waiting: int = 64,
-        mean_life_s: float = math.inf, notice_s: float = 5.0, start_s: float = 60.0,
-        slow: float = 0.0, seed: int = 0,
+        self, service: Service, num_nodes: int, *, most_waiting: int = 64,
+        mean_life_s: float = math.inf, slow: float = 0.0,
     ) -> None:  # fmt: skip
-        self.env, self.chance, self.service = simpy.Environment(), random.Random(seed), service
-        self._num_nodes, self._most_nodes = num_nodes, max(num_nodes, most_nodes)
-        self._mean_life_s, self._slow = mean_life_s, slow
-        self._notice_s, self._start_s = notice_s, start_s
-        columns = (np.zeros(self._most_nodes, kind) for kind in (int, float, float))
-        parallel = np.full(self._most_nodes, service.num_parallel)
-        self.known = policy.ReplicaColumns(parallel, np.full(self._most_nodes, _OUT), *columns)
+        self.env, self.chance, self.service = simpy.Environment(), random.Random(0), service
+        self._num_nodes, self._mean_life_s, self._slow = num_nodes, mean_life_s, slow
+        columns = (np.zeros(num_nodes, kind) for kind in (int, float, float))
+        parallel = np.full(num_nodes, service.num_parallel)
+        self.known = policy.ReplicaColumns(parallel, np.full(num_nodes, _OUT), *columns)
         self._places = service.num_parallel + policy.AHEAD
         self._queue: policy.FairQueue[simpy.Event] = policy.FairQueue(most_waiting)
         self._held: policy.HeldPages[int, int] = policy.HeldPages()
         self.nodes: dict[int, _Node] = {}
         for number in range(num_nodes):
             self.env.process(self._live(number, 0.0))
-        self.env.process(self._scale())
 
     @property
     def num_asked(self) -> int:
@@ -257,14 +254,14 @@ class Fleet:
                 yield self.env.timeout(_AGAIN_S)
             self._route(request)
             if not (yield request.done):
-                yield self.env.timeout(self._notice_s)
+                yield self.env.timeout(_NOTICE_S)
         self._queue.end("")
         self._call_next()
 
     def _route(self, request: Request) -> None:
         held = self._held.beginnings(request.keys)
         num_cached = {one: policy.cached_tokens(of, PAGE_POSITIONS) for one, of in held.items()}
-        num_tokens = np.full(self._most_nodes, request.num_prompt)
+        num_tokens = np.full(self._num_nodes, request.num_prompt)
         for one, num in num_cached.items():
             num_tokens[one] -= num
         counts, ranks = self.known.count, self.ranked(num_tokens)
@@ -304,16 +301,7 @@ class Fleet:
             self.known.count[number], self.known.num_pages[number] = _OUT, 0
             self._held.forget(number)
             self.nodes.pop(number).end()
-            delay_s = self._start_s
-
-    def _scale(self) -> Events:
-        target = self._num_nodes
-        while target < self._most_nodes:
-            yield self.env.timeout(_LOOK_S)
-            wanted = policy.wanted_replicas(self.num_asked, self.service.num_parallel, target)
-            while target < min(wanted, self._most_nodes):
-                self.env.process(self._live(target, self._start_s))
-                target += 1
+            delay_s = _START_S
 
 
 class Outcome(NamedTuple):
@@ -329,9 +317,9 @@ class Outcome(NamedTuple):
     busy: float
 
 
-def simulate(fleet: Fleet, load: Load, num_requests: int, seed: int = 0) -> Outcome:
+def simulate(fleet: Fleet, load: Load, num_requests: int) -> Outcome:
     """Have a fleet that is new answer so many requests; the first fifth is not counted."""
-    asked = fleet.run(load.requests(num_requests, seed))[num_requests // 5 :]
+    asked = fleet.run(load.requests(num_requests, 0))[num_requests // 5 :]
     answered = [one for one in asked if one.ended_s]
     num_prompt = sum(one.num_prompt for one in answered)
     num_cached = sum(one.num_cached for one in answered)

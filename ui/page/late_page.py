@@ -12,15 +12,12 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.responses import FileResponse, HTMLResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hotcold.model.errors import HotcoldError
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.errors import unavailable
 from hotcold.ui.api.served_models import ServedModels
-from hotcold.ui.page import ASSETS
-from hotcold.ui.page.routes import require_allowed
 
 _LOGGER = logging.getLogger("hotcold.serve")
 _BUILDING = threading.Lock()  # what Gradio builds a page of is the process's, not the thread's
@@ -41,7 +38,10 @@ def late_pages(models: ServedModels) -> dict[str, Callable[[], Any]]:
 
 
 class LatePage:
-    """Serves what `build` returns, a gradio.Blocks, as `mount_page` adds it to a server."""
+    """Serves what `build` returns, a gradio.Blocks, as `mount_page` adds it to a server.
+
+    `PageRoutes` stand before it.
+    """
 
     def __init__(self, build: Callable[[], Any], path: str) -> None:
         """`path`: where the page is mounted."""
@@ -53,17 +53,11 @@ class LatePage:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request; others are answered meanwhile.
 
-        Errors:  ApiError 404, or 503 where it cannot be built; the next view tries again
+        Errors:  ApiError 503 where it cannot be built; the next view tries again
         """
-        path = require_allowed(scope)
-        if scope["method"] == "HEAD":  # of a monitor
-            await HTMLResponse()(scope, receive, send)
-        elif path == "/favicon.ico":  # of a browser that shows /health
-            await FileResponse(ASSETS / "favicon.svg")(scope, receive, send)
-        else:
-            async with self._one_at_a_time:
-                self._page = self._page or await self._built()
-            await self._page(scope, receive, send)
+        async with self._one_at_a_time:
+            self._page = self._page or await self._built()
+        await self._page(scope, receive, send)
 
     async def _built(self) -> ASGIApp:
         try:

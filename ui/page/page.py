@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from starlette.routing import Mount
 
 from hotcold.actors.protocol.messages import SystemConfig
 from hotcold.actors.setup.preflight import read_model
@@ -21,7 +20,6 @@ from hotcold.ui.page import asset, styles
 from hotcold.ui.page.chat import MAX_VISITORS, Chat
 from hotcold.ui.page.chat_settings import settings_form
 from hotcold.ui.page.placement_tab import placement_tab
-from hotcold.ui.page.routes import PageRoutes
 from hotcold.ui.telemetry import telemetry_json
 
 
@@ -34,8 +32,7 @@ def build_page(backend: Backend, paths: Mapping[str, str] | None = None) -> gr.B
     settings, described = backend.settings, backend.described
     path = Path(described.model_path)
     config = read_config(path)
-    tokenizer = backend.prompts.tokenizer
-    is_chat = tokenizer is not None and tokenizer.has_chat_template
+    is_chat = backend.has_chat_template
     chat = Chat(backend, described.model_path, is_chat)
     longest = min(described.context_length - 1, settings.max_tokens)
     with gr.Blocks(title=f"{settings.model_name} – hotcold", analytics_enabled=False) as page:
@@ -77,10 +74,10 @@ def _bar(model_name: str, described: SystemConfig, paths: Mapping[str, str]) -> 
 
 
 def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
-    """Add the page to a FastAPI app, with its theme and only the routes that it needs."""
+    """Add the page to a FastAPI app, with its theme and all of Gradio's routes."""
     mono = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": mono}
-    app = gr.mount_gradio_app(
+    return gr.mount_gradio_app(
         app,
         page,
         path,
@@ -93,9 +90,6 @@ def mount_page(app: Any, page: gr.Blocks, path: str = "/") -> Any:
         mcp_server=False,
         run_history=False,
     )
-    mounted = [route for route in app.routes if isinstance(route, Mount)][-1]
-    mounted.app = PageRoutes(mounted.app)
-    return app
 
 
 def live_panel(backend: Backend, config: ModelConfig) -> gr.HTML:

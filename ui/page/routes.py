@@ -11,10 +11,12 @@ from typing import Any
 
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.connections import IS_STREAM
+from hotcold.ui.page import ASSETS
 
 _FILE = r"[\w@.-]+(/[\w@.-]+)*"
 _STREAM = re.compile(r"/gradio_api/(queue/data|heartbeat/\w+)")
@@ -35,15 +37,6 @@ def is_allowed(method: str, path: str) -> bool:
     return allowed is not None and allowed.fullmatch(path) is not None and "/.." not in path
 
 
-def require_allowed(scope: Scope) -> str:
-    """The path from where the page is mounted, if it needs the request. Errors: ApiError 404."""
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    if scope["type"] != "http" or not is_allowed(scope["method"], path):
-        text = "there is no such route; /openapi.json lists those of the API"
-        raise ApiError(404, text, code="route_refused")
-    return path
-
-
 def names_a_file(value: Any) -> bool:
     """Whether an event's JSON holds a file of Gradio's: an object with path and meta."""
     found = [value]
@@ -62,20 +55,27 @@ class PageRoutes:
     """Passes the page's requests on to Gradio's application."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """`app` is Gradio's."""
+        """`app` is Gradio's, or makes that at the first of these requests."""
         self._app = app
         # Gradio compresses scripts and styles, but not the page, which is large.
         self._compressed = GZipMiddleware(app)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI request. Errors: ApiError 404."""
-        path = require_allowed(scope)
+        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or not is_allowed(scope["method"], path):
+            text = "there is no such route; /openapi.json lists those of the API"
+            raise ApiError(404, text, code="route_refused")
+        if scope["method"] == "HEAD":  # of a monitor
+            return await HTMLResponse()(scope, receive, send)
+        if path == "/favicon.ico":  # of a browser that shows /health
+            return await FileResponse(ASSETS / "favicon.svg")(scope, receive, send)
         app = self._compressed if path == "/" else self._app
         if _STREAM.fullmatch(path):
             scope.setdefault("state", {})[IS_STREAM] = True
         if scope["method"] == "POST":
             receive = await _without_files(scope, receive)
-        await app(scope, receive, send)
+        return await app(scope, receive, send)
 
 
 async def _without_files(scope: Scope, receive: Receive) -> Receive:

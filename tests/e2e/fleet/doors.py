@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 from ray import serve
 
-from hotcold.ui.fleet.application import FleetArgs, application
+from hotcold.ui.fleet.application import application
+from hotcold.ui.fleet.arguments import FleetArgs
 
 KEYS = ("first-key-of-the-fleet", "other-key-of-the-fleet")
 OPTIONS = {"threads": 1, "context": 512, "parallel": 2}

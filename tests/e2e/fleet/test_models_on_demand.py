@@ -18,7 +18,8 @@ from tests.e2e.page_visit import QUESTION, ask, wait_for_answer
 pytest.importorskip("ray.serve")
 from ray import serve
 
-from hotcold.ui.fleet.application import NAME, FleetArgs, application
+from hotcold.ui.fleet.application import NAME, application
+from hotcold.ui.fleet.arguments import FleetArgs
 from tests.e2e.fleet.doors import ON_DEMAND, asked, until
 
 

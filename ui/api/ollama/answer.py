@@ -29,20 +29,14 @@ class _Lines(sse.LineStream):
     keep_alive = b" "
 
 
-async def generate(backend: Backend, body: OllamaGenerate) -> Response | Line:
-    """Answer a prompt, as Ollama does: a line of JSON a piece, unless `stream` is false."""
-    return await _answer(backend, body)
-
-
-async def chat(backend: Backend, body: OllamaChat) -> Response | Line:
-    """Answer a conversation, as Ollama does: a line of JSON a piece."""
-    return await _answer(backend, body)
-
-
-async def _answer(backend: Backend, body: Body) -> Response | Line:
-    if body.is_load:
-        return await _loaded_or_ended(backend, body)
-    return await answer_of(OllamaAnswer(backend, body), body.stream is not False)
+async def answer(backend: Backend, body: Body) -> Response | Line:
+    """Answer as Ollama does: a line of JSON a piece, or all at once where `stream` is false."""
+    if not body.is_load:
+        return await answer_of(OllamaAnswer(backend, body), body.stream is not False)
+    stays = backend.keep(body.stays)
+    if stays:
+        await backend.ready()
+    return _line(body) | {"done": True, "done_reason": "load" if stays else "unload"}
 
 
 class OllamaAnswer(Answer):
@@ -126,14 +120,6 @@ class OllamaAnswer(Answer):
             "eval_count": len(result.ids),
             "eval_duration": new_ns,
         }
-
-
-async def _loaded_or_ended(backend: Backend, body: Body) -> Line:
-    """Load the model, or with `keep_alive` 0 unload it, and return that. Errors: as `ready`."""
-    stays = backend.keep(body.stays)
-    if stays:
-        await backend.ready()
-    return _line(body) | {"done": True, "done_reason": "load" if stays else "unload"}
 
 
 def _line(body: Body, text: str = "", logprobs: Sequence[Line] = (), **more: Any) -> Line:

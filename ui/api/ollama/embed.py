@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.api.embeddings import embeddings, prompts_to_embed, unit
+from hotcold.ui.api.embeddings import prompts_to_embed, start, unit, vectors
 from hotcold.ui.api.ollama.schemas import OllamaEmbed, OllamaEmbeddings
 
 _MAX_CHARS_A_TOKEN = 1000  # more are cut before encoding, which would take minutes
@@ -21,13 +21,14 @@ async def embed_texts(backend: Backend, body: OllamaEmbed) -> dict[str, Any]:
     if body.truncate is not False:
         texts = await backend.in_thread(lambda unwanted: _cut(backend, texts, unwanted))
     prompts = await prompts_to_embed(backend, texts)
+    answers = await start(backend, prompts)
     load_ns = time.monotonic_ns() - started_ns
-    found = await embeddings(backend, prompts)
-    vectors = await asyncio.to_thread(lambda: [unit(one, body.dimensions) for one in found])
+    found = await vectors(answers)
+    units = await asyncio.to_thread(lambda: [unit(one, body.dimensions) for one in found])
     backend.keep(body.stays)
     return {
         "model": body.wanted,
-        "embeddings": vectors,
+        "embeddings": units,
         "total_duration": time.monotonic_ns() - started_ns,
         "load_duration": load_ns,
         "prompt_eval_count": sum(map(len, prompts)),
@@ -37,9 +38,9 @@ async def embed_texts(backend: Backend, body: OllamaEmbed) -> dict[str, Any]:
 async def embed_text(backend: Backend, body: OllamaEmbeddings) -> dict[str, Any]:
     """The vector of one text, as older clients of Ollama ask for it."""
     texts = [body.prompt] if body.prompt else []
-    vectors = await embeddings(backend, await prompts_to_embed(backend, texts))
+    found = await vectors(await start(backend, await prompts_to_embed(backend, texts)))
     backend.keep(body.stays)
-    return {"embedding": vectors[0] if vectors else []}
+    return {"embedding": found[0] if found else []}
 
 
 def _cut(backend: Backend, texts: list[str], unwanted: threading.Event) -> list[list[int]]:

@@ -11,10 +11,10 @@ from typing import Any
 from hotcold.model.errors import HotcoldError
 from hotcold.model.sampling import PARAMETERS
 from hotcold.ui.api.backend import Backend
-from hotcold.ui.api.model_facts import Facts, facts_of, known_facts, planned_bytes
+from hotcold.ui.api.model_facts import Facts, facts_of, planned_bytes
 from hotcold.ui.api.ollama.schemas import OllamaShow, written
+from hotcold.ui.api.served_models import TAG
 
-TAG = ":latest"  # what a name without a tag has in Ollama
 _NEVER = "2262-04-11T23:47:16Z"  # the last whole second of a date in nanoseconds
 
 
@@ -22,7 +22,7 @@ async def listed(backends: Iterable[Backend]) -> dict[str, Any]:
     """All models, loaded or not; without their files' facts where these cannot be read."""
     found = []
     for backend in backends:
-        facts = await known_facts(backend)
+        facts = await facts_of(backend)
         more = {"modified_at": written(facts.modified_at), "capabilities": _capabilities(backend)}
         found.append(_described(backend, facts, facts.stored_bytes) | more)
     return {"models": found}
@@ -34,7 +34,7 @@ async def running(backends: Iterable[Backend]) -> dict[str, Any]:
     for backend in backends:
         if not backend.is_loaded:
             continue
-        facts, system, size = await known_facts(backend), backend.config, 0
+        facts, system, size = await facts_of(backend), backend.config, 0
         with suppress(HotcoldError, OSError):
             size = await asyncio.to_thread(planned_bytes, system)
         more = {
@@ -49,7 +49,7 @@ async def running(backends: Iterable[Backend]) -> dict[str, Any]:
 async def show(backend: Backend, body: OllamaShow) -> dict[str, Any]:
     """What a model is."""
     facts, defaults = await facts_of(backend), backend.defaults
-    config = facts.config
+    config, tokenizer = facts.config, backend.prompts.tokenizer
     own = [name for name, one in PARAMETERS.items() if one.is_models]
     sampled = {name: getattr(defaults, name) for name in own}
     parameters = "\n".join(f"{name:<30} {value:g}" for name, value in sampled.items())
@@ -72,7 +72,8 @@ async def show(backend: Backend, body: OllamaShow) -> dict[str, Any]:
     return {
         "modelfile": f"FROM {backend.settings.model_name}\n",
         "parameters": parameters,
-        "template": _template(backend),
+        # In Jinja's language, and not in Go's; without one, Ollama's own.
+        "template": (tokenizer and tokenizer.chat_template) or "{{ .Prompt }}",
         "details": _details(backend, facts),
         "model_info": {
             "general.architecture": config.family,
@@ -99,7 +100,7 @@ def _details(backend: Backend, facts: Facts) -> dict[str, Any]:
         "format": "gguf" if Path(backend.config.model_path).is_file() else "safetensors",
         "family": config.family,
         "families": [config.family],
-        "parameter_size": _short(facts.num_parameters),
+        "parameter_size": _short(facts.num_parameters) if facts.num_parameters else "",
         "quantization_level": (backend.config.weight_dtype or facts.format_name).upper(),
         "context_length": backend.prompts.context_length,
         "embedding_length": config.hidden_size,
@@ -112,17 +113,6 @@ def _capabilities(backend: Backend) -> list[str]:
     return [*found, "thinking"] if backend.thinks else found
 
 
-def _template(backend: Backend) -> str:
-    """The chat template, in Jinja's language and not in Go's; without one, Ollama's own."""
-    tokenizer = backend.prompts.tokenizer
-    found = None if tokenizer is None else tokenizer.chat_template
-    return found or "{{ .Prompt }}"
-
-
 def _short(count: int) -> str:
-    """A count as Ollama writes it, such as 7.6B or 134.52M; "" for none."""
-    if not count:
-        return ""
-    if count >= 10**9:
-        return f"{count / 1e9:.1f}B"
-    return f"{count / 1e6:.2f}M" if count >= 10**6 else f"{count / 1e3:.2f}K"
+    """A count as Ollama writes it, such as 7.6B or 134.52M."""
+    return f"{count / 1e9:.1f}B" if count >= 10**9 else f"{count / 1e6:.2f}M"

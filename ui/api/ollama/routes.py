@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 
-from hotcold.ui.api.backend import Backend
-from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.ollama import models as facts
-from hotcold.ui.api.ollama.answer import chat, generate
+from hotcold.ui.api.ollama.answer import answer
 from hotcold.ui.api.ollama.embed import embed_text, embed_texts
 from hotcold.ui.api.ollama.schemas import (
     OllamaChat,
     OllamaEmbed,
     OllamaEmbeddings,
     OllamaGenerate,
-    OllamaModel,
     OllamaShow,
 )
 from hotcold.ui.api.routes import Route, add_routes
@@ -24,8 +21,8 @@ from hotcold.ui.api.served_models import ServedModels
 
 _VERSION = "0.32.15"  # of Ollama's API: clients check it before they use newer parts
 ROUTES = (
-    Route("/api/generate", OllamaGenerate, generate),
-    Route("/api/chat", OllamaChat, chat),
+    Route("/api/generate", OllamaGenerate, answer),
+    Route("/api/chat", OllamaChat, answer),
     Route("/api/embed", OllamaEmbed, embed_texts),
     Route("/api/embeddings", OllamaEmbeddings, embed_text),
     Route("/api/show", OllamaShow, facts.show),
@@ -34,7 +31,7 @@ ROUTES = (
 
 def add_ollama(app: FastAPI, models: ServedModels) -> None:
     """Add the routes to `app`."""
-    add_routes(app, ROUTES, lambda request, body: _choose(models, request, body))
+    add_routes(app, ROUTES, lambda request, body: models.choose(request, body.wanted))
 
     @app.get("/api/version")
     async def version() -> dict[str, Any]:
@@ -50,15 +47,3 @@ def add_ollama(app: FastAPI, models: ServedModels) -> None:
     async def running() -> dict[str, Any]:
         """The models that are loaded."""
         return await facts.running(models.backends)
-
-
-def _choose(models: ServedModels, request: Request, body: OllamaModel) -> Backend:
-    """The model of a request; its name may have the tag that Ollama adds.
-
-    Errors:  ApiError 400 and 404
-    """
-    names, name = {backend.name for backend in models.backends}, body.wanted
-    plain = name if name in names else name.removesuffix(facts.TAG)
-    if plain not in names:
-        raise ApiError(404, f"model {name[:100]!a} not found", code="model_not_found")
-    return models.choose(request, plain)

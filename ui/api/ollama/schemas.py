@@ -14,7 +14,6 @@ from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
 
 # As Go writes durations. Nothing that was read is given back: there is one way to read a time.
 _UNIT = r"(?:ns|[uµμ]s|ms|s|m|h)"
-_NO_TIME = re.compile(rf"0|(?:[+-]?0++(?:\.0*+)?+{_UNIT})++")
 _TIME = re.compile(rf"[+-]?(?:\d++(?:\.\d*+)?+|(?:(?:\d++(?:\.\d*+)?+|\.\d++){_UNIT})++)")
 _MAX_INPUTS = 2048
 
@@ -61,7 +60,7 @@ class OllamaRequest(OllamaModel):
     def stays(self) -> bool:
         """Whether the model stays loaded after this request."""
         given = self.keep_alive
-        return not (_NO_TIME.fullmatch(given) if isinstance(given, str) else given == 0)
+        return given is None or any(digit in str(given) for digit in "123456789")
 
 
 class _Answered(OllamaRequest):

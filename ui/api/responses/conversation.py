@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -64,16 +63,14 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 def offered(body: ResponsesRequest) -> dict[str, Offered]:
     """The tools that an answer may call, by flat name. Errors: ApiError 400: two have one."""
-    own = list(_offered(body.tools or ()))
-    found = {one.flat_name: one for one in own}
-    if len(found) < len(own):
-        names = Counter(one.flat_name for one in own)
-        (name, _), *_ = names.most_common(1)
-        text = (
-            f"two of the tools are {name[:100]!a}, as the model calls them: the name of a "
-            "namespace stands before those of its tools; rename one"
-        )
-        raise ApiError(400, text, param="tools")
+    found: dict[str, Offered] = {}
+    for one in _offered(body.tools or ()):
+        if found.setdefault(one.flat_name, one) is not one:
+            text = (
+                f"two of the tools are {one.flat_name[:100]!a}, as the model calls them: the name "
+                "of a namespace stands before those of its tools; rename one"
+            )
+            raise ApiError(400, text, param="tools")
     return found
 
 

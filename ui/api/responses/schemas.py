@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator
 from hotcold.ui.api.cached import Cached
 from hotcold.ui.api.drawn import Drawn
 from hotcold.ui.api.fields import MAX_TOOLS, AnyJson, NewTokens, StrictModel
-from hotcold.ui.api.parts import Declined, LeftOut
+from hotcold.ui.api.parts import Content
 from hotcold.ui.api.schemas import Reasoning
 from hotcold.ui.api.tools.schemas import Function, NamedFunction
 
@@ -21,29 +21,19 @@ MAX_ITEMS = 10_000
 _MAX_METADATA = 16
 
 
-class InputText(StrictModel):
-    """A part of a message or of a tool's result."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-_Text = str | Annotated[list[InputText | Declined | LeftOut], Field(fail_fast=True)]
-
-
 class InputMessage(StrictModel):
     """A message of any role."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: _Text
+    content: Content
 
 
 class AgentMessage(StrictModel):
     """What one of Codex's agents tells another."""
 
     type: Literal["agent_message"]
-    content: _Text | None = None
+    content: Content | None = None
 
 
 class InputCall(StrictModel):
@@ -71,7 +61,7 @@ class InputResult(StrictModel):
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str | None = None
-    output: _Text
+    output: Content
 
 
 class ReasoningItem(StrictModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -21,7 +21,7 @@ Rules = Callable[[str], str]
 _BLANKS = " ?"
 _GAP = r"[ \t\r\n]{0,4}"
 _ANY_TEXT = r"(.|\n)*"
-_ANY_KEY = r"[a-zA-Z0-9_.:-]{1,100}"
+_ANY_KEY = r"[a-zA-Z0-9_.-]{1,100}"  # without the colon that ends it in Gemma's form
 _MAX_DEPTH = 12  # of objects that are not JSON
 _MAX_RULES = 400  # of one function
 _MAX_CACHED = 1 << 14  # characters of a schema whose rules are cached
@@ -78,40 +78,39 @@ class _Writer:
 
     def arguments(self) -> list[str]:
         """All rules, of which the first is of all arguments."""
-        properties = self._schema.get("properties")
-        is_plain = not {"anyOf", "oneOf", "allOf", "$ref"} & self._schema.keys()
-        if not isinstance(properties, Mapping) or not is_plain:
-            if not is_plain:
-                self._lose(WHOLE)
-            properties = {}
-        required = [key for key in self._schema.get("required", ()) if key in properties]
-        others = self._schema.get("additionalProperties", True)
-        if isinstance(others, Mapping) and others:
-            self._lose("additionalProperties")
-        given = list(self._members(properties, required))
-        may_be_more = others is not False or not is_plain
+        schema = self._schema
+        if {"anyOf", "oneOf", "allOf", "$ref"} & schema.keys():
+            self._lose(WHOLE)
+            schema = {}
         if isinstance(self._form, Tagged):
+            given, more = self._members("@@", schema, {}, self._tagged)
             parts = [one if is_needed else f"({one})?" for one, is_needed in given]
-            parts += [f"({self._tagged('@@_more', _ANY_KEY, {})})*"] if may_be_more else []
-            self._rules.insert(0, f"arguments_@@: {' '.join(parts) or '/()/'}")
+            parts += [f"({more})*"] if more else []
+            told = " ".join(parts) or "/()/"
         else:
-            more = self._pair("@@_more", _ANY_KEY, {}, 0) if may_be_more else None
-            listed = self._listed("@@", given, more)
-            braces = ("/\\{/", "/\\}/") if self._form is GEMMA else ("", "")
-            self._rules.insert(0, f"arguments_@@: {braces[0]} {listed} {braces[1]}")
-        return self._rules
+            pair = partial(self._pair, depth=0)
+            told = self._listed("@@", *self._members("@@", schema, {}, pair))
+            told = f"/\\{{/ {told} /\\}}/" if self._form is GEMMA else told
+        return [f"arguments_@@: {told}", *self._rules]
 
     def _members(
-        self, properties: Mapping[str, Any], required: Sequence[str]
-    ) -> Iterator[tuple[str, bool]]:
+        self,
+        name: str,
+        schema: Mapping[str, Any],
+        other: dict[str, Any],
+        write: Callable[[str, str, Any], str],
+    ) -> tuple[list[tuple[str, bool]], str | None]:
+        """Each member that is declared, and whether it is needed; and any other, of `other`."""
+        properties, required = _mapping(schema.get("properties")), schema.get("required") or ()
+        others = schema.get("additionalProperties", True)
+        if isinstance(others, Mapping) and others:
+            self._lose("additionalProperties")
         keys = sorted(properties, key=str.lower) if self._form is GEMMA else list(properties)
-        for number, key in enumerate(keys):
-            name, pattern = f"@@_{number}", exactly(key)
-            if isinstance(self._form, Tagged):
-                one = self._tagged(name, pattern, properties[key])
-            else:
-                one = self._pair(name, pattern, properties[key], 0)
-            yield one, key in required
+        given = [
+            (write(f"{name}_{at}", exactly(key), properties[key]), key in required)
+            for at, key in enumerate(keys)
+        ]
+        return given, None if others is False else write(f"{name}_m", _ANY_KEY, other)
 
     def _listed(self, name: str, members: Sequence[tuple[str, bool]], more: str | None) -> str:
         """Members in order with commas between; those that are not needed may be left out."""
@@ -189,20 +188,12 @@ class _Writer:
         return f"value_{name}"
 
     def _object(self, name: str, schema: Any, depth: int) -> str:
-        properties = _mapping(schema).get("properties")
         if self._is_too_deep(depth):
             self._lose(WHOLE)
             return r"/\{\}/"
-        if not isinstance(properties, Mapping):
-            more = self._pair(f"{name}_m", _ANY_KEY, _ANY_PLAIN, depth + 1)
-            self._rules.append(f"object_{name}: /\\{{/ ({more} (/,[ ]?/ {more})*)? /\\}}/")
-            return f"object_{name}"
-        required = _mapping(schema).get("required") or ()
-        given = [
-            (self._pair(f"{name}_{at}", exactly(key), properties[key], depth + 1), key in required)
-            for at, key in enumerate(sorted(properties, key=str.lower))
-        ]
-        self._rules.append(f"object_{name}: /\\{{/ {self._listed(name, given, None)} /\\}}/")
+        pair = partial(self._pair, depth=depth + 1)
+        members = self._members(name, _mapping(schema), _ANY_PLAIN, pair)
+        self._rules.append(f"object_{name}: /\\{{/ {self._listed(name, *members)} /\\}}/")
         return f"object_{name}"
 
     def _array(self, name: str, schema: Any, depth: int) -> str:

@@ -4,12 +4,6 @@ const POLL_MS = 500;
 const QUIET_POLLS = 4; // without a running request, then it stops asking
 const POLLS_LEFT_OUT = 9; // after an error
 
-function make(tag, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
-}
-
 const KINDS = ["hot", "computed", "gate", "skipped"];
 const WORDS = ["hot, on the GPU", "cold, computed", "cold, only its gate", "cold, skipped"];
 // Without a GPU there is no hot neuron, so none has to be called cold.
@@ -28,12 +22,10 @@ const canvas = element.querySelector("canvas");
 const number = (value, options) => value.toLocaleString("en", options);
 const fixed = (value, digits) => number(value, { minimumFractionDigits: digits, maximumFractionDigits: digits });
 const percent = (share, digits = 1) => `${fixed(100 * share, digits)}%`;
-const coloured = (tag, kind) => {
-  const made = make(tag);
-  made.style.background = `var(--${kind})`;
-  return made;
-};
-const row = (...cells) => make("tr", {}, ...cells.map((each) => (each instanceof Node ? each : make("td", {}, each))));
+// HTML of what the system tells of itself, which is no visitor's text.
+const dot = (kind) => `<i style="background: var(--${kind})"></i>`;
+const row = (...cells) => `<tr><td>${cells.join("<td>")}`;
+const fill = (name, parts) => (find(name).innerHTML = parts.join(""));
 const sum = (counts) => counts.reduce((all, count) => all + count, 0);
 const cell = { layer: 0, bucket: 0, chosen: false };
 let latest = null;
@@ -110,12 +102,9 @@ function showMap() {
   const kinds = kindsOf(latest.map);
   const totals = drawMap(latest.map);
   const all = sum(totals) || 1;
-  const item = ({ kind, words, index }) => {
-    const count = make("span", {}, fixed(totals[index], view() === "last" ? 0 : 1));
-    count.dataset.count = kind;
-    return make("li", {}, coloured("i", kind), `${words}: `, count);
-  };
-  find("legend").replaceChildren(...kinds.map(item));
+  const count = (index) => fixed(totals[index], view() === "last" ? 0 : 1);
+  const item = ({ kind, words, index }) => `<li>${dot(kind)}${words}: <span data-count="${kind}">${count(index)}</span>`;
+  fill("legend", kinds.map(item));
   const words = kinds.map((each) => `${each.words} ${percent(totals[each.index] / all)}`);
   const what = view() === "chosen" ? "experts chosen" : `${view()} token`;
   canvas.ariaLabel = `Neuron map, ${what}: ${words.join(", ")}`;
@@ -163,18 +152,14 @@ function showStep({ per_step_ms: times, bytes, sizes }) {
   find("idle").hidden = total > 0;
   find("steps").hidden = total === 0;
   find("step").textContent = total ? total.toPrecision(3) : "–";
-  const piece = (part) => {
-    const made = coloured("div", part);
-    made.style.width = `${(100 * times[part]) / total}%`;
-    return made;
-  };
+  const piece = (part) => `<div style="background: var(--${part}); width: ${(100 * times[part]) / total}%"></div>`;
   const line = (part) => {
     const read = bytes[part] || 0;
     const reads = read ? [sizes[part], `${fixed(read / times[part] / 1e6, 1)} GB/s`] : ["", ""];
-    return row(make("td", {}, coloured("i", part), PARTS[part]), `${fixed(times[part], 2)} ms`, ...reads);
+    return row(dot(part) + PARTS[part], `${fixed(times[part], 2)} ms`, ...reads);
   };
-  find("bar").replaceChildren(...parts.map(piece));
-  find("parts").replaceChildren(...parts.map(line));
+  fill("bar", parts.map(piece));
+  fill("parts", parts.map(line));
 }
 
 function showCaches({ reads, ...found }) {
@@ -192,18 +177,17 @@ function showCaches({ reads, ...found }) {
       ["waiting for storage", `${percent(reads.wait_share)} of the time`],
     );
   }
-  find("caches").replaceChildren(...lines.map((line) => row(...line)));
+  fill("caches", lines.map((line) => row(...line)));
 }
 
 function showActors({ actors, memory }) {
   const line = ({ name, state, pid, device, memory: size }) => {
     const isOnCpu = name === "gpu" && device === "cpu";
     const process = pid > 0 ? [pid, device || "–", size] : ["–", device || "–", "–"];
-    const made = row(isOnCpu ? "attention" : name, `${MARKS[state]} ${state}`, ...process);
-    made.dataset.actor = name;
-    return made;
+    const told = row(isOnCpu ? "attention" : name, `${MARKS[state]} ${state}`, ...process);
+    return told.replace("<tr", `<tr data-actor="${name}"`);
   };
-  find("actors").replaceChildren(...actors.map(line));
+  fill("actors", actors.map(line));
   find("memory").textContent = `This machine: ${memory} in use.`;
 }
 
