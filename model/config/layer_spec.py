@@ -11,18 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from hotcold.model.config.activations import ActivationFn
-from hotcold.model.config.layer_order import (
-    FIRST_FFN,
-    OUTPUT_NORM,
-    PARALLEL,
-    PARALLEL_SHARED_NORM,
-    POST_NORM,
-    PRE_AND_OUTPUT_NORM,
-    PRE_NORM,
-    SCALED_OUTPUT,
-    SECOND_FFN,
-    LayerOrder,
-)
+from hotcold.model.config.layer_order import LayerOrder
 
 if TYPE_CHECKING:
     from hotcold.model.config.model_config import ModelConfig
@@ -266,17 +255,18 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def _order(config: ModelConfig, layer: int) -> LayerOrder:
-    if config.has_ffn_pairs:
-        return SECOND_FFN if layer % 2 else FIRST_FFN
-    if config.post_norm:
-        return POST_NORM
-    if config.parallel_ffn:
-        return PARALLEL if config.has_ffn_norm else PARALLEL_SHARED_NORM
-    if config.has_output_scale:
-        return SCALED_OUTPUT
-    if config.has_output_norms:
-        return PRE_AND_OUTPUT_NORM if config.has_norm else OUTPUT_NORM
-    return PRE_NORM
+    begins_pair = config.has_ffn_pairs and layer % 2 == 0
+    return LayerOrder(
+        norms_input=config.has_norm and not config.post_norm,
+        norms_sum=config.post_norm,
+        is_parallel=config.parallel_ffn,
+        norms_ffn_input=config.has_ffn_norm and not config.post_norm,
+        norms_output=config.post_norm,
+        scales_output=config.has_output_scale and not begins_pair,
+        begins_pair=begins_pair,
+        ends_pair=config.has_ffn_pairs and not begins_pair,
+        norms_added=config.has_output_norms,
+    )
 
 
 def _kv_layer(config: ModelConfig, layer: int) -> int:
