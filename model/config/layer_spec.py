@@ -7,7 +7,7 @@ record (`numba_kernels/layer_record.py`), filled by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hotcold.model.config.activations import ActivationFn
@@ -236,8 +236,10 @@ class LayerSpec:
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """Return the layers of a model."""
-    heads = config.layer_heads or (config.heads,) * config.num_layers
+    heads = [*(config.layer_heads or (config.heads,) * config.num_layers)]
     recurrent = dict.fromkeys(config.recurrent_layers, config.recurrent)
+    for layer in recurrent:
+        heads[layer] = replace(config.heads, num_heads=0, num_kv_heads=0)
     return tuple(
         LayerSpec(
             attention=_attention(config, layer, own),
@@ -297,10 +299,11 @@ def _recurrent_sizes(config: ModelConfig, recurrent: RecurrentSpec) -> tuple[int
 
 def _attention(config: ModelConfig, layer: int, heads: HeadSizes) -> AttentionSpec:
     ropes = config.layer_ropes or (0 if config.ropes else -1,) * config.num_layers
+    rope = ropes[layer] if heads.num_heads else -1
     return AttentionSpec(
         **vars(heads),
-        rope=ropes[layer],
-        query_rope=ropes[layer] if config.query_rope < 0 else config.query_rope,
+        rope=rope,
+        query_rope=rope if config.query_rope < 0 else config.query_rope,
         window=config.windows[layer] if config.windows else 0,
         scale=config.attention_scale or heads.head_dim**-0.5,
         softcap=config.attention_softcap,

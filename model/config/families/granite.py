@@ -27,7 +27,7 @@ from hotcold.model.config.families.tensor_names import (
 )
 from hotcold.model.config.gguf_metadata import Metadata, gated_values, head_dim, recurrent_kinds
 from hotcold.model.config.json_reader import ConfigReader
-from hotcold.model.config.layer_spec import HeadSizes, RecurrentSpec
+from hotcold.model.config.layer_spec import RecurrentSpec
 from hotcold.model.config.model_config import ExpertsConfig, ModelConfig
 from hotcold.model.errors import shown
 
@@ -108,25 +108,23 @@ def _hybrid_fields(reader: ConfigReader) -> dict[str, Any]:
         dense = ConfigReader({**reader.values, "intermediate_size": size}, reader.source)
         splits = reader.boolean("splits_shared_mlp", False)  # of GGUF files alone
         fields = {**_granite_fields(dense, "nope"), "fused_gate_up": not splits}
-    return {**fields, **_mamba_fields(reader, fields)}
+    return {**fields, **_mamba_fields(reader, fields["hidden_size"])}
 
 
-def _mamba_fields(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    """What layers of Mamba-2 change of `fields`: nothing where there are none."""
+def _mamba_fields(reader: ConfigReader, hidden: int) -> dict[str, Any]:
+    """Fields of layers of Mamba-2: {} where there are none."""
     layers, kinds = num_layers(reader), reader.values.get("layer_types")
     known = {*_ATTENTION, *_MAMBA}
     if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - known:
         raise reader.fail(
             "layer_types", f"is {shown(kinds, 60)}; give attention or mamba for each layer"
         )
-    inner = reader.integer("mamba_expand", 2, high=1 << 10) * fields["hidden_size"]
-    return mamba_fields(reader, fields, [kind in _MAMBA for kind in kinds], inner)
+    inner = reader.integer("mamba_expand", 2, high=1 << 10) * hidden
+    return mamba_fields(reader, [kind in _MAMBA for kind in kinds], inner)
 
 
-def mamba_fields(
-    reader: ConfigReader, fields: dict[str, Any], is_mamba: Sequence[bool], inner: int
-) -> dict[str, Any]:
-    """What layers of Mamba-2 with so many values change of `fields`.
+def mamba_fields(reader: ConfigReader, is_mamba: Sequence[bool], inner: int) -> dict[str, Any]:
+    """Return fields of layers of Mamba-2 with so many values; {} where there are none.
 
     Errors:  ConfigError for sizes that do not divide, and what is not supported
     """
@@ -146,12 +144,6 @@ def mamba_fields(
     limits = reader.values.get("time_step_limit")
     if limits not in (None, *([0.0, infinity] for infinity in _INFINITIES)):
         raise reader.fail("time_step_limit", f"is {shown(limits, 60)}, which is not supported")
-    dim = fields["head_dim"]
-    own = HeadSizes(
-        num_heads=fields["num_heads"], num_kv_heads=fields["num_kv_heads"], head_dim=dim
-    )
-    none = HeadSizes(num_heads=0, num_kv_heads=0, head_dim=dim)
-    ropes = fields["layer_ropes"] or (0,) * len(is_mamba)
     return {
         "recurrent": RecurrentSpec(
             kind="mamba",
@@ -163,10 +155,6 @@ def mamba_fields(
             has_conv_bias=reader.boolean("mamba_conv_bias", True),
         ),
         "recurrent_layers": recurrent,
-        "layer_heads": tuple(none if one else own for one in is_mamba),
-        "layer_ropes": tuple(
-            -1 if one else rope for one, rope in zip(is_mamba, ropes, strict=True)
-        ),
     }
 
 

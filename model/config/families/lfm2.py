@@ -31,7 +31,7 @@ from hotcold.model.config.gguf_metadata import (
     recurrent_kinds,
 )
 from hotcold.model.config.json_reader import ConfigReader
-from hotcold.model.config.layer_spec import HeadSizes, RecurrentSpec
+from hotcold.model.config.layer_spec import RecurrentSpec
 from hotcold.model.config.model_config import ExpertsConfig
 from hotcold.model.config.rope import read_rope
 from hotcold.model.errors import shown
@@ -83,30 +83,23 @@ def _fields(reader: ConfigReader, ffn_size: int) -> dict[str, Any]:
     own = {"intermediate_size": ffn_size, "rms_norm_eps": epsilon, "hidden_act": "silu"}
     rope = read_rope(reader, max_positions(reader), theta=_THETA)
     fields = llama_fields(ConfigReader({**reader.values, **own}, reader.source), ropes=(rope,))
-    kinds, dim, hidden = _kinds(reader), fields["head_dim"], fields["hidden_size"]
-    heads = HeadSizes(
-        num_heads=fields["num_heads"], num_kv_heads=fields["num_kv_heads"], head_dim=dim
-    )
-    none = HeadSizes(num_heads=0, num_kv_heads=0, head_dim=dim)
-    size = gcd(hidden, 64)
+    size = gcd(fields["hidden_size"], 64)
     spec = RecurrentSpec(
         kind="conv",
         num_key_heads=0,
-        num_value_heads=hidden // size,
+        num_value_heads=fields["hidden_size"] // size,
         key_dim=0,
         value_dim=size,
         conv_size=reader.integer("conv_L_cache", 3, high=32),
     )
     tied = reader.boolean("tie_word_embeddings", True)
-    convs = tuple(layer for layer, kind in enumerate(kinds) if kind == "conv")
+    convs = tuple(layer for layer, kind in enumerate(_kinds(reader)) if kind == "conv")
     return {
         **fields,
         "qk_norm": "head",
         "tied_embeddings": reader.boolean("tie_embedding", tied),
         "recurrent": spec if convs else None,
         "recurrent_layers": convs,
-        "layer_heads": tuple(none if kind == "conv" else heads for kind in kinds),
-        "layer_ropes": tuple(-(kind == "conv") for kind in kinds),
     }
 
 

@@ -91,7 +91,7 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
     }
     heads, size = (("mamba_n_heads", 128), ("mamba_d_head", 64))
     inner = own.integer(*heads, high=MAX_WIDTH) * own.integer(*size, high=MAX_WIDTH)
-    fields |= mamba_fields(own, fields, [mixer == _MAMBA for mixer, _ in layers], inner)
+    fields |= mamba_fields(own, [mixer == _MAMBA for mixer, _ in layers], inner)
     if all(ffn != _EXPERTS for _, ffn in layers):
         return fields
     experts = replace(

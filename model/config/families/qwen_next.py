@@ -38,7 +38,7 @@ from hotcold.model.config.gguf_metadata import (
     rotary_share,
 )
 from hotcold.model.config.json_reader import ConfigReader
-from hotcold.model.config.layer_spec import HeadSizes, RecurrentSpec
+from hotcold.model.config.layer_spec import RecurrentSpec
 from hotcold.model.config.model_config import ExpertsConfig, ModelConfig
 from hotcold.model.config.rope import read_rope
 from hotcold.model.errors import shown
@@ -124,23 +124,15 @@ def _fields(reader: ConfigReader) -> dict[str, Any]:
     if reader.text("hidden_act", "silu") != "silu":
         raise reader.fail("hidden_act", "is not silu, which is not supported")
     rope = read_rope(reader, max_positions(reader), share=0.25)
-    fields = llama_fields(reader, ropes=(rope,))
-    recurrent, dim = set(_recurrent_layers(reader)), fields["head_dim"]
-    own = HeadSizes(
-        num_heads=fields["num_heads"], num_kv_heads=fields["num_kv_heads"], head_dim=dim
-    )
-    none = HeadSizes(num_heads=0, num_kv_heads=0, head_dim=dim)
-    layers = range(num_layers(reader))
+    recurrent = _recurrent_layers(reader)
     return {
-        **fields,
+        **llama_fields(reader, ropes=(rope,)),
         "qk_norm": "head",
         "norm_offset": 1.0,
         "has_attention_gate": True,
         "num_extra_layers": reader.integer("num_nextn_predict_layers", 0, low=0, high=1 << 10),
         "recurrent": _recurrent(reader) if recurrent else None,
-        "recurrent_layers": tuple(sorted(recurrent)),
-        "layer_heads": tuple(none if layer in recurrent else own for layer in layers),
-        "layer_ropes": tuple(-(layer in recurrent) for layer in layers),
+        "recurrent_layers": recurrent,
     }
 
 
