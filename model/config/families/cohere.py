@@ -20,12 +20,8 @@ from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.gguf_metadata import Metadata, gated_values, window, window_kinds
 from hotcold.model.config.json_reader import ConfigReader
 
-_USUAL = {"use_qk_norm": False, "position_embedding_type": "rope_gptj", "rotary_pct": 1.0}
-
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
-    for key, value in _USUAL.items():
-        reader.refuse(key, (value,).__contains__, "not supported; use Command R7B or Command A")
     return {
         **llama_fields(reader),
         "norm_kind": "layernorm",
@@ -72,6 +68,11 @@ COHERE = Family(
     read_fields=_read_fields,
     tensor_names=LLAMA_NAMES.with_layer(ffn_norm=""),
     reads=("logit_scale", "use_qk_norm", "position_embedding_type"),
+    fixed={
+        "use_qk_norm": (False,),
+        "position_embedding_type": ("rope_gptj",),
+        "rotary_pct": (1.0,),
+    },
     defaults={"max_position_embeddings": 8192},
     gguf=GgufArchitecture(("command-r",), _gguf_values),
 )

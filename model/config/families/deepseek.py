@@ -73,8 +73,6 @@ def _rotated_alone(reader: ConfigReader) -> ConfigReader:
 
 
 def _latent_fields(reader: ConfigReader, norm_eps: float = 1e-6) -> dict[str, Any]:
-    if reader.boolean("attention_bias", False):
-        raise reader.fail("attention_bias", "is true, which is not supported")
     latent, rope = _latent(reader), read_rope(_rotated_alone(reader), max_positions(reader))
     # A row of the cache: all heads read the same one.
     sizes = {"num_key_value_heads": 1, "head_dim": latent.rank + latent.rope_size}
@@ -89,32 +87,18 @@ def _latent_fields(reader: ConfigReader, norm_eps: float = 1e-6) -> dict[str, An
     }
 
 
-def _require(reader: ConfigReader, key: str, *accepted: str) -> None:
-    accepts = accepted.__contains__
-    reader.refuse(key, accepts, f"not supported; supported: {', '.join(accepted)}")
-
-
 def _v3_fields(reader: ConfigReader, norm_eps: float = 1e-6) -> dict[str, Any]:
-    _require(reader, "scoring_func", "sigmoid")
-    _require(reader, "topk_method", "noaux_tc")
     return {**_latent_fields(reader, norm_eps), "experts": routed_experts(reader)}
 
 
 def _v2_fields(reader: ConfigReader) -> dict[str, Any]:
     """Softmax over all experts; of the 236B in groups, without a bias."""
-    if reader.boolean("norm_topk_prob", False):
-        raise reader.fail("norm_topk_prob", "is true, which is not supported")
-    _require(reader, "scoring_func", "softmax")
-    _require(reader, "topk_method", "greedy", "group_limited_greedy")
     if reader.values.get("topk_method") == "greedy":
         reader = reader.renamed({}, n_group=1, topk_group=1)
     return {**_latent_fields(reader), "experts": routed_experts(reader, "softmax", False)}
 
 
 def _mistral4_fields(reader: ConfigReader) -> dict[str, Any]:
-    _require(reader, "scoring_func", "softmax")
-    for key in ("n_group", "topk_group"):
-        reader.refuse(key, (1,).__contains__, "groups are not supported")
     return {**_latent_fields(reader), "experts": routed_experts(reader, "softmax")}
 
 
@@ -188,6 +172,12 @@ DEEPSEEK_V2 = Family(
     read_fields=_v2_fields,
     tensor_names=_names,
     reads=_READS,
+    fixed={
+        "attention_bias": (False,),
+        "norm_topk_prob": (False,),
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy", "group_limited_greedy"),
+    },
     defaults={"n_shared_experts": 2, "first_k_dense_replace": 0},
 )
 DEEPSEEK_V3 = Family(
@@ -198,6 +188,11 @@ DEEPSEEK_V3 = Family(
     read_fields=_v3_fields,
     tensor_names=_names,
     reads=_READS,
+    fixed={
+        "attention_bias": (False,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    },
     defaults={"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
               "first_k_dense_replace": 3},
     gguf=_GGUF,
@@ -210,6 +205,12 @@ MISTRAL4 = Family(
     read_fields=_mistral4_fields,
     tensor_names=_names,
     reads=_READS,
+    fixed={
+        "attention_bias": (False,),
+        "scoring_func": ("softmax",),
+        "n_group": (1,),
+        "topk_group": (1,),
+    },
     defaults={"n_shared_experts": 1, "first_k_dense_replace": 0},
     gguf=replace(_GGUF, kinds=("mistral4",)),
 )

@@ -47,6 +47,8 @@ class Family:
     read_fields: Callable[[ConfigReader], dict[str, Any]]  # of ModelConfig, beside `build_config`'s
     tensor_names: TensorNames | Callable[[ModelConfig], TensorNames] = LLAMA_NAMES
     reads: tuple[str, ...] = ()  # keys that are refused for families that do not name them
+    # Of keys, the values that its models have, or that change nothing: others are refused.
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     # Of keys that are required for other families.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     gguf: GgufArchitecture | None = None

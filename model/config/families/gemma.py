@@ -40,11 +40,6 @@ def _fields(
     softcaps: tuple[float, float],
 ) -> dict[str, Any]:
     """Fields of both; `softcaps` are the defaults for scores and logits, 0 for none."""
-    reader.refuse(
-        "use_bidirectional_attention",
-        lambda value: value is False,
-        "attention that sees what follows is not supported",
-    )
     fields = llama_fields(
         reader,
         activation_key="hidden_activation",
@@ -128,6 +123,7 @@ _GEMMA2_NAMES = LLAMA_NAMES.with_layer(
     ffn_output_norm="post_feedforward_layernorm",
 )
 GEMMA3_NAMES = _GEMMA2_NAMES.with_layer(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+_FIXED = {"use_bidirectional_attention": (False,)}
 _DEFAULTS = {
     "head_dim": 256,
     "num_attention_heads": 8,
@@ -143,6 +139,7 @@ GEMMA2 = Family(
     read_fields=_gemma2_fields,
     tensor_names=_GEMMA2_NAMES,
     reads=_READS,
+    fixed=_FIXED,
     defaults=_DEFAULTS,
     gguf=GgufArchitecture(("gemma2",), _gemma2_gguf),
 )
@@ -156,6 +153,7 @@ GEMMA3 = Family(
     read_fields=_gemma3_fields,
     tensor_names=GEMMA3_NAMES,
     reads=_READS,
+    fixed=_FIXED,
     defaults={**_DEFAULTS, "max_position_embeddings": 131_072, "vocab_size": 262_208},
     gguf=GgufArchitecture(("gemma3",), _gemma3_gguf, rope_keys=("freq_base_swa",)),
 )

@@ -38,11 +38,6 @@ _LOCAL_THETA = 10_000.0
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
-    reader.refuse(
-        "use_bidirectional_attention",
-        lambda value: value in (False, "vision"),
-        "attention that sees what follows is not supported",
-    )
     layers = num_layers(reader)
     sliding = sliding_layers(reader, lambda layer: (layer + 1) % 6 != 0, layers)
     sliding = (*sliding[:-1], False)
@@ -313,6 +308,7 @@ GEMMA4 = replace(
         *("num_experts", "top_k_experts", "moe_intermediate_size"),
         *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
     ),
+    fixed={"use_bidirectional_attention": (False, "vision")},
     defaults={
         "head_dim": 256,
         "num_attention_heads": 8,

@@ -54,7 +54,11 @@ _SCALES = (
 )  # fmt: skip
 _ATTENTION = ("attention", "full_attention")  # in layer_types
 _MAMBA = ("mamba", "linear_attention")
-_INFINITIES = (float("inf"), {"__float__": "Infinity"})  # as JSON has it, as transformers writes it
+MAMBA_FIXED: dict[str, tuple[Any, ...]] = {
+    "mamba_proj_bias": (False,),
+    # Infinity as JSON has it, and as transformers writes it.
+    "time_step_limit": ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}]),
+}
 MAMBA_NAMES = RecurrentNames(
     inputs=("in_proj",),
     conv="conv1d",
@@ -139,11 +143,6 @@ def mamba_fields(reader: ConfigReader, is_mamba: Sequence[bool], inner: int) -> 
         )
     if reader.values.get("mamba_d_head", "auto") not in ("auto", inner // heads):
         raise reader.fail("mamba_d_head", f"is not {inner // heads}, which is not supported")
-    if reader.boolean("mamba_proj_bias", False):
-        raise reader.fail("mamba_proj_bias", "is true, which is not supported")
-    limits = reader.values.get("time_step_limit")
-    if limits not in (None, *([0.0, infinity] for infinity in _INFINITIES)):
-        raise reader.fail("time_step_limit", f"is {shown(limits, 60)}, which is not supported")
     return {
         "recurrent": RecurrentSpec(
             kind="mamba",
@@ -235,6 +234,7 @@ GRANITE_MOE_HYBRID = replace(
     read_fields=_hybrid_fields,
     tensor_names=_hybrid_names,
     reads=(*GRANITE_MOE.reads, "layer_types", "mamba_n_heads", "splits_shared_mlp"),
+    fixed=MAMBA_FIXED,
     gguf=GgufArchitecture(
         ("granitehybrid",), _hybrid_gguf, {"mamba.in_proj": "ssm_in"}, pairs_rows=True
     ),

@@ -81,18 +81,16 @@ HUNYUAN = Family(
 
 # What A13B's config.json says of itself; false stands for none.
 _USUAL = {
-    "norm_topk_prob": True,
-    "use_cla": False,
-    "routed_scaling_factor": False,
-    "n_group": False,
-    "topk_group": False,
+    "norm_topk_prob": (True,),
+    "use_cla": (False,),
+    "routed_scaling_factor": (False,),
+    "n_group": (False,),
+    "topk_group": (False,),
 }
 
 
 def _moe_fields(reader: ConfigReader) -> dict[str, Any]:
     """Its config.json has lists with a number for each layer, which are equal."""
-    for key, accepted in _USUAL.items():
-        reader.refuse(key, (accepted,).__contains__, "not supported")
     keys = ("num_experts", "moe_topk", "num_shared_expert", "moe_intermediate_size")
     own = reader.renamed({}, **{key: _of_all_layers(reader, key) for key in keys})
     fields = _read_fields(own)
@@ -143,5 +141,6 @@ HUNYUAN_MOE = replace(
     read_fields=_moe_fields,
     tensor_names=HUNYUAN_NAMES.with_layer(experts=(_NAMED, _FUSED, *GGUF_EXPERTS)),
     reads=("use_qk_norm", *COUNT_KEYS, "moe_intermediate_size", *_USUAL),
+    fixed=_USUAL,
     gguf=GgufArchitecture(("hunyuan-moe",), _moe_gguf),
 )

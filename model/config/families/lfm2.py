@@ -77,8 +77,6 @@ def _ffn_size(reader: ConfigReader) -> int:
 
 
 def _fields(reader: ConfigReader, ffn_size: int) -> dict[str, Any]:
-    if reader.boolean("conv_bias", False):
-        raise reader.fail("conv_bias", "is true, which is not supported")
     epsilon = reader.number("norm_eps", 1e-5, low=0.0, high=1.0)
     own = {"intermediate_size": ffn_size, "rms_norm_eps": epsilon, "hidden_act": "silu"}
     rope = read_rope(reader, max_positions(reader), theta=_THETA)
@@ -168,6 +166,7 @@ LFM2 = Family(
     read_fields=_dense_fields,
     tensor_names=_NAMES,
     reads=_READS,
+    fixed={"conv_bias": (False,)},
     gguf=GgufArchitecture(("lfm2",), _gguf_values, _GGUF_NAMES),
 )
 LFM2_MOE = replace(

@@ -34,18 +34,16 @@ _FUSED = fused(
     "mlp.experts.down_proj",
 )
 # Of its own config.json: the values that its models have.
-_FIXED: dict[str, Any] = {
-    "scoring_func": "sigmoid",
-    "use_qk_norm": True,
-    "qk_norm_type": "per_layer",
-    "use_routing_bias": True,
-    "shared_intermediate_size": 0,
+_FIXED = {
+    "scoring_func": ("sigmoid",),
+    "use_qk_norm": (True,),
+    "qk_norm_type": ("per_layer",),
+    "use_routing_bias": (True,),
+    "shared_intermediate_size": (0,),
 }
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
-    for key, value in _FIXED.items():
-        reader.refuse(key, (value,).__contains__, "not supported")
     head_dim = reader.integer("head_dim", high=MAX_WIDTH)
     rotated = reader.integer("rotary_dim", head_dim, high=head_dim)
     rope = read_rope(reader, max_positions(reader), theta=5e6, share=rotated / head_dim)
@@ -82,6 +80,7 @@ MINIMAX_M2 = Family(
         *(*COUNT_KEYS, "num_experts_per_tok", "rotary_dim", "partial_rotary_factor"),
         *_FIXED,
     ),
+    fixed=_FIXED,
     defaults={"head_dim": 128, "num_key_value_heads": 8, "num_experts_per_tok": 8},
     gguf=GgufArchitecture(("minimax-m2",), _gguf_values),
 )

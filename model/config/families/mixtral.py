@@ -41,10 +41,6 @@ def _mixtral_fields(reader: ConfigReader) -> dict[str, Any]:
 
 def _turbosparse_fields(reader: ConfigReader) -> dict[str, Any]:
     fields = _mixtral_fields(reader)
-    if fields["activation_fn"] != "relu":
-        raise reader.fail(
-            "hidden_act", f"is {fields['activation_fn']}; TurboSparse-Mixtral's is relu"
-        )
     experts = replace(fields["experts"], has_predictors=True)
     return {**fields, "activation_fn": "drelu", "experts": experts}
 
@@ -66,5 +62,6 @@ TURBOSPARSE_MIXTRAL = replace(
     architectures=("TurboSparseMixtralForCausalLM", "TurboSparseMixtralModel"),
     read_fields=_turbosparse_fields,
     tensor_names=LLAMA_NAMES.with_layer(experts=(replace(_NAMED, predictor=_PREDICTORS),)),
+    fixed={"hidden_act": ("relu",)},
     defaults={**MIXTRAL.defaults, "hidden_act": "relu"},
 )

@@ -117,12 +117,7 @@ def _recurrent(reader: ConfigReader) -> RecurrentSpec:
 
 
 def _fields(reader: ConfigReader) -> dict[str, Any]:
-    """What all have in common. The delta rule's silu is that of config.json's hidden_act."""
-    for key, accepted in (("attention_bias", False), ("attn_output_gate", True)):
-        if reader.boolean(key, accepted) is not accepted:
-            raise reader.fail(key, f"is {str(not accepted).lower()}, which is not supported")
-    if reader.text("hidden_act", "silu") != "silu":
-        raise reader.fail("hidden_act", "is not silu, which is not supported")
+    """What all have in common."""
     rope = read_rope(reader, max_positions(reader), share=0.25)
     recurrent = _recurrent_layers(reader)
     return {
@@ -209,6 +204,8 @@ _EXPERT_KEYS = (
     *(*COUNT_KEYS, "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size"),
     *("shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
 )
+# The delta rule's silu is that of hidden_act.
+_FIXED = {"attention_bias": (False,), "attn_output_gate": (True,), "hidden_act": ("silu",)}
 _DEFAULTS = {"head_dim": 256, "num_attention_heads": 16, "max_position_embeddings": 32768}
 _WITH_EXPERTS = {
     **_DEFAULTS,
@@ -233,6 +230,7 @@ def _family(
         prefixes=("model.", "model.language_model."),
         read_fields=read_fields,
         tensor_names=names,
+        fixed=_FIXED,
         **others,
     )
 

@@ -57,8 +57,6 @@ def _fields(
     theta: float = DEFAULT_THETA,
     **others: Any,
 ) -> dict[str, Any]:
-    for key, accepted in _CHOICES.items():
-        reader.refuse(key, accepted.__contains__, f"not supported; supported: {accepted[0]}")
     own = reader.renamed(_KEYS)
     rope = read_rope(own, max_positions(own), share=share, theta=theta)
     return {
@@ -78,8 +76,6 @@ def _dots1_fields(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _bailing_fields(reader: ConfigReader) -> dict[str, Any]:
-    for key, accepted in _BAILING.items():
-        reader.refuse(key, (accepted,).__contains__, "not supported; use Ling-mini-2.0")
     bias = reader.boolean("use_qkv_bias", False)
     fields = _fields(reader, share=1.0, qk_norm="head", fused_qkv="stacked", attention_bias=bias)
     key, experts = "moe_shared_expert_intermediate_size", fields["experts"]
@@ -98,17 +94,18 @@ def _routed(name: str, class_name: str, **others: Any) -> Family:
         read_fields=read,
         tensor_names=names,
         reads=reads,
+        fixed=_CHOICES | others.pop("fixed", {}),
         **others,
     )
 
 
 # Of Ling 2 and Ring 2: what all published ones have.
 _BAILING = {
-    "score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "use_qk_norm": True,
-    "use_bias": False,
-    "norm_head": False,
+    "score_function": ("sigmoid",),
+    "moe_router_enable_expert_bias": (True,),
+    "use_qk_norm": (True,),
+    "use_bias": (False,),
+    "norm_head": (False,),
 }
 _NAMED, _FUSED = EXPERTS[:2]
 _BESIDE = "mlp.e_score_correction_bias"  # the router, which has it within in other files
@@ -201,6 +198,7 @@ BAILING2 = replace(
         "BailingMoeV2",
         read_fields=_bailing_fields,
         reads=("partial_rotary_factor", "moe_shared_expert_intermediate_size", *_BAILING),
+        fixed=_BAILING,
         defaults={"routed_scaling_factor": 2.5},
         gguf=GgufArchitecture(
             ("bailingmoe2",), _bailing_gguf, {"attention.query_key_value": "attn_qkv"}

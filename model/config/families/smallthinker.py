@@ -32,7 +32,7 @@ from hotcold.model.config.rope import read_rope
 from hotcold.model.errors import shown
 
 # Kinds of experts that no published model has, and the values without effect.
-_REFUSED: dict[str, tuple[bool | int, ...]] = {
+_FIXED: dict[str, tuple[Any, ...]] = {
     "moe_enable_secondary_experts": (False,),
     "moe_num_secondary_experts": (0,),
     "moe_shared_primary_experts": (0,),
@@ -52,16 +52,12 @@ def _layout(reader: ConfigReader, key: str, default: int) -> tuple[bool, ...]:
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
-    for key, accepted in _REFUSED.items():
-        reader.refuse(key, accepted.__contains__, "not supported")
     if not all(_layout(reader, "moe_layer_layout", 1)):
         raise reader.fail("moe_layer_layout", "has layers without experts: not supported")
     size = expert_size(reader, "moe_ffn_hidden_size")
     dense = ConfigReader({**reader.values, "intermediate_size": size}, reader.source)
     rope = read_rope(reader, max_positions(reader), theta=1e6)
     fields = llama_fields(dense, activation_default="relu", ropes=(rope,))
-    if fields["activation_fn"] != "relu":
-        raise reader.fail("hidden_act", f"is {fields['activation_fn']}; SmallThinker's is relu")
     is_softmax = reader.boolean("moe_primary_router_apply_softmax", False)
     router = read_router(
         reader,
@@ -128,7 +124,8 @@ SMALLTHINKER = Family(
     reads=(
         *("moe_num_primary_experts", "moe_num_active_primary_experts", "moe_ffn_hidden_size"),
         *("moe_primary_router_apply_softmax", "sliding_window_layout", "sliding_window_size"),
-        *("rope_layout", "moe_layer_layout", *_REFUSED),
+        *("rope_layout", "moe_layer_layout", *_FIXED),
     ),
+    fixed={**_FIXED, "hidden_act": ("relu",)},
     gguf=GgufArchitecture(("smallthinker",), _gguf_values),
 )
