@@ -11,7 +11,6 @@ from typing import Any
 from hotcold.model.config.families.family import (
     Family,
     GgufArchitecture,
-    num_layers,
     sliding_layers,
     windows,
 )
@@ -34,9 +33,8 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _cohere2_fields(reader: ConfigReader) -> dict[str, Any]:
-    layers = num_layers(reader)
     period = reader.integer("sliding_window_pattern", 4, high=1 << 20)
-    sliding = sliding_layers(reader, lambda layer: (layer + 1) % period != 0, layers)
+    sliding = sliding_layers(reader, lambda layer: (layer + 1) % period != 0)
     return {
         **_read_fields(reader),
         "windows": windows(reader, sliding, 4096),

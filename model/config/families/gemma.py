@@ -11,7 +11,6 @@ from hotcold.model.config.families.family import (
     Family,
     GgufArchitecture,
     max_positions,
-    num_layers,
     sliding_layers,
     windows,
 )
@@ -68,15 +67,14 @@ def _softcap(reader: ConfigReader, key: str, default: float) -> float:
 
 def _gemma2_fields(reader: ConfigReader) -> dict[str, Any]:
     """Every other layer has a window, the first one too."""
-    sliding = sliding_layers(reader, lambda layer: layer % 2 == 0, num_layers(reader))
+    sliding = sliding_layers(reader, lambda layer: layer % 2 == 0)
     return _fields(reader, sliding, (read_rope(reader, max_positions(reader)),), (50.0, 30.0))
 
 
 def _gemma3_fields(reader: ConfigReader) -> dict[str, Any]:
     """Five layers with a window to one without."""
     pattern = reader.integer("sliding_window_pattern", 6, high=1 << 20)
-    layers = num_layers(reader)
-    sliding = sliding_layers(reader, lambda layer: (layer + 1) % pattern != 0, layers)
+    sliding = sliding_layers(reader, lambda layer: (layer + 1) % pattern != 0)
     local = reader.number("rope_local_base_freq", _LOCAL_THETA, low=1e-6, high=1e12)
     ropes = read_ropes_by_window(reader, max_positions(reader), theta=_THETA, local_theta=local)
     return {

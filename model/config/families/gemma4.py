@@ -38,8 +38,7 @@ _LOCAL_THETA = 10_000.0
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
-    layers = num_layers(reader)
-    sliding = sliding_layers(reader, lambda layer: (layer + 1) % 6 != 0, layers)
+    sliding = sliding_layers(reader, lambda layer: (layer + 1) % 6 != 0)
     sliding = (*sliding[:-1], False)
     ropes = read_ropes_by_window(
         reader,

@@ -12,7 +12,13 @@ from hotcold.model.config.families.experts import (
     named_experts,
     read_router,
 )
-from hotcold.model.config.families.family import Family, GgufArchitecture, max_positions, num_layers
+from hotcold.model.config.families.family import (
+    Family,
+    GgufArchitecture,
+    max_positions,
+    num_layers,
+    of_layers,
+)
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import GGUF_EXPERTS, LLAMA_NAMES
 from hotcold.model.config.gguf_metadata import (
@@ -28,7 +34,6 @@ from hotcold.model.config.gguf_metadata import (
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import ExpertsConfig, ModelConfig
 from hotcold.model.config.rope import read_rope
-from hotcold.model.errors import shown
 
 _NAMED = replace(
     named_experts("mlp", selection_bias="mlp.gate.e_score_correction_bias"),
@@ -41,7 +46,6 @@ EXPERTS = (
     fused(_NAMED, "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     *GGUF_EXPERTS,
 )
-_KINDS = ("dense", "sparse")  # mlp_layer_types
 _NAMES = LLAMA_NAMES.with_layer(experts=EXPERTS)
 
 
@@ -83,14 +87,11 @@ def routed_experts(
 
 def _dense_layers(reader: ConfigReader) -> tuple[int, ...]:
     """The layers without experts: by mlp_layer_types, or the first ones."""
-    layers, key = num_layers(reader), "mlp_layer_types"
-    if not reader.has(key):
+    if not reader.has("mlp_layer_types"):
         dense = reader.integer("first_k_dense_replace", 1, low=0, high=1 << 20)
-        return tuple(range(min(dense, layers)))
-    kinds = reader.values[key]
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {*_KINDS}:
-        raise reader.fail(key, f"is {shown(kinds, 60)}; give {' or '.join(_KINDS)}")
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == _KINDS[0])
+        return tuple(range(min(dense, num_layers(reader))))
+    kinds = of_layers(reader, "mlp_layer_types", "dense", "sparse")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:

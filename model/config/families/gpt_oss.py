@@ -11,7 +11,6 @@ from hotcold.model.config.families.family import (
     Family,
     GgufArchitecture,
     max_positions,
-    num_layers,
     sliding_layers,
     windows,
 )
@@ -47,7 +46,7 @@ _MXFP4 = replace(
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
-    sliding = sliding_layers(reader, lambda layer: layer % 2 == 0, num_layers(reader))
+    sliding = sliding_layers(reader, lambda layer: layer % 2 == 0)
     rope = read_rope(reader, max_positions(reader), theta=_THETA)
     fields = llama_fields(reader, norm_eps=1e-5, ropes=(rope,))
     has_bias = reader.boolean("attention_bias", True)

@@ -16,7 +16,13 @@ from hotcold.model.config.families.experts import (
     fused,
     read_router,
 )
-from hotcold.model.config.families.family import MAX_WIDTH, Family, GgufArchitecture, num_layers
+from hotcold.model.config.families.family import (
+    MAX_WIDTH,
+    Family,
+    GgufArchitecture,
+    num_layers,
+    of_layers,
+)
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import (
     GGUF_EXPERTS,
@@ -117,12 +123,7 @@ def _hybrid_fields(reader: ConfigReader) -> dict[str, Any]:
 
 def _mamba_fields(reader: ConfigReader, hidden: int) -> dict[str, Any]:
     """Fields of layers of Mamba-2: {} where there are none."""
-    layers, kinds = num_layers(reader), reader.values.get("layer_types")
-    known = {*_ATTENTION, *_MAMBA}
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - known:
-        raise reader.fail(
-            "layer_types", f"is {shown(kinds, 60)}; give attention or mamba for each layer"
-        )
+    kinds = of_layers(reader, "layer_types", *_ATTENTION, *_MAMBA)
     inner = reader.integer("mamba_expand", 2, high=1 << 10) * hidden
     return mamba_fields(reader, [kind in _MAMBA for kind in kinds], inner)
 

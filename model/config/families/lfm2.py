@@ -19,6 +19,7 @@ from hotcold.model.config.families.family import (
     GgufArchitecture,
     max_positions,
     num_layers,
+    of_layers,
 )
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import LLAMA_NAMES, RecurrentNames
@@ -34,7 +35,6 @@ from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.layer_spec import RecurrentSpec
 from hotcold.model.config.model_config import ExpertsConfig
 from hotcold.model.config.rope import read_rope
-from hotcold.model.errors import shown
 
 _KINDS = ("conv", "full_attention")
 _THETA = 1e6
@@ -54,15 +54,10 @@ _NAMES = replace(LLAMA_NAMES, final_norm="embedding_norm").with_layer(
 
 def _kinds(reader: ConfigReader) -> list[str]:
     """What each layer is; without layer_types those of full_attn_idxs have attention."""
-    layers = num_layers(reader)
-    kinds, attends = (reader.values.get(key) for key in ("layer_types", "full_attn_idxs"))
-    if kinds is None and isinstance(attends, list):
-        kinds = [_KINDS[layer in attends] for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {*_KINDS}:
-        raise reader.fail(
-            "layer_types", f"is {shown(kinds, 60)}; give {' or '.join(_KINDS)} for each layer"
-        )
-    return kinds
+    attends = reader.values.get("full_attn_idxs")
+    if not reader.has("layer_types") and isinstance(attends, list):
+        return [_KINDS[layer in attends] for layer in range(num_layers(reader))]
+    return of_layers(reader, "layer_types", *_KINDS)
 
 
 def _ffn_size(reader: ConfigReader) -> int:

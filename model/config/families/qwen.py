@@ -7,7 +7,6 @@ from typing import Any
 from hotcold.model.config.families.family import (
     Family,
     GgufArchitecture,
-    num_layers,
     sliding_layers,
     windows,
 )
@@ -21,11 +20,10 @@ _READS = ("sliding_window", "layer_types")
 
 def _windows(reader: ConfigReader) -> tuple[int, ...]:
     """Read windows: with use_sliding_window, in the layers from max_window_layers on."""
-    layers = num_layers(reader)
     uses = reader.boolean("use_sliding_window", False)
     first = reader.integer("max_window_layers", 28, low=0, high=1 << 20)
     has_size = reader.values.get("sliding_window", 0) is not None
-    sliding = sliding_layers(reader, lambda layer: uses and has_size and layer >= first, layers)
+    sliding = sliding_layers(reader, lambda layer: uses and has_size and layer >= first)
     if any(sliding) and not uses:
         raise reader.fail("layer_types", "has windows, which use_sliding_window turns off")
     return windows(reader, sliding, 4096)

@@ -57,9 +57,7 @@ def _qwen2_moe_fields(reader: ConfigReader) -> dict[str, Any]:
     """Windows: with use_sliding_window, in each second layer before max_window_layers."""
     uses = reader.boolean("use_sliding_window", False)
     last = reader.integer("max_window_layers", 28, low=0, high=1 << 20)
-    sliding = sliding_layers(
-        reader, lambda layer: uses and layer % 2 == 0 and layer < last, num_layers(reader)
-    )
+    sliding = sliding_layers(reader, lambda layer: uses and layer % 2 == 0 and layer < last)
     return {
         **llama_fields(reader),
         "attention_bias": reader.boolean("qkv_bias", True),

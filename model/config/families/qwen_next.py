@@ -21,6 +21,7 @@ from hotcold.model.config.families.family import (
     GgufArchitecture,
     max_positions,
     num_layers,
+    of_layers,
 )
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import (
@@ -41,7 +42,6 @@ from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.layer_spec import RecurrentSpec
 from hotcold.model.config.model_config import ExpertsConfig, ModelConfig
 from hotcold.model.config.rope import read_rope
-from hotcold.model.errors import shown
 
 _KINDS = ("linear_attention", "full_attention")
 _MAX_TAPS = 32
@@ -86,15 +86,10 @@ def _next_names(config: ModelConfig) -> TensorNames:
 
 def _recurrent_layers(reader: ConfigReader) -> tuple[int, ...]:
     """Those that layer_types calls so; without it all but each full_attention_interval-th."""
-    layers = num_layers(reader)
     interval = reader.integer("full_attention_interval", 4, high=1 << 20)
-    kinds = reader.values.get("layer_types")
-    if kinds is None:
-        kinds = [_KINDS[(layer + 1) % interval == 0] for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {*_KINDS}:
-        raise reader.fail(
-            "layer_types", f"is {shown(kinds, 60)}; give {' or '.join(_KINDS)} for each layer"
-        )
+    if not reader.has("layer_types"):
+        return tuple(layer for layer in range(num_layers(reader)) if (layer + 1) % interval)
+    kinds = of_layers(reader, "layer_types", *_KINDS)
     return tuple(layer for layer, kind in enumerate(kinds) if kind == _KINDS[0])
 
 

@@ -15,6 +15,7 @@ from hotcold.model.config.families.family import (
     GgufArchitecture,
     max_positions,
     num_layers,
+    of_layers,
     windows,
 )
 from hotcold.model.config.families.llama import llama_fields
@@ -29,7 +30,6 @@ from hotcold.model.config.gguf_metadata import (
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import ExpertsConfig
 from hotcold.model.config.rope import read_rope
-from hotcold.model.errors import shown
 
 # Kinds of experts that no published model has, and the values without effect.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -43,12 +43,9 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 def _layout(reader: ConfigReader, key: str, default: int) -> tuple[bool, ...]:
     """Return for each layer whether the list `key` has 1. Errors: ConfigError."""
-    count = num_layers(reader)
-    values = reader.values.get(key)
-    values = [default] * count if values is None else values
-    if not isinstance(values, list) or len(values) != count or any(v not in (0, 1) for v in values):
-        raise reader.fail(key, f"is {shown(values, 60)}; give 0 or 1 for each layer")
-    return tuple(value == 1 for value in values)
+    if not reader.has(key):
+        return (default == 1,) * num_layers(reader)
+    return tuple(value == 1 for value in of_layers(reader, key, 0, 1))
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
