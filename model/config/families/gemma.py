@@ -115,12 +115,11 @@ def _gemma3_gguf(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-_GEMMA2_NAMES = LLAMA_NAMES.with_layer(
+GEMMA_NAMES = LLAMA_NAMES.with_layer(
     attention_norm="post_attention_layernorm",
     ffn_norm="pre_feedforward_layernorm",
     ffn_output_norm="post_feedforward_layernorm",
 )
-GEMMA3_NAMES = _GEMMA2_NAMES.with_layer(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 _FIXED = {"use_bidirectional_attention": (False,)}
 _DEFAULTS = {
     "head_dim": 256,
@@ -135,7 +134,7 @@ GEMMA2 = Family(
     eos_id=1,
     tied_embeddings=True,
     read_fields=_gemma2_fields,
-    tensor_names=_GEMMA2_NAMES,
+    tensor_names=GEMMA_NAMES,
     reads=_READS,
     fixed=_FIXED,
     defaults=_DEFAULTS,
@@ -149,7 +148,7 @@ GEMMA3 = Family(
     eos_id=1,
     tied_embeddings=True,
     read_fields=_gemma3_fields,
-    tensor_names=GEMMA3_NAMES,
+    tensor_names=GEMMA_NAMES,
     reads=_READS,
     fixed=_FIXED,
     defaults={**_DEFAULTS, "max_position_embeddings": 131_072, "vocab_size": 262_208},

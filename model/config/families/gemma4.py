@@ -23,7 +23,7 @@ from hotcold.model.config.families.family import (
     sliding_layers,
     windows,
 )
-from hotcold.model.config.families.gemma import GEMMA3, GEMMA3_NAMES
+from hotcold.model.config.families.gemma import GEMMA3, GEMMA_NAMES
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import GGUF_EXPERTS, ExpertNames, TensorNames
 from hotcold.model.config.gguf_metadata import Metadata, head_dim, window_kinds
@@ -258,7 +258,7 @@ _GGUF = GgufArchitecture(
 
 
 _NAMES = replace(
-    GEMMA3_NAMES,
+    GEMMA_NAMES,
     per_layer_tokens="embed_tokens_per_layer",
     per_layer_context="per_layer_model_projection",
     per_layer_context_norm="per_layer_projection_norm",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal
 
 from hotcold.model.config.families.experts import (
     COUNT_KEYS,
     expert_size,
-    fused,
+    layouts_of,
     named_experts,
     read_router,
+    shared_in,
 )
 from hotcold.model.config.families.family import (
     Family,
@@ -20,7 +20,7 @@ from hotcold.model.config.families.family import (
     of_layers,
 )
 from hotcold.model.config.families.llama import llama_fields
-from hotcold.model.config.families.tensor_names import GGUF_EXPERTS, LLAMA_NAMES
+from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.gguf_metadata import (
     SECTIONS,
     SIGMOID,
@@ -32,21 +32,16 @@ from hotcold.model.config.gguf_metadata import (
     rotary_share,
 )
 from hotcold.model.config.json_reader import ConfigReader
-from hotcold.model.config.model_config import ExpertsConfig, ModelConfig
+from hotcold.model.config.model_config import ExpertsConfig
 from hotcold.model.config.rope import read_rope
 
-_NAMED = replace(
-    named_experts("mlp", selection_bias="mlp.gate.e_score_correction_bias"),
-    shared_gate="mlp.shared_experts.gate_proj.weight",
-    shared_up="mlp.shared_experts.up_proj.weight",
-    shared_down="mlp.shared_experts.down_proj.weight",
+EXPERTS = layouts_of(
+    named_experts(
+        "mlp",
+        selection_bias="mlp.gate.e_score_correction_bias",
+        **shared_in("mlp.shared_experts"),
+    )
 )
-EXPERTS = (
-    _NAMED,
-    fused(_NAMED, "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
-    *GGUF_EXPERTS,
-)
-_NAMES = LLAMA_NAMES.with_layer(experts=EXPERTS)
 
 
 def routed_experts(
@@ -134,17 +129,11 @@ def _gguf_values(metadata: Metadata) -> dict[str, Any]:
 _GGUF_NAMES = {"post_attention_layernorm": "post_attention_norm"}
 
 
-def _names(config: ModelConfig) -> Any:
-    if not config.qk_norm:
-        return _NAMES
-    return _NAMES.with_layer(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
-
-
 GLM4_MOE = Family(
     name="glm4_moe",
     architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
     read_fields=_read_fields,
-    tensor_names=_names,
+    tensor_names=LLAMA_NAMES.with_layer(experts=EXPERTS),
     reads=(
         *(*COUNT_KEYS, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
         *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "use_qk_norm"),

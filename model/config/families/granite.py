@@ -49,11 +49,7 @@ _EXPERTS = ExpertNames(
     shared_up=f"{_SHARED}.weight",
     shared_down=f"{_SHARED_DOWN}.weight",
 )
-_NEW = fused(
-    replace(_EXPERTS, router="block_sparse_moe.router.weight"),
-    "block_sparse_moe.experts.gate_up_proj",
-    "block_sparse_moe.experts.down_proj",
-)
+_NEW = fused(replace(_EXPERTS, router="block_sparse_moe.router.weight"), block="block_sparse_moe")
 _NAMES = LLAMA_NAMES.with_layer(experts=(_EXPERTS, _NEW, *GGUF_EXPERTS))
 _SCALES = (
     "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"

@@ -29,9 +29,7 @@ from hotcold.model.config.rope import read_rope
 _BLOCK = "block_sparse_moe"
 _NAMED = named_experts(_BLOCK, "w1", "w3", "w2", selection_bias=f"{_BLOCK}.e_score_correction_bias")
 _FUSED = fused(
-    replace(_NAMED, router="mlp.gate.weight", selection_bias="mlp.e_score_correction_bias"),
-    "mlp.experts.gate_up_proj",
-    "mlp.experts.down_proj",
+    replace(_NAMED, router="mlp.gate.weight", selection_bias="mlp.e_score_correction_bias")
 )
 # Of its own config.json: the values that its models have.
 _FIXED = {
@@ -71,11 +69,7 @@ MINIMAX_M2 = Family(
     bos_id=200034,
     eos_id=200020,
     read_fields=_read_fields,
-    tensor_names=LLAMA_NAMES.with_layer(
-        q_norm="self_attn.q_norm",
-        k_norm="self_attn.k_norm",
-        experts=(_NAMED, _FUSED, *GGUF_EXPERTS),
-    ),
+    tensor_names=LLAMA_NAMES.with_layer(experts=(_NAMED, _FUSED, *GGUF_EXPERTS)),
     reads=(
         *(*COUNT_KEYS, "num_experts_per_tok", "rotary_dim", "partial_rotary_factor"),
         *_FIXED,

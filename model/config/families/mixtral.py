@@ -19,11 +19,7 @@ from hotcold.model.config.model_config import ExpertsConfig
 from hotcold.model.config.rope import read_rope
 
 _NAMED = named_experts("block_sparse_moe", "w1", "w3", "w2")
-_FUSED = fused(
-    named_experts("mlp", router="mlp.gate.weight"),
-    "mlp.experts.gate_up_proj",
-    "mlp.experts.down_proj",
-)
+_FUSED = fused(named_experts("mlp"))
 
 
 def _mixtral_fields(reader: ConfigReader) -> dict[str, Any]:

@@ -56,8 +56,6 @@ OUTPUT_NORM_NAMES = LLAMA_NAMES.with_layer(
     ffn_norm="",
     attention_norm="post_attention_layernorm",
     ffn_output_norm="post_feedforward_layernorm",
-    q_norm="self_attn.q_norm",
-    k_norm="self_attn.k_norm",
 )
 OLMO2 = Family(
     name="olmo2",

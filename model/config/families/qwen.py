@@ -11,7 +11,6 @@ from hotcold.model.config.families.family import (
     windows,
 )
 from hotcold.model.config.families.llama import llama_fields
-from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.gguf_metadata import SECTIONS
 from hotcold.model.config.json_reader import ConfigReader
 
@@ -50,7 +49,6 @@ QWEN3 = Family(
     name="qwen3",
     architectures=("Qwen3ForCausalLM", "Qwen3Model"),
     read_fields=_qwen3_fields,
-    tensor_names=LLAMA_NAMES.with_layer(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
     reads=_READS,
     defaults={"head_dim": 128},
     gguf=GgufArchitecture(("qwen3", "qwen3vl"), rope_keys=SECTIONS),

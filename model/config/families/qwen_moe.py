@@ -34,9 +34,8 @@ from hotcold.model.config.model_config import ExpertsConfig
 _KEYS = (*COUNT_KEYS, "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size")
 _STEPS = ("decoder_sparse_step", "mlp_only_layers")
 _NAMED = named_experts("mlp")
-_FUSED = fused(_NAMED, "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_FUSED = fused(_NAMED)
 _SHARED = shared_in("mlp.shared_expert") | {"shared_router": "mlp.shared_expert_gate.weight"}
-_QK_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 
 def _experts(
@@ -124,7 +123,7 @@ QWEN3_MOE = Family(
     name="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
     read_fields=_qwen3_moe_fields,
-    tensor_names=LLAMA_NAMES.with_layer(experts=layouts_of(_NAMED), **_QK_NORMS),
+    tensor_names=LLAMA_NAMES.with_layer(experts=layouts_of(_NAMED)),
     reads=(*_KEYS, *_STEPS, "sliding_window"),
     gguf=GgufArchitecture(("qwen3moe", "qwen3vlmoe"), _qwen3_gguf, rope_keys=SECTIONS),
 )
@@ -133,7 +132,7 @@ QWEN3_VL_MOE = replace(
     name="qwen3_vl_moe_text",
     architectures=("Qwen3VLMoeForConditionalGeneration",),
     tensor_names=LLAMA_NAMES.with_layer(
-        experts=(replace(_FUSED, is_transposed=True), _FUSED, _NAMED), **_QK_NORMS
+        experts=(replace(_FUSED, is_transposed=True), _FUSED, _NAMED)
     ),
 )
 OLMOE = Family(
@@ -141,7 +140,7 @@ OLMOE = Family(
     architectures=("OlmoeForCausalLM", "OlmoeModel"),
     eos_id=50279,
     read_fields=_olmoe_fields,
-    tensor_names=LLAMA_NAMES.with_layer(experts=layouts_of(_NAMED), **_QK_NORMS),
+    tensor_names=LLAMA_NAMES.with_layer(experts=layouts_of(_NAMED)),
     reads=(*_KEYS[:-1],),
     gguf=GgufArchitecture(("olmoe",), _olmoe_gguf),
 )

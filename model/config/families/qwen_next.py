@@ -54,10 +54,8 @@ _LINEAR = RecurrentNames(
     norm="linear_attn.norm",
     out="linear_attn.out_proj",
 )
-_NAMED = replace(
-    named_experts("mlp"),
-    **shared_in("mlp.shared_expert"),
-    shared_router="mlp.shared_expert_gate.weight",
+_NAMED = named_experts(
+    "mlp", **shared_in("mlp.shared_expert"), shared_router="mlp.shared_expert_gate.weight"
 )
 _NAMES = replace(
     LLAMA_NAMES,
@@ -71,8 +69,6 @@ _NAMES = replace(
         head="mtp.shared_head.head",
     ),
 ).with_layer(
-    q_norm="self_attn.q_norm",
-    k_norm="self_attn.k_norm",
     recurrent=_LINEAR,
     experts=layouts_of(_NAMED),
 )

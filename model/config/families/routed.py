@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from hotcold.model.config.families.exaone4 import exaone4_windows
-from hotcold.model.config.families.experts import COUNT_KEYS, expert_size
+from hotcold.model.config.families.experts import COUNT_KEYS, expert_size, shared_in
 from hotcold.model.config.families.family import (
     Family,
     GgufArchitecture,
@@ -47,7 +47,6 @@ _READS = (
     *("first_k_dense_replace", "num_nextn_predict_layers", "router_scaling_factor"),
     *_CHOICES,
 )
-_QK_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 
 def _fields(
@@ -86,13 +85,12 @@ def _bailing_fields(reader: ConfigReader) -> dict[str, Any]:
 def _routed(name: str, class_name: str, **others: Any) -> Family:
     reads = (*_READS, *others.pop("reads", ()))
     experts = (*others.pop("experts", ()), *EXPERTS)
-    names = LLAMA_NAMES.with_layer(experts=experts, **others.pop("names", _QK_NORMS))
     read: Callable[[ConfigReader], dict[str, Any]] = others.pop("read_fields", _fields)
     return Family(
         name=name,
         architectures=(*others.pop("also", ()), f"{class_name}ForCausalLM", f"{class_name}Model"),
         read_fields=read,
-        tensor_names=names,
+        tensor_names=LLAMA_NAMES.with_layer(experts=experts),
         reads=reads,
         fixed=_CHOICES | others.pop("fixed", {}),
         **others,
@@ -113,9 +111,7 @@ _OF_HY3 = replace(
     _NAMED,
     router="mlp.router.gate.weight",
     selection_bias="mlp.expert_bias",
-    shared_gate="mlp.shared_mlp.gate_proj.weight",
-    shared_up="mlp.shared_mlp.up_proj.weight",
-    shared_down="mlp.shared_mlp.down_proj.weight",
+    **shared_in("mlp.shared_mlp"),
 )
 
 
@@ -166,7 +162,6 @@ SOLAR_OPEN = _routed(
     "solar_open",
     "SolarOpen",
     read_fields=lambda reader: _fields(reader, norm_eps=1e-5, share=1.0, theta=1e6),
-    names={},
     reads=("partial_rotary_factor",),
     defaults={"head_dim": 128, "num_key_value_heads": 8, "first_k_dense_replace": 0},
 )
