@@ -35,14 +35,21 @@ _KEYS = (*COUNT_KEYS, "num_experts_per_tok", "norm_topk_prob", "moe_intermediate
 _STEPS = ("decoder_sparse_step", "mlp_only_layers")
 _NAMED = named_experts("mlp")
 _FUSED = fused(_NAMED)
-_SHARED = shared_in("mlp.shared_expert") | {"shared_router": "mlp.shared_expert_gate.weight"}
+GATED_EXPERTS = layouts_of(
+    named_experts(
+        "mlp", **shared_in("mlp.shared_expert"), shared_router="mlp.shared_expert_gate.weight"
+    )
+)
 
 
-def _experts(
-    reader: ConfigReader, gates_shared: bool = False, size: str = "moe_intermediate_size"
+def qwen_experts(
+    reader: ConfigReader,
+    norms_chosen: bool,
+    gates_shared: bool = False,
+    size: str = "moe_intermediate_size",
 ) -> ExpertsConfig:
-    norms = reader.boolean("norm_topk_prob", False)
-    router = read_router(reader, "num_experts", "softmax", norms, gates_shared=gates_shared)
+    """Read the experts of Qwen's mixtures; `size`: the key of an expert's neurons."""
+    router = read_router(reader, "num_experts", "softmax", norms_chosen, gates_shared=gates_shared)
     key = "shared_expert_intermediate_size"
     return ExpertsConfig(
         router=router,
@@ -50,6 +57,10 @@ def _experts(
         shared_size=expert_size(reader, key) if gates_shared else 0,
         dense_layers=stepped_dense_layers(reader),
     )
+
+
+def _norms_chosen(reader: ConfigReader) -> bool:
+    return reader.boolean("norm_topk_prob", False)
 
 
 def _qwen2_moe_fields(reader: ConfigReader) -> dict[str, Any]:
@@ -62,7 +73,7 @@ def _qwen2_moe_fields(reader: ConfigReader) -> dict[str, Any]:
         "attention_bias": reader.boolean("qkv_bias", True),
         "out_bias": False,
         "windows": windows(reader, sliding, 4096),
-        "experts": _experts(reader, gates_shared=True),
+        "experts": qwen_experts(reader, _norms_chosen(reader), gates_shared=True),
     }
 
 
@@ -72,7 +83,7 @@ def _qwen3_moe_fields(reader: ConfigReader) -> dict[str, Any]:
         **llama_fields(reader),
         "qk_norm": "head",
         "windows": windows(reader, (uses,) * num_layers(reader), 4096),
-        "experts": _experts(reader),
+        "experts": qwen_experts(reader, _norms_chosen(reader)),
     }
 
 
@@ -80,18 +91,22 @@ def _olmoe_fields(reader: ConfigReader) -> dict[str, Any]:
     return {
         **llama_fields(reader, norm_eps=1e-5),
         "qk_norm": "full",
-        "experts": _experts(reader, size="intermediate_size"),
+        "experts": qwen_experts(reader, _norms_chosen(reader), size="intermediate_size"),
+    }
+
+
+def expert_sizes(metadata: Metadata) -> dict[str, int]:
+    """config.json's keys of the neurons of an expert, and of the shared one."""
+    shared = metadata.integer("expert_shared_feed_forward_length", 0)
+    return {
+        "moe_intermediate_size": expert_length(metadata),
+        "shared_expert_intermediate_size": shared or metadata.integer("feed_forward_length"),
     }
 
 
 def _qwen2_gguf(metadata: Metadata) -> dict[str, Any]:
-    shared = metadata.integer("expert_shared_feed_forward_length", 0)
-    return {
-        **gated_values(metadata),
-        "qkv_bias": metadata.has_tensor("blk.0.attn_q.bias"),
-        "moe_intermediate_size": expert_length(metadata),
-        "shared_expert_intermediate_size": shared or metadata.integer("feed_forward_length"),
-    }
+    has_bias = metadata.has_tensor("blk.0.attn_q.bias")
+    return {**gated_values(metadata), **expert_sizes(metadata), "qkv_bias": has_bias}
 
 
 def _qwen3_gguf(metadata: Metadata) -> dict[str, Any]:
@@ -115,7 +130,7 @@ QWEN2_MOE = Family(
     name="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
     read_fields=_qwen2_moe_fields,
-    tensor_names=LLAMA_NAMES.with_layer(experts=layouts_of(replace(_NAMED, **_SHARED))),
+    tensor_names=LLAMA_NAMES.with_layer(experts=GATED_EXPERTS),
     reads=(*_KEYS, *_STEPS, "shared_expert_intermediate_size", "sliding_window", "layer_types"),
     gguf=GgufArchitecture(("qwen2moe",), _qwen2_gguf),
 )

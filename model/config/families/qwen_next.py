@@ -6,15 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from hotcold.model.config.families.experts import (
-    COUNT_KEYS,
-    expert_size,
-    layouts_of,
-    named_experts,
-    read_router,
-    shared_in,
-    stepped_dense_layers,
-)
+from hotcold.model.config.families.experts import COUNT_KEYS
 from hotcold.model.config.families.family import (
     MAX_WIDTH,
     Family,
@@ -24,6 +16,7 @@ from hotcold.model.config.families.family import (
     of_layers,
 )
 from hotcold.model.config.families.llama import llama_fields
+from hotcold.model.config.families.qwen_moe import GATED_EXPERTS, expert_sizes, qwen_experts
 from hotcold.model.config.families.tensor_names import (
     LLAMA_NAMES,
     DraftNames,
@@ -34,13 +27,12 @@ from hotcold.model.config.gguf_metadata import (
     SECTIONS,
     Metadata,
     draft_layers,
-    expert_length,
     gated_values,
     rotary_share,
 )
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.layer_spec import RecurrentSpec
-from hotcold.model.config.model_config import ExpertsConfig, ModelConfig
+from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.rope import read_rope
 
 _KINDS = ("linear_attention", "full_attention")
@@ -53,9 +45,6 @@ _LINEAR = RecurrentNames(
     step_bias="linear_attn.dt_bias",
     norm="linear_attn.norm",
     out="linear_attn.out_proj",
-)
-_NAMED = named_experts(
-    "mlp", **shared_in("mlp.shared_expert"), shared_router="mlp.shared_expert_gate.weight"
 )
 _NAMES = replace(
     LLAMA_NAMES,
@@ -70,7 +59,7 @@ _NAMES = replace(
     ),
 ).with_layer(
     recurrent=_LINEAR,
-    experts=layouts_of(_NAMED),
+    experts=GATED_EXPERTS,
 )
 
 
@@ -122,26 +111,17 @@ def _fields(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
-def _experts(reader: ConfigReader, norms_chosen: bool) -> ExpertsConfig:
-    return ExpertsConfig(
-        router=read_router(reader, "num_experts", "softmax", norms_chosen, gates_shared=True),
-        size=expert_size(reader, "moe_intermediate_size"),
-        shared_size=expert_size(reader, "shared_expert_intermediate_size"),
-        dense_layers=stepped_dense_layers(reader),
-    )
-
-
 def _next_fields(reader: ConfigReader) -> dict[str, Any]:
     norms = reader.boolean("norm_topk_prob", True)
     return {
         **_fields(reader),
         "fused_recurrent": not reader.boolean("linear_split_projections", False),
-        "experts": _experts(reader, norms),
+        "experts": qwen_experts(reader, norms, gates_shared=True),
     }
 
 
 def _moe_fields(reader: ConfigReader) -> dict[str, Any]:
-    return {**_fields(reader), "experts": _experts(reader, True)}
+    return {**_fields(reader), "experts": qwen_experts(reader, True, gates_shared=True)}
 
 
 def _gguf_values(metadata: Metadata) -> dict[str, Any]:
@@ -164,12 +144,7 @@ def _gguf_values(metadata: Metadata) -> dict[str, Any]:
 
 
 def _moe_gguf(metadata: Metadata) -> dict[str, Any]:
-    shared = metadata.integer("expert_shared_feed_forward_length", 0)
-    return {
-        **_gguf_values(metadata),
-        "moe_intermediate_size": expert_length(metadata),
-        "shared_expert_intermediate_size": shared or metadata.integer("feed_forward_length"),
-    }
+    return {**_gguf_values(metadata), **expert_sizes(metadata)}
 
 
 def _next_gguf(metadata: Metadata) -> dict[str, Any]:
