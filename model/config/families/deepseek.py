@@ -9,14 +9,18 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from hotcold.model.config.families.experts import COUNT_KEYS
 from hotcold.model.config.families.family import (
     MAX_WIDTH,
     Family,
     GgufArchitecture,
     max_positions,
 )
-from hotcold.model.config.families.glm4_moe import EXPERTS, routed_experts, routed_gguf
+from hotcold.model.config.families.glm4_moe import (
+    EXPERTS,
+    ROUTED_KEYS,
+    routed_experts,
+    routed_gguf,
+)
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.mistral import YARN_KEYS, gguf_grown_queries, grown_queries
 from hotcold.model.config.families.tensor_names import LLAMA_NAMES, TensorNames
@@ -161,10 +165,7 @@ _GGUF = GgufArchitecture(("deepseek2",), _gguf_values, _GGUF_NAMES, rope_keys=YA
 
 _READS = (
     *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
-    *(*COUNT_KEYS, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
-    *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "scoring_func"),
-    *("topk_method", "first_k_dense_replace", "num_nextn_predict_layers", "rope_interleave"),
-    *("partial_rotary_factor", "mlp_layer_types"),
+    *(*ROUTED_KEYS, "scoring_func", "topk_method", "rope_interleave", "partial_rotary_factor"),
 )
 DEEPSEEK_V2 = Family(
     name="deepseek_v2",

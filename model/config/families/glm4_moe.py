@@ -42,6 +42,12 @@ EXPERTS = layouts_of(
         **shared_in("mlp.shared_experts"),
     )
 )
+# Of `routed_experts`, and of layers that draft.
+ROUTED_KEYS = (
+    *(*COUNT_KEYS, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
+    *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "mlp_layer_types"),
+    *("first_k_dense_replace", "num_nextn_predict_layers"),
+)
 
 
 def routed_experts(
@@ -134,11 +140,7 @@ GLM4_MOE = Family(
     architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
     read_fields=_read_fields,
     tensor_names=LLAMA_NAMES.with_layer(experts=EXPERTS),
-    reads=(
-        *(*COUNT_KEYS, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
-        *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "use_qk_norm"),
-        *("first_k_dense_replace", "num_nextn_predict_layers", "partial_rotary_factor"),
-    ),
+    reads=(*ROUTED_KEYS, "use_qk_norm", "partial_rotary_factor"),
     defaults={"num_key_value_heads": 8},
     gguf=GgufArchitecture(("glm4moe",), _gguf_values, _GGUF_NAMES, rope_keys=SECTIONS),
 )

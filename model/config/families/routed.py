@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from hotcold.model.config.families.exaone4 import exaone4_windows
-from hotcold.model.config.families.experts import COUNT_KEYS, expert_size, shared_in
+from hotcold.model.config.families.experts import expert_size, shared_in
 from hotcold.model.config.families.family import (
     Family,
     GgufArchitecture,
@@ -18,7 +18,12 @@ from hotcold.model.config.families.family import (
     num_layers,
     windows,
 )
-from hotcold.model.config.families.glm4_moe import EXPERTS, routed_experts, routed_gguf
+from hotcold.model.config.families.glm4_moe import (
+    EXPERTS,
+    ROUTED_KEYS,
+    routed_experts,
+    routed_gguf,
+)
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import GGUF_EXPERTS, LLAMA_NAMES
 from hotcold.model.config.gguf_metadata import (
@@ -41,12 +46,6 @@ _KEYS = {
 }
 # How experts are chosen; dots.llm1 has one name for both.
 _CHOICES = {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)}
-_READS = (
-    *(*COUNT_KEYS, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
-    *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "mlp_layer_types"),
-    *("first_k_dense_replace", "num_nextn_predict_layers", "router_scaling_factor"),
-    *_CHOICES,
-)
 
 
 def _fields(
@@ -83,7 +82,7 @@ def _bailing_fields(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _routed(name: str, class_name: str, **others: Any) -> Family:
-    reads = (*_READS, *others.pop("reads", ()))
+    reads = (*ROUTED_KEYS, "router_scaling_factor", *_CHOICES, *others.pop("reads", ()))
     experts = (*others.pop("experts", ()), *EXPERTS)
     read: Callable[[ConfigReader], dict[str, Any]] = others.pop("read_fields", _fields)
     return Family(
