@@ -87,7 +87,7 @@ def grouped_kv_heads(reader: ConfigReader, key: str, heads: int) -> int:
 
 def of_layers(reader: ConfigReader, key: str, *accepted: str | int) -> list[Any]:
     """Return the list `key`. Errors: ConfigError unless each layer has one of the values."""
-    found = reader.values.get(key)
+    found: Any = reader.values.get(key)
     is_whole = isinstance(found, list) and len(found) == num_layers(reader)
     if not is_whole or any(one not in accepted for one in found):
         values = " or ".join(map(str, accepted))
