@@ -54,19 +54,19 @@ class MappedFile:
         """Unload the whole pages of these bytes (MADV_DONTNEED); reading maps them again."""
         start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         end = end // mmap.PAGESIZE * mmap.PAGESIZE
-        if self._region is not None and start < end and hasattr(mmap, "MADV_DONTNEED"):
+        if self._region is not None and start < end:
             self._region.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def read_ahead(self, start: int, end: int) -> None:
         """Have the kernel read all these bytes now (MADV_WILLNEED)."""
         start = start // mmap.PAGESIZE * mmap.PAGESIZE
-        if start < end and hasattr(mmap, "MADV_WILLNEED"):
+        if start < end:
             self._open().madvise(mmap.MADV_WILLNEED, start, end - start)
 
     def advise_random(self, start: int, end: int) -> None:
         """Read single rows of these bytes from now on: the kernel reads nothing ahead."""
         start = start // mmap.PAGESIZE * mmap.PAGESIZE
-        if start < end and hasattr(mmap, "MADV_RANDOM"):
+        if start < end:
             self._open().madvise(mmap.MADV_RANDOM, start, end - start)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,7 @@ def _with_pictures(kind: str, **sizes: Any) -> PreTrainedModel:
     """A model of pictures and texts; `sizes` are of its text model."""
     import transformers
 
-    text, vision = _PARTS[kind]
+    text, vision = deepcopy(_PARTS[kind])
     own = {**_LLAMA, **_GROUPED, "tie_word_embeddings": False, **sizes}
     config = getattr(transformers, f"{kind}Config")(
         text_config=getattr(transformers, f"{text}Config")(**own).to_dict(),
@@ -671,7 +672,8 @@ def _write(made: Variant, directory: Path, dtype: str, seed: int, shards: int) -
     import torch
 
     torch.manual_seed(seed)
-    model = made().eval()
+    # transformers adds keys to the ropes that it is given, and variants share these.
+    model = deepcopy(made)().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             offset = 1.0 if model.config.model_type in _NORMS_OF_ONE_MORE else 0.0

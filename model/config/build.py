@@ -192,8 +192,12 @@ def _family(reader: ConfigReader) -> Family:
 def _refuse_unsupported(reader: ConfigReader, family: Family) -> None:
     # Windows are refused below: a config may name their size and not use them.
     of_others = {key for other in FAMILIES.values() for key in other.reads} - {"sliding_window"}
-    for key in sorted({*_WITHOUT_EFFECT, *of_others} - {*family.reads}):
-        accepted = _WITHOUT_EFFECT.get(key, lambda value: False)
+    refused = {
+        key: _WITHOUT_EFFECT.get(key, lambda value: False)
+        for key in {*_WITHOUT_EFFECT, *of_others} - {*family.reads}
+    }
+    refused |= {key: values.__contains__ for key, values in family.fixed.items()}
+    for key, accepted in sorted(refused.items()):
         reader.refuse(key, accepted, "not supported: it would change the result; use another model")
     reads_windows = "sliding_window" in family.reads
     if not reads_windows and reader.values.get("use_sliding_window") is not False:

@@ -15,76 +15,68 @@ from hotcold.model.errors import CheckpointError
 from hotcold.model.gguf.file import GgufModel
 from hotcold.model.gguf.header import ArrayValue
 
-_MAX_NUMBER = 1 << 40
 LATENT_RANK = "attention.kv_lora_rank"  # of multi-head latent attention
 SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
 # Of the rope: with pictures a position is three numbers, which are one in a text.
 SECTIONS = ("dimension_sections",)
 
 
-class Metadata:
+class Metadata(ConfigReader):
     """Reads the keys of a file's architecture, as llama.block_count. Errors: CheckpointError.
 
     rope_keys: those that the architecture alone has
     """
 
     def __init__(self, model: GgufModel, rope_keys: tuple[str, ...] = ()):
+        super().__init__(dict(model.metadata), str(model.path), CheckpointError)
         self.model, self.rope_keys = model, rope_keys
         self.architecture = model.metadata.get("general.architecture")
-        self._reader = ConfigReader(dict(model.metadata), str(model.path), CheckpointError)
+        self.prefix = f"{self.architecture}."
 
-    def has(self, key: str) -> bool:
-        """Whether the file has the key."""
-        return self._reader.has(self._full(key))
-
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(
+        self, key: str, default: int | None = None, *, low: int = 0, high: int = 1 << 40
+    ) -> int:
         """Return a whole number, or the one that an array repeats for every layer.
 
         Layers with 0 have none of what is counted.
         """
-        full = self._full(key)
-        if isinstance(self._reader.values.get(full), ArrayValue):
-            return self._equal(full)
-        return self._reader.integer(full, default, low=0, high=_MAX_NUMBER)
+        if (numbers := self._array(key)) is None:
+            return super().integer(key, default, low=low, high=high)
+        found = np.unique(numbers)
+        counts = found[found != 0] if found.size > 1 else found
+        if numbers.dtype.kind not in "iu" or counts.size != 1:
+            raise self.fail(key, "differs from layer to layer, which is not supported")
+        return int(counts[0])
 
     def integers(self, key: str, count: int, default: int | None = None) -> list[int]:
         """Return a whole number, or true or false, of each of `count` layers.
 
         A key that is no array has the number of all.
         """
-        full = self._full(key)
-        if not isinstance(self._reader.values.get(full), ArrayValue):
+        if (numbers := self._array(key)) is None:
             return [self.integer(key, default)] * count
-        numbers = self.model.first.numbers(full)
-        if numbers is None or numbers.dtype.kind not in "iub" or len(numbers) != count:
-            raise self._reader.fail(full, f"is no list of {count} whole numbers, one a layer")
+        if numbers.dtype.kind not in "iub" or len(numbers) != count:
+            raise self.fail(key, f"is no list of {count} whole numbers, one a layer")
         return [int(number) for number in numbers]
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(
+        self, key: str, default: float | None = None, *, low: float = -1e30, high: float = 1e30
+    ) -> float:
         """Return a float."""
-        return self._reader.number(self._full(key), default, low=-1e30, high=1e30)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        """Return true or false."""
-        return self._reader.boolean(self._full(key), default)
+        return super().number(key, default, low=low, high=high)
 
     def flags(self, key: str, period: int) -> list[bool]:
         """Return true or false for each layer: an array, or false for each n-th layer.
 
         n is `period` where the file has no number either; 0 is false for none.
         """
-        full, layers = self._full(key), self.integer("block_count")
-        if not isinstance(self._reader.values.get(full), ArrayValue):
+        layers, found = self.integer("block_count"), self._array(key)
+        if found is None:
             period = self.integer(key, period)
             return [not period or (layer + 1) % period != 0 for layer in range(layers)]
-        found = self.model.first.numbers(full)
-        if found is None or len(found) < layers:
-            raise self._reader.fail(full, f"is not one for each of {layers} layers")
+        if len(found) < layers:
+            raise self.fail(key, f"is not one for each of {layers} layers")
         return [bool(value) for value in found[:layers]]
-
-    def text(self, key: str, default: str | None = None) -> str:
-        """Return a string."""
-        return self._reader.text(self._full(key), default)
 
     def has_tensor(self, name: str) -> bool:
         """Whether the model has the tensor."""
@@ -104,20 +96,10 @@ class Metadata:
             raise CheckpointError(f"{self.model.path}: tensor {name!r} is {kind.name}, not F32")
         return np.asarray(file.array(name), np.float64).reshape(-1)
 
-    def fail(self, key: str, problem: str) -> Exception:
-        """Return (not raise) the error that a key has `problem`."""
-        return self._reader.fail(self._full(key), problem)
-
-    def _full(self, key: str) -> str:
-        return f"{self.architecture}.{key}"
-
-    def _equal(self, full: str) -> int:
-        numbers = self.model.first.numbers(full)
-        found = np.unique([] if numbers is None else numbers)
-        counts = found[found != 0] if found.size > 1 else found
-        if numbers is None or numbers.dtype.kind not in "iu" or counts.size != 1:
-            raise self._reader.fail(full, "differs from layer to layer, which is not supported")
-        return int(counts[0])
+    def _array(self, key: str) -> np.ndarray | None:
+        """The numbers of an array; None where the key is none."""
+        is_array = isinstance(self.values.get(self.prefix + key), ArrayValue)
+        return self.model.first.numbers(self.prefix + key) if is_array else None
 
 
 def gated_values(metadata: Metadata, epsilon: float | None = None) -> dict[str, Any]:

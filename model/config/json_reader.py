@@ -98,7 +98,12 @@ def noting_keys() -> Iterator[set[str]]:
 
 
 class ConfigReader:
-    """Reads keys of one object; a key that is null counts as absent."""
+    """Reads keys of one object; a key that is null counts as absent.
+
+    prefix: stands before all keys that are asked for, in the object
+    """
+
+    prefix = ""
 
     def __init__(
         self, values: dict[str, Any], source: str, error: type[HotcoldError] = ConfigError
@@ -110,11 +115,11 @@ class ConfigReader:
 
     def fail(self, key: str, problem: str) -> HotcoldError:
         """Return (not raise) the error that `key` of this file has `problem`."""
-        return self._error(f"{self.source}: {key} {problem}")
+        return self._error(f"{self.source}: {self.prefix}{key} {problem}")
 
     def has(self, key: str) -> bool:
         """Whether the key is present and not null."""
-        return self.values.get(key) is not None
+        return self.values.get(self.prefix + key) is not None
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int) -> int:
         """Return a whole number in [low, high]; required where `default` is None."""
@@ -168,7 +173,7 @@ class ConfigReader:
         return ConfigReader(values, self.source, self._error)
 
     def _value(self, key: str, default: Any) -> Any:
-        value = self.values.get(key)
+        value = self.values.get(self.prefix + key)
         value = default if value is None else value
         if value is None:
             own = "'s own config.json" if Path(self.source).name == "config.json" else " again"

@@ -36,7 +36,7 @@ _Rows = TypeVar("_Rows")  # (T, d), an array or a tensor
 
 
 class LayerOrder(NamedTuple):
-    """What distinguishes the families' layers; see the module's formulas."""
+    """What distinguishes the families' layers; see the module's formulas. By default pre-norm."""
 
     norms_input: bool = True
     norms_sum: bool = False
@@ -47,19 +47,6 @@ class LayerOrder(NamedTuple):
     begins_pair: bool = False
     ends_pair: bool = False
     norms_added: bool = False
-
-
-PRE_NORM = LayerOrder()
-POST_NORM = LayerOrder(
-    norms_input=False, norms_sum=True, norms_ffn_input=False, norms_output=True
-)  # opt-350m
-PRE_AND_OUTPUT_NORM = LayerOrder(norms_added=True)  # Gemma
-SCALED_OUTPUT = LayerOrder(scales_output=True, norms_added=True)  # Gemma 4
-FIRST_FFN = LayerOrder(norms_added=True, begins_pair=True)  # Gemma 4 26B-A4B
-SECOND_FFN = LayerOrder(scales_output=True, norms_added=True, ends_pair=True)
-OUTPUT_NORM = LayerOrder(norms_input=False, norms_ffn_input=False, norms_added=True)  # OLMo 2
-PARALLEL = LayerOrder(is_parallel=True)  # Falcon
-PARALLEL_SHARED_NORM = LayerOrder(is_parallel=True, norms_ffn_input=False)  # Falcon-7B
 
 
 def layer_input(

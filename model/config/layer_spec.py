@@ -7,22 +7,11 @@ record (`numba_kernels/layer_record.py`), filled by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hotcold.model.config.activations import ActivationFn
-from hotcold.model.config.layer_order import (
-    FIRST_FFN,
-    OUTPUT_NORM,
-    PARALLEL,
-    PARALLEL_SHARED_NORM,
-    POST_NORM,
-    PRE_AND_OUTPUT_NORM,
-    PRE_NORM,
-    SCALED_OUTPUT,
-    SECOND_FFN,
-    LayerOrder,
-)
+from hotcold.model.config.layer_order import LayerOrder
 
 if TYPE_CHECKING:
     from hotcold.model.config.model_config import ModelConfig
@@ -247,8 +236,10 @@ class LayerSpec:
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """Return the layers of a model."""
-    heads = config.layer_heads or (config.heads,) * config.num_layers
+    heads = [*(config.layer_heads or (config.heads,) * config.num_layers)]
     recurrent = dict.fromkeys(config.recurrent_layers, config.recurrent)
+    for layer in recurrent:
+        heads[layer] = replace(config.heads, num_heads=0, num_kv_heads=0)
     return tuple(
         LayerSpec(
             attention=_attention(config, layer, own),
@@ -266,17 +257,18 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def _order(config: ModelConfig, layer: int) -> LayerOrder:
-    if config.has_ffn_pairs:
-        return SECOND_FFN if layer % 2 else FIRST_FFN
-    if config.post_norm:
-        return POST_NORM
-    if config.parallel_ffn:
-        return PARALLEL if config.has_ffn_norm else PARALLEL_SHARED_NORM
-    if config.has_output_scale:
-        return SCALED_OUTPUT
-    if config.has_output_norms:
-        return PRE_AND_OUTPUT_NORM if config.has_norm else OUTPUT_NORM
-    return PRE_NORM
+    begins_pair = config.has_ffn_pairs and layer % 2 == 0
+    return LayerOrder(
+        norms_input=config.has_norm and not config.post_norm,
+        norms_sum=config.post_norm,
+        is_parallel=config.parallel_ffn,
+        norms_ffn_input=config.has_ffn_norm and not config.post_norm,
+        norms_output=config.post_norm,
+        scales_output=config.has_output_scale and not begins_pair,
+        begins_pair=begins_pair,
+        ends_pair=config.has_ffn_pairs and not begins_pair,
+        norms_added=config.has_output_norms,
+    )
 
 
 def _kv_layer(config: ModelConfig, layer: int) -> int:
@@ -307,10 +299,11 @@ def _recurrent_sizes(config: ModelConfig, recurrent: RecurrentSpec) -> tuple[int
 
 def _attention(config: ModelConfig, layer: int, heads: HeadSizes) -> AttentionSpec:
     ropes = config.layer_ropes or (0 if config.ropes else -1,) * config.num_layers
+    rope = ropes[layer] if heads.num_heads else -1
     return AttentionSpec(
         **vars(heads),
-        rope=ropes[layer],
-        query_rope=ropes[layer] if config.query_rope < 0 else config.query_rope,
+        rope=rope,
+        query_rope=rope if config.query_rope < 0 else config.query_rope,
         window=config.windows[layer] if config.windows else 0,
         scale=config.attention_scale or heads.head_dim**-0.5,
         softcap=config.attention_softcap,

@@ -189,8 +189,8 @@ class ModelConfig:
 
     @property
     def has_like_layers(self) -> bool:
-        """Whether attention's matrices have the same shapes in all layers: a GPU needs that."""
-        return not self.layer_heads
+        """Whether attention has the same matrices in all layers, and no gates: a GPU needs that."""
+        return not (self.layer_heads or self.recurrent_layers or self.has_attention_gate)
 
     @property
     def page_groups(self) -> tuple[int, ...]:

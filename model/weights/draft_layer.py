@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hotcold.model.config.families import tensor_names
-from hotcold.model.config.layer_order import PRE_NORM
+from hotcold.model.config.layer_order import LayerOrder
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import norm_weight
@@ -63,7 +63,7 @@ class DraftInputs:
 
 def has_draft_layer(checkpoint: Checkpoint, config: ModelConfig) -> bool:
     """Whether the checkpoint has a layer that drafts, of a model whose layers are plain ones."""
-    plain = all(layer.order is PRE_NORM and not layer.adds_late for layer in config.layers)
+    plain = all(layer.order == LayerOrder() and not layer.adds_late for layer in config.layers)
     is_plain = plain and config.embed_size == config.hidden_size and config.norm_kind == "rmsnorm"
     names = tensor_names(config).of_draft(config.num_layers)
     return is_plain and checkpoint.has(f"{names.draft.projection}.weight")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -91,33 +92,16 @@ def load_ffn_biases(
     return weights
 
 
-def load_gate(
-    checkpoint: Checkpoint, config: ModelConfig, layer: int
+def load_rows(
+    checkpoint: Checkpoint, config: ModelConfig, layer: int, role: Literal["gate", "up"]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Load the gate rows of `layer` and their biases, which decide whether neurons fire.
+    """Load the gate rows of `layer` and their biases, which decide whether neurons fire; or up's.
 
     Shapes:  (N, d) bits, quantized where the checkpoint is; (N,) float32 or (0,)
     Errors:  CheckpointError as for `load_ffn`
     """
-    tensors = ffn_tensors(checkpoint, config, layer)
-    return _load_rows(checkpoint, config, layer, tensors.gate, tensors.gate_bias)
-
-
-def load_up(
-    checkpoint: Checkpoint, config: ModelConfig, layer: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Load up rows and their biases, which decide too with drelu; as `load_gate`."""
-    tensors = ffn_tensors(checkpoint, config, layer)
-    return _load_rows(checkpoint, config, layer, tensors.up, tensors.up_bias)
-
-
-def _load_rows(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    layer: int,
-    tensors: list[NeuronRows],
-    biases: list[NeuronRows],
-) -> tuple[np.ndarray, np.ndarray]:
+    found = vars(ffn_tensors(checkpoint, config, layer))
+    tensors, biases = found[role], found[f"{role}_bias"]
     size = config.ffn_sizes[layer]
     ids = np.arange(size, dtype=np.int32)
     blocks = _blocks(config, layer, ids)

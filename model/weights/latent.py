@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from hotcold.model.config.families import tensor_names
-from hotcold.model.config.families.tensor_names import LayerNames
 from hotcold.model.config.layer_spec import LatentSpec
 from hotcold.model.config.model_config import MatrixKind, ModelConfig, RopeConfig
 from hotcold.model.files.checkpoint import Checkpoint
@@ -63,52 +62,40 @@ def read_latent(
     spec, found = config.latent, empty_latent(reader, config, layers, by_layer)
     if spec is None:
         return found
-    for index, layer in enumerate(layers):
-        names = tensor_names(config).of_layer(layer)
-        if spec.query_rank:
-            order = query_row_ids(config, layer)
-            rows = found.queries.matrix(index)
-            reader.rows(f"{names.q_b}.weight", len(rows), rows, order)
-        # Keys and values have tensors of their own in GGUF files since 2025.
-        own = _names(reader.checkpoint, config, layer)
-        read = _read_joined if own["keys"] == own["values"] else _read_parts
-        read(reader, config, spec, names, found, index)
-    return found
-
-
-def _read_parts(
-    reader: TensorReader,
-    config: ModelConfig,
-    spec: LatentSpec,
-    names: LayerNames,
-    found: LatentArrays,
-    index: int,
-) -> None:
     heads = config.num_heads
-    reader.rows(f"{names.k_b}.weight", spec.rank, found.keys.matrix(index), stack=heads)
-    reader.rows(f"{names.v_b}.weight", spec.value_size, found.values.matrix(index), stack=heads)
+    for index, layer in enumerate(layers):
+        names = _names(reader.checkpoint, config, layer)
+        if spec.query_rank:
+            rows = found.queries.matrix(index)
+            reader.rows(names["queries"], len(rows), rows, query_row_ids(config, layer))
+        keys, values = found.keys.matrix(index), found.values.matrix(index)
+        if names["keys"] == names["values"]:
+            _read_joined(reader, spec, heads, names["keys"], keys, values)
+        else:  # as in GGUF files since 2025
+            reader.rows(names["keys"], spec.rank, keys, stack=heads)
+            reader.rows(names["values"], spec.value_size, values, stack=heads)
+    return found
 
 
 def _read_joined(
     reader: TensorReader,
-    config: ModelConfig,
     spec: LatentSpec,
-    names: LayerNames,
-    found: LatentArrays,
-    index: int,
+    heads: int,
+    name: str,
+    keys: np.ndarray,
+    values: np.ndarray,
 ) -> None:
     """One tensor has of each head the rows of keys, then those of values."""
-    name, heads = f"{names.kv_b}.weight", config.num_heads
     num_rows, height = heads * (spec.plain_size + spec.value_size), spec.plain_size
     rows = np.arange(num_rows, dtype=np.int32).reshape(heads, -1)[:, height:].ravel()
-    reader.rows(name, num_rows, found.values.matrix(index), rows)
+    reader.rows(name, num_rows, values, rows)
 
     def transposed(stored: np.ndarray) -> np.ndarray:
         """(H * rank, plain size) float32"""
-        keys = to_float32(stored).reshape(heads, -1, spec.rank)[:, :height]
-        return np.ascontiguousarray(keys.swapaxes(1, 2)).reshape(-1, height)
+        found = to_float32(stored).reshape(heads, -1, spec.rank)[:, :height]
+        return np.ascontiguousarray(found.swapaxes(1, 2)).reshape(-1, height)
 
-    reader.made_rows(name, transposed, found.keys.matrix(index))
+    reader.made_rows(name, transposed, keys)
 
 
 def query_row_ids(config: ModelConfig, layer: int) -> np.ndarray:

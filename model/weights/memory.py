@@ -44,7 +44,7 @@ def aligned_empty(
             f"cannot reserve {size_text(num_bytes)}, {size_text(available_bytes())} are free; "
             "free memory or use a smaller model"
         ) from None
-    if num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+    if num_bytes >= HUGE_PAGE_BYTES:
         with contextlib.suppress(OSError):  # a kernel built without huge pages
             region.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
     whole = np.frombuffer(region, np.uint8)

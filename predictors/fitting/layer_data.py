@@ -14,7 +14,7 @@ from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.weight_formats import row_bytes
 from hotcold.model.errors import ArtifactError
 from hotcold.model.files.checkpoint import Checkpoint
-from hotcold.model.weights.ffn import load_gate, load_up
+from hotcold.model.weights.ffn import load_rows
 from hotcold.numba_kernels.load.convert import to_float32
 from hotcold.predictors.fitting.read_prices import IN_BYTES, ReadPrices
 from hotcold.predictors.lowrank import LowRankLayer
@@ -75,11 +75,11 @@ class LayerData:
                 f"{_MIN_TOKENS}; run `hotcold profile` with a longer text or more --inputs"
             )
         x = torch.from_numpy(inputs.view(np.float16).astype(np.float32))
-        gate, z = _matmul(x, *load_gate(checkpoint, config, layer))
+        gate, z = _matmul(x, *load_rows(checkpoint, config, layer, "gate"))
         z -= config.activation_threshold
         rows = gate
         if config.activation_fn == "drelu":
-            up, factors = _matmul(x, *load_up(checkpoint, config, layer))
+            up, factors = _matmul(x, *load_rows(checkpoint, config, layer, "up"))
             z, rows = torch.minimum(z, factors), torch.cat([gate, up])
         place = torch.arange(x.shape[0]) % 20 / 20
         is_fit = place < _FIT_SHARE

@@ -260,6 +260,11 @@ NO_CLASS = LLAMA | {"architectures": None}
         (LLAMA, {"num_local_experts": 8}, "num_local_experts"),
         (LLAMA, {"layer_types": ["sliding_attention"]}, "layer_types"),
         (LLAMA, {"layer_types": [[]]}, "layer_types"),
+        (
+            LLAMA,
+            {"architectures": None, "model_type": "lfm2", "layer_types": [[], []]},
+            "layer_types is [[], []]; give conv or full_attention for each layer",
+        ),
         (OPT, {"head_dim": 8}, "head_dim"),
         (OPT, {"activation_function": "tanh"}, "tanh"),
         (FALCON, {"new_decoder_architecture": True, "num_kv_heads": 3}, "num_kv_heads"),

@@ -18,7 +18,7 @@ from hotcold.model.errors import CheckpointError, ConfigError
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.attention import load_attention
 from hotcold.model.weights.check import check_tensors, stored_config
-from hotcold.model.weights.ffn import FfnWeights, load_ffn, load_gate, load_up, read_ffn
+from hotcold.model.weights.ffn import FfnWeights, load_ffn, load_rows, read_ffn
 from hotcold.model.weights.quantized_checkpoint import write_quantized
 from hotcold.model.weights.sizes import ffn_bytes, num_parameters
 from hotcold.model.weights.tensor_reader import TensorReader
@@ -82,13 +82,10 @@ def test_any_subset_of_neurons(variant: str, dtype: str, tmp_path: Path) -> None
         sizes = np.cumsum(config.layers[layer].ffn.block_sizes)
         counts = np.bincount(np.searchsorted(sizes, own, "right"), minlength=sizes.size)
         assert np.array_equal(np.diff(some.starts[layer])[: sizes.size], counts)
-        for load, rows, bias in (
-            (load_gate, whole.gate, whole.gate_bias),
-            (load_up, whole.up, whole.up_bias),
-        ):
-            found, own_bias = load(checkpoint, config, layer)
-            assert np.array_equal(found, rows[every])
-            assert np.array_equal(own_bias, bias[every])
+        for role in ("gate", "up"):
+            found, own_bias = load_rows(checkpoint, config, layer, role)
+            assert np.array_equal(found, getattr(whole, role)[every])
+            assert np.array_equal(own_bias, getattr(whole, f"{role}_bias")[every])
     assert np.array_equal(some.down_bias, whole.down_bias)
     assert ffn_bytes(stored_config(checkpoint, config), config.num_neurons) == counted_bytes(whole)
 

@@ -463,7 +463,7 @@ def test_keys_as_published(variant: str, changes: Keys, tmp_path: Path) -> None:
         ("glm4-moe-groups", {"topk_group": 1}, "topk_group leaves 2 experts, but 3 are chosen"),
         ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5"),
         ("smallthinker", {"rope_layout": [1, 2, 1]}, "rope_layout is"),
-        ("turbosparse-mixtral", {"hidden_act": "silu"}, "hidden_act is silu"),
+        ("turbosparse-mixtral", {"hidden_act": "silu"}, "hidden_act is 'silu'; not supported"),
     ],
 )
 def test_what_is_refused(variant: str, changes: Keys, said: str, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 from hotcold.model.config.families.family import (
     Family,
     GgufArchitecture,
-    num_layers,
     sliding_layers,
     windows,
 )
@@ -20,12 +19,8 @@ from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.gguf_metadata import Metadata, gated_values, window, window_kinds
 from hotcold.model.config.json_reader import ConfigReader
 
-_USUAL = {"use_qk_norm": False, "position_embedding_type": "rope_gptj", "rotary_pct": 1.0}
-
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
-    for key, value in _USUAL.items():
-        reader.refuse(key, (value,).__contains__, "not supported; use Command R7B or Command A")
     return {
         **llama_fields(reader),
         "norm_kind": "layernorm",
@@ -38,9 +33,8 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _cohere2_fields(reader: ConfigReader) -> dict[str, Any]:
-    layers = num_layers(reader)
     period = reader.integer("sliding_window_pattern", 4, high=1 << 20)
-    sliding = sliding_layers(reader, lambda layer: (layer + 1) % period != 0, layers)
+    sliding = sliding_layers(reader, lambda layer: (layer + 1) % period != 0)
     return {
         **_read_fields(reader),
         "windows": windows(reader, sliding, 4096),
@@ -72,6 +66,11 @@ COHERE = Family(
     read_fields=_read_fields,
     tensor_names=LLAMA_NAMES.with_layer(ffn_norm=""),
     reads=("logit_scale", "use_qk_norm", "position_embedding_type"),
+    fixed={
+        "use_qk_norm": (False,),
+        "position_embedding_type": ("rope_gptj",),
+        "rotary_pct": (1.0,),
+    },
     defaults={"max_position_embeddings": 8192},
     gguf=GgufArchitecture(("command-r",), _gguf_values),
 )

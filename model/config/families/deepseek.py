@@ -9,14 +9,18 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from hotcold.model.config.families.experts import COUNT_KEYS
 from hotcold.model.config.families.family import (
     MAX_WIDTH,
     Family,
     GgufArchitecture,
     max_positions,
 )
-from hotcold.model.config.families.glm4_moe import EXPERTS, routed_experts, routed_gguf
+from hotcold.model.config.families.glm4_moe import (
+    EXPERTS,
+    ROUTED_KEYS,
+    routed_experts,
+    routed_gguf,
+)
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.mistral import YARN_KEYS, gguf_grown_queries, grown_queries
 from hotcold.model.config.families.tensor_names import LLAMA_NAMES, TensorNames
@@ -73,8 +77,6 @@ def _rotated_alone(reader: ConfigReader) -> ConfigReader:
 
 
 def _latent_fields(reader: ConfigReader, norm_eps: float = 1e-6) -> dict[str, Any]:
-    if reader.boolean("attention_bias", False):
-        raise reader.fail("attention_bias", "is true, which is not supported")
     latent, rope = _latent(reader), read_rope(_rotated_alone(reader), max_positions(reader))
     # A row of the cache: all heads read the same one.
     sizes = {"num_key_value_heads": 1, "head_dim": latent.rank + latent.rope_size}
@@ -89,32 +91,18 @@ def _latent_fields(reader: ConfigReader, norm_eps: float = 1e-6) -> dict[str, An
     }
 
 
-def _require(reader: ConfigReader, key: str, *accepted: str) -> None:
-    accepts = accepted.__contains__
-    reader.refuse(key, accepts, f"not supported; supported: {', '.join(accepted)}")
-
-
 def _v3_fields(reader: ConfigReader, norm_eps: float = 1e-6) -> dict[str, Any]:
-    _require(reader, "scoring_func", "sigmoid")
-    _require(reader, "topk_method", "noaux_tc")
     return {**_latent_fields(reader, norm_eps), "experts": routed_experts(reader)}
 
 
 def _v2_fields(reader: ConfigReader) -> dict[str, Any]:
     """Softmax over all experts; of the 236B in groups, without a bias."""
-    if reader.boolean("norm_topk_prob", False):
-        raise reader.fail("norm_topk_prob", "is true, which is not supported")
-    _require(reader, "scoring_func", "softmax")
-    _require(reader, "topk_method", "greedy", "group_limited_greedy")
     if reader.values.get("topk_method") == "greedy":
         reader = reader.renamed({}, n_group=1, topk_group=1)
     return {**_latent_fields(reader), "experts": routed_experts(reader, "softmax", False)}
 
 
 def _mistral4_fields(reader: ConfigReader) -> dict[str, Any]:
-    _require(reader, "scoring_func", "softmax")
-    for key in ("n_group", "topk_group"):
-        reader.refuse(key, (1,).__contains__, "groups are not supported")
     return {**_latent_fields(reader), "experts": routed_experts(reader, "softmax")}
 
 
@@ -177,10 +165,7 @@ _GGUF = GgufArchitecture(("deepseek2",), _gguf_values, _GGUF_NAMES, rope_keys=YA
 
 _READS = (
     *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
-    *(*COUNT_KEYS, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
-    *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "scoring_func"),
-    *("topk_method", "first_k_dense_replace", "num_nextn_predict_layers", "rope_interleave"),
-    *("partial_rotary_factor", "mlp_layer_types"),
+    *(*ROUTED_KEYS, "scoring_func", "topk_method", "rope_interleave", "partial_rotary_factor"),
 )
 DEEPSEEK_V2 = Family(
     name="deepseek_v2",
@@ -188,6 +173,12 @@ DEEPSEEK_V2 = Family(
     read_fields=_v2_fields,
     tensor_names=_names,
     reads=_READS,
+    fixed={
+        "attention_bias": (False,),
+        "norm_topk_prob": (False,),
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy", "group_limited_greedy"),
+    },
     defaults={"n_shared_experts": 2, "first_k_dense_replace": 0},
 )
 DEEPSEEK_V3 = Family(
@@ -198,6 +189,11 @@ DEEPSEEK_V3 = Family(
     read_fields=_v3_fields,
     tensor_names=_names,
     reads=_READS,
+    fixed={
+        "attention_bias": (False,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    },
     defaults={"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
               "first_k_dense_replace": 3},
     gguf=_GGUF,
@@ -210,6 +206,12 @@ MISTRAL4 = Family(
     read_fields=_mistral4_fields,
     tensor_names=_names,
     reads=_READS,
+    fixed={
+        "attention_bias": (False,),
+        "scoring_func": ("softmax",),
+        "n_group": (1,),
+        "topk_group": (1,),
+    },
     defaults={"n_shared_experts": 1, "first_k_dense_replace": 0},
     gguf=replace(_GGUF, kinds=("mistral4",)),
 )

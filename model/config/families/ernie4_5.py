@@ -26,8 +26,9 @@ _KEYS = (
     *("moe_num_experts", "moe_k", "moe_intermediate_size", "moe_num_shared_experts"),
     *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
 )
-_NAMED = replace(
-    named_experts("mlp", selection_bias="mlp.moe_statics.e_score_correction_bias"),
+_NAMED = named_experts(
+    "mlp",
+    selection_bias="mlp.moe_statics.e_score_correction_bias",
     **shared_in("mlp.shared_experts"),
 )
 

@@ -10,7 +10,6 @@ from typing import Any
 from hotcold.model.config.families.family import (
     Family,
     GgufArchitecture,
-    num_layers,
     sliding_layers,
     windows,
 )
@@ -36,7 +35,7 @@ def exaone4_windows(reader: ConfigReader) -> dict[str, Any]:
     """Read which layers have a window; the others then have no positions."""
     if reader.values.get("sliding_window", 0) is None:
         return {}
-    sliding = sliding_layers(reader, _pattern(reader), num_layers(reader))
+    sliding = sliding_layers(reader, _pattern(reader))
     return {
         "layer_ropes": tuple(0 if is_windowed else -1 for is_windowed in sliding),
         "windows": windows(reader, sliding, 4096),

@@ -97,10 +97,10 @@ def shared_in(block: str) -> dict[str, Any]:
 
 def layouts_of(named: ExpertNames, block: str = "mlp") -> tuple[ExpertNames, ...]:
     """Return a family's own layout, that of transformers 5, and those of GGUF files."""
-    names = f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj"
-    return (named, fused(named, *names), *GGUF_EXPERTS)
+    return (named, fused(named, block), *GGUF_EXPERTS)
 
 
-def fused(layout: ExpertNames, gate_up: str, down: str) -> ExpertNames:
-    """Return a layout with all experts in two tensors, gate's rows before up's."""
-    return replace(layout, gate=gate_up, up=gate_up, down=down)
+def fused(layout: ExpertNames, block: str = "mlp") -> ExpertNames:
+    """Return a layout with all experts in two tensors of `block`, gate's rows before up's."""
+    gate_up = f"{block}.experts.gate_up_proj"
+    return replace(layout, gate=gate_up, up=gate_up, down=f"{block}.experts.down_proj")

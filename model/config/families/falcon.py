@@ -23,7 +23,6 @@ from hotcold.model.config.rope import read_rope
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
     sizes = head_sizes(reader)
-    reader.refuse("alibi", lambda value: value is False, "alibi positions are not supported")
     grouped = reader.boolean("new_decoder_architecture", False)
     parallel = grouped or reader.boolean("parallel_attn", True)
     num_norms = reader.integer("num_ln_in_parallel_attn", 2 if grouped else 1, high=2)
@@ -116,5 +115,6 @@ FALCON = Family(
     tied_embeddings=True,
     read_fields=_read_fields,
     tensor_names=_tensor_names,
+    fixed={"alibi": (False,)},
     gguf=GgufArchitecture(("falcon",), _gguf_values, _GGUF_NAMES),
 )

@@ -15,7 +15,6 @@ from hotcold.model.errors import shown
 MAX_WIDTH = 1 << 20
 MAX_POSITIONS = 1 << 26
 MAX_LAYERS = 4096
-_LAYER_KINDS = ("full_attention", "sliding_attention")
 _MAX_WINDOW = 1 << 26
 
 
@@ -47,6 +46,8 @@ class Family:
     read_fields: Callable[[ConfigReader], dict[str, Any]]  # of ModelConfig, beside `build_config`'s
     tensor_names: TensorNames | Callable[[ModelConfig], TensorNames] = LLAMA_NAMES
     reads: tuple[str, ...] = ()  # keys that are refused for families that do not name them
+    # Of keys, the values that its models have, or that change nothing: others are refused.
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     # Of keys that are required for other families.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     gguf: GgufArchitecture | None = None
@@ -84,24 +85,24 @@ def grouped_kv_heads(reader: ConfigReader, key: str, heads: int) -> int:
     return kv_heads
 
 
-def sliding_layers(
-    reader: ConfigReader, is_sliding: Callable[[int], bool], num_layers: int
-) -> tuple[bool, ...]:
+def of_layers(reader: ConfigReader, key: str, *accepted: str | int) -> list[Any]:
+    """Return the list `key`. Errors: ConfigError unless each layer has one of the values."""
+    found: Any = reader.values.get(key)
+    is_whole = isinstance(found, list) and len(found) == num_layers(reader)
+    if not is_whole or any(one not in accepted for one in found):
+        values = " or ".join(map(str, accepted))
+        raise reader.fail(key, f"is {shown(found, 60)}; give {values} for each layer")
+    return list(found)
+
+
+def sliding_layers(reader: ConfigReader, is_sliding: Callable[[int], bool]) -> tuple[bool, ...]:
     """Return which layers have a window: by `layer_types`, or by `is_sliding` without that key.
 
     Errors:  ConfigError for other kinds of layers, or another number of them
     """
     if not reader.has("layer_types"):
-        return tuple(is_sliding(layer) for layer in range(num_layers))
-    kinds = reader.values["layer_types"]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise reader.fail("layer_types", f"is {shown(kinds, 60)}; give one for each layer")
-    for kind in kinds:
-        if kind not in _LAYER_KINDS:
-            raise reader.fail(
-                "layer_types",
-                f"has {shown(kind)}, which is not supported; {' or '.join(_LAYER_KINDS)}",
-            )
+        return tuple(is_sliding(layer) for layer in range(num_layers(reader)))
+    kinds = of_layers(reader, "layer_types", "full_attention", "sliding_attention")
     return tuple(kind == "sliding_attention" for kind in kinds)
 
 

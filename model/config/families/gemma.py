@@ -11,7 +11,6 @@ from hotcold.model.config.families.family import (
     Family,
     GgufArchitecture,
     max_positions,
-    num_layers,
     sliding_layers,
     windows,
 )
@@ -40,11 +39,6 @@ def _fields(
     softcaps: tuple[float, float],
 ) -> dict[str, Any]:
     """Fields of both; `softcaps` are the defaults for scores and logits, 0 for none."""
-    reader.refuse(
-        "use_bidirectional_attention",
-        lambda value: value is False,
-        "attention that sees what follows is not supported",
-    )
     fields = llama_fields(
         reader,
         activation_key="hidden_activation",
@@ -73,15 +67,14 @@ def _softcap(reader: ConfigReader, key: str, default: float) -> float:
 
 def _gemma2_fields(reader: ConfigReader) -> dict[str, Any]:
     """Every other layer has a window, the first one too."""
-    sliding = sliding_layers(reader, lambda layer: layer % 2 == 0, num_layers(reader))
+    sliding = sliding_layers(reader, lambda layer: layer % 2 == 0)
     return _fields(reader, sliding, (read_rope(reader, max_positions(reader)),), (50.0, 30.0))
 
 
 def _gemma3_fields(reader: ConfigReader) -> dict[str, Any]:
     """Five layers with a window to one without."""
     pattern = reader.integer("sliding_window_pattern", 6, high=1 << 20)
-    layers = num_layers(reader)
-    sliding = sliding_layers(reader, lambda layer: (layer + 1) % pattern != 0, layers)
+    sliding = sliding_layers(reader, lambda layer: (layer + 1) % pattern != 0)
     local = reader.number("rope_local_base_freq", _LOCAL_THETA, low=1e-6, high=1e12)
     ropes = read_ropes_by_window(reader, max_positions(reader), theta=_THETA, local_theta=local)
     return {
@@ -122,12 +115,12 @@ def _gemma3_gguf(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-_GEMMA2_NAMES = LLAMA_NAMES.with_layer(
+GEMMA_NAMES = LLAMA_NAMES.with_layer(
     attention_norm="post_attention_layernorm",
     ffn_norm="pre_feedforward_layernorm",
     ffn_output_norm="post_feedforward_layernorm",
 )
-GEMMA3_NAMES = _GEMMA2_NAMES.with_layer(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+_FIXED = {"use_bidirectional_attention": (False,)}
 _DEFAULTS = {
     "head_dim": 256,
     "num_attention_heads": 8,
@@ -141,8 +134,9 @@ GEMMA2 = Family(
     eos_id=1,
     tied_embeddings=True,
     read_fields=_gemma2_fields,
-    tensor_names=_GEMMA2_NAMES,
+    tensor_names=GEMMA_NAMES,
     reads=_READS,
+    fixed=_FIXED,
     defaults=_DEFAULTS,
     gguf=GgufArchitecture(("gemma2",), _gemma2_gguf),
 )
@@ -154,8 +148,9 @@ GEMMA3 = Family(
     eos_id=1,
     tied_embeddings=True,
     read_fields=_gemma3_fields,
-    tensor_names=GEMMA3_NAMES,
+    tensor_names=GEMMA_NAMES,
     reads=_READS,
+    fixed=_FIXED,
     defaults={**_DEFAULTS, "max_position_embeddings": 131_072, "vocab_size": 262_208},
     gguf=GgufArchitecture(("gemma3",), _gemma3_gguf, rope_keys=("freq_base_swa",)),
 )

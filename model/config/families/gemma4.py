@@ -23,7 +23,7 @@ from hotcold.model.config.families.family import (
     sliding_layers,
     windows,
 )
-from hotcold.model.config.families.gemma import GEMMA3, GEMMA3_NAMES
+from hotcold.model.config.families.gemma import GEMMA3, GEMMA_NAMES
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import GGUF_EXPERTS, ExpertNames, TensorNames
 from hotcold.model.config.gguf_metadata import Metadata, head_dim, window_kinds
@@ -38,13 +38,7 @@ _LOCAL_THETA = 10_000.0
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
-    reader.refuse(
-        "use_bidirectional_attention",
-        lambda value: value in (False, "vision"),
-        "attention that sees what follows is not supported",
-    )
-    layers = num_layers(reader)
-    sliding = sliding_layers(reader, lambda layer: (layer + 1) % 6 != 0, layers)
+    sliding = sliding_layers(reader, lambda layer: (layer + 1) % 6 != 0)
     sliding = (*sliding[:-1], False)
     ropes = read_ropes_by_window(
         reader,
@@ -264,7 +258,7 @@ _GGUF = GgufArchitecture(
 
 
 _NAMES = replace(
-    GEMMA3_NAMES,
+    GEMMA_NAMES,
     per_layer_tokens="embed_tokens_per_layer",
     per_layer_context="per_layer_model_projection",
     per_layer_context_norm="per_layer_projection_norm",
@@ -313,6 +307,7 @@ GEMMA4 = replace(
         *("num_experts", "top_k_experts", "moe_intermediate_size"),
         *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
     ),
+    fixed={"use_bidirectional_attention": (False, "vision")},
     defaults={
         "head_dim": 256,
         "num_attention_heads": 8,

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal
 
 from hotcold.model.config.families.experts import (
     COUNT_KEYS,
     expert_size,
-    fused,
+    layouts_of,
     named_experts,
     read_router,
+    shared_in,
 )
-from hotcold.model.config.families.family import Family, GgufArchitecture, max_positions, num_layers
+from hotcold.model.config.families.family import (
+    Family,
+    GgufArchitecture,
+    max_positions,
+    num_layers,
+    of_layers,
+)
 from hotcold.model.config.families.llama import llama_fields
-from hotcold.model.config.families.tensor_names import GGUF_EXPERTS, LLAMA_NAMES
+from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.gguf_metadata import (
     SECTIONS,
     SIGMOID,
@@ -26,23 +32,22 @@ from hotcold.model.config.gguf_metadata import (
     rotary_share,
 )
 from hotcold.model.config.json_reader import ConfigReader
-from hotcold.model.config.model_config import ExpertsConfig, ModelConfig
+from hotcold.model.config.model_config import ExpertsConfig
 from hotcold.model.config.rope import read_rope
-from hotcold.model.errors import shown
 
-_NAMED = replace(
-    named_experts("mlp", selection_bias="mlp.gate.e_score_correction_bias"),
-    shared_gate="mlp.shared_experts.gate_proj.weight",
-    shared_up="mlp.shared_experts.up_proj.weight",
-    shared_down="mlp.shared_experts.down_proj.weight",
+EXPERTS = layouts_of(
+    named_experts(
+        "mlp",
+        selection_bias="mlp.gate.e_score_correction_bias",
+        **shared_in("mlp.shared_experts"),
+    )
 )
-EXPERTS = (
-    _NAMED,
-    fused(_NAMED, "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
-    *GGUF_EXPERTS,
+# Of `routed_experts`, and of layers that draft.
+ROUTED_KEYS = (
+    *(*COUNT_KEYS, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
+    *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "mlp_layer_types"),
+    *("first_k_dense_replace", "num_nextn_predict_layers"),
 )
-_KINDS = ("dense", "sparse")  # mlp_layer_types
-_NAMES = LLAMA_NAMES.with_layer(experts=EXPERTS)
 
 
 def routed_experts(
@@ -83,14 +88,11 @@ def routed_experts(
 
 def _dense_layers(reader: ConfigReader) -> tuple[int, ...]:
     """The layers without experts: by mlp_layer_types, or the first ones."""
-    layers, key = num_layers(reader), "mlp_layer_types"
-    if not reader.has(key):
+    if not reader.has("mlp_layer_types"):
         dense = reader.integer("first_k_dense_replace", 1, low=0, high=1 << 20)
-        return tuple(range(min(dense, layers)))
-    kinds = reader.values[key]
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {*_KINDS}:
-        raise reader.fail(key, f"is {shown(kinds, 60)}; give {' or '.join(_KINDS)}")
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == _KINDS[0])
+        return tuple(range(min(dense, num_layers(reader))))
+    kinds = of_layers(reader, "mlp_layer_types", "dense", "sparse")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
@@ -133,22 +135,12 @@ def _gguf_values(metadata: Metadata) -> dict[str, Any]:
 _GGUF_NAMES = {"post_attention_layernorm": "post_attention_norm"}
 
 
-def _names(config: ModelConfig) -> Any:
-    if not config.qk_norm:
-        return _NAMES
-    return _NAMES.with_layer(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
-
-
 GLM4_MOE = Family(
     name="glm4_moe",
     architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
     read_fields=_read_fields,
-    tensor_names=_names,
-    reads=(
-        *(*COUNT_KEYS, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
-        *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "use_qk_norm"),
-        *("first_k_dense_replace", "num_nextn_predict_layers", "partial_rotary_factor"),
-    ),
+    tensor_names=LLAMA_NAMES.with_layer(experts=EXPERTS),
+    reads=(*ROUTED_KEYS, "use_qk_norm", "partial_rotary_factor"),
     defaults={"num_key_value_heads": 8},
     gguf=GgufArchitecture(("glm4moe",), _gguf_values, _GGUF_NAMES, rope_keys=SECTIONS),
 )

@@ -11,7 +11,6 @@ from hotcold.model.config.families.family import (
     Family,
     GgufArchitecture,
     max_positions,
-    num_layers,
     sliding_layers,
     windows,
 )
@@ -47,14 +46,9 @@ _MXFP4 = replace(
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
-    slope = reader.number("swiglu_alpha", CLAMPED_SLOPE, low=0.0, high=1e6)
-    if slope != CLAMPED_SLOPE:
-        raise reader.fail("swiglu_alpha", f"is {slope:g}; supported: {CLAMPED_SLOPE:g}")
-    sliding = sliding_layers(reader, lambda layer: layer % 2 == 0, num_layers(reader))
+    sliding = sliding_layers(reader, lambda layer: layer % 2 == 0)
     rope = read_rope(reader, max_positions(reader), theta=_THETA)
     fields = llama_fields(reader, norm_eps=1e-5, ropes=(rope,))
-    if fields["activation_fn"] != "silu":
-        raise reader.fail("hidden_act", f"is {fields['activation_fn']}; gpt-oss's is silu")
     has_bias = reader.boolean("attention_bias", True)
     router = read_router(
         reader, "num_local_experts", "softmax_of_chosen", False, has_bias=True
@@ -94,6 +88,7 @@ GPT_OSS = Family(
         *(*COUNT_KEYS, "num_experts_per_tok", "swiglu_limit", "swiglu_alpha"),
         *("sliding_window", "layer_types"),
     ),
+    fixed={"hidden_act": ("silu", "swish"), "swiglu_alpha": (CLAMPED_SLOPE,)},
     defaults={"head_dim": 64, "num_key_value_heads": 8},
     gguf=GgufArchitecture(("gpt-oss",), _gguf_values, _GGUF_NAMES),
 )

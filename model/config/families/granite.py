@@ -16,7 +16,13 @@ from hotcold.model.config.families.experts import (
     fused,
     read_router,
 )
-from hotcold.model.config.families.family import MAX_WIDTH, Family, GgufArchitecture, num_layers
+from hotcold.model.config.families.family import (
+    MAX_WIDTH,
+    Family,
+    GgufArchitecture,
+    num_layers,
+    of_layers,
+)
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import (
     GGUF_EXPERTS,
@@ -27,7 +33,7 @@ from hotcold.model.config.families.tensor_names import (
 )
 from hotcold.model.config.gguf_metadata import Metadata, gated_values, head_dim, recurrent_kinds
 from hotcold.model.config.json_reader import ConfigReader
-from hotcold.model.config.layer_spec import HeadSizes, RecurrentSpec
+from hotcold.model.config.layer_spec import RecurrentSpec
 from hotcold.model.config.model_config import ExpertsConfig, ModelConfig
 from hotcold.model.errors import shown
 
@@ -43,18 +49,18 @@ _EXPERTS = ExpertNames(
     shared_up=f"{_SHARED}.weight",
     shared_down=f"{_SHARED_DOWN}.weight",
 )
-_NEW = fused(
-    replace(_EXPERTS, router="block_sparse_moe.router.weight"),
-    "block_sparse_moe.experts.gate_up_proj",
-    "block_sparse_moe.experts.down_proj",
-)
+_NEW = fused(replace(_EXPERTS, router="block_sparse_moe.router.weight"), block="block_sparse_moe")
 _NAMES = LLAMA_NAMES.with_layer(experts=(_EXPERTS, _NEW, *GGUF_EXPERTS))
 _SCALES = (
     "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"
 )  # fmt: skip
 _ATTENTION = ("attention", "full_attention")  # in layer_types
 _MAMBA = ("mamba", "linear_attention")
-_INFINITIES = (float("inf"), {"__float__": "Infinity"})  # as JSON has it, as transformers writes it
+MAMBA_FIXED: dict[str, tuple[Any, ...]] = {
+    "mamba_proj_bias": (False,),
+    # Infinity as JSON has it, and as transformers writes it.
+    "time_step_limit": ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}]),
+}
 MAMBA_NAMES = RecurrentNames(
     inputs=("in_proj",),
     conv="conv1d",
@@ -108,25 +114,18 @@ def _hybrid_fields(reader: ConfigReader) -> dict[str, Any]:
         dense = ConfigReader({**reader.values, "intermediate_size": size}, reader.source)
         splits = reader.boolean("splits_shared_mlp", False)  # of GGUF files alone
         fields = {**_granite_fields(dense, "nope"), "fused_gate_up": not splits}
-    return {**fields, **_mamba_fields(reader, fields)}
+    return {**fields, **_mamba_fields(reader, fields["hidden_size"])}
 
 
-def _mamba_fields(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    """What layers of Mamba-2 change of `fields`: nothing where there are none."""
-    layers, kinds = num_layers(reader), reader.values.get("layer_types")
-    known = {*_ATTENTION, *_MAMBA}
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - known:
-        raise reader.fail(
-            "layer_types", f"is {shown(kinds, 60)}; give attention or mamba for each layer"
-        )
-    inner = reader.integer("mamba_expand", 2, high=1 << 10) * fields["hidden_size"]
-    return mamba_fields(reader, fields, [kind in _MAMBA for kind in kinds], inner)
+def _mamba_fields(reader: ConfigReader, hidden: int) -> dict[str, Any]:
+    """Fields of layers of Mamba-2: {} where there are none."""
+    kinds = of_layers(reader, "layer_types", *_ATTENTION, *_MAMBA)
+    inner = reader.integer("mamba_expand", 2, high=1 << 10) * hidden
+    return mamba_fields(reader, [kind in _MAMBA for kind in kinds], inner)
 
 
-def mamba_fields(
-    reader: ConfigReader, fields: dict[str, Any], is_mamba: Sequence[bool], inner: int
-) -> dict[str, Any]:
-    """What layers of Mamba-2 with so many values change of `fields`.
+def mamba_fields(reader: ConfigReader, is_mamba: Sequence[bool], inner: int) -> dict[str, Any]:
+    """Return fields of layers of Mamba-2 with so many values; {} where there are none.
 
     Errors:  ConfigError for sizes that do not divide, and what is not supported
     """
@@ -141,17 +140,6 @@ def mamba_fields(
         )
     if reader.values.get("mamba_d_head", "auto") not in ("auto", inner // heads):
         raise reader.fail("mamba_d_head", f"is not {inner // heads}, which is not supported")
-    if reader.boolean("mamba_proj_bias", False):
-        raise reader.fail("mamba_proj_bias", "is true, which is not supported")
-    limits = reader.values.get("time_step_limit")
-    if limits not in (None, *([0.0, infinity] for infinity in _INFINITIES)):
-        raise reader.fail("time_step_limit", f"is {shown(limits, 60)}, which is not supported")
-    dim = fields["head_dim"]
-    own = HeadSizes(
-        num_heads=fields["num_heads"], num_kv_heads=fields["num_kv_heads"], head_dim=dim
-    )
-    none = HeadSizes(num_heads=0, num_kv_heads=0, head_dim=dim)
-    ropes = fields["layer_ropes"] or (0,) * len(is_mamba)
     return {
         "recurrent": RecurrentSpec(
             kind="mamba",
@@ -163,10 +151,6 @@ def mamba_fields(
             has_conv_bias=reader.boolean("mamba_conv_bias", True),
         ),
         "recurrent_layers": recurrent,
-        "layer_heads": tuple(none if one else own for one in is_mamba),
-        "layer_ropes": tuple(
-            -1 if one else rope for one, rope in zip(is_mamba, ropes, strict=True)
-        ),
     }
 
 
@@ -247,6 +231,7 @@ GRANITE_MOE_HYBRID = replace(
     read_fields=_hybrid_fields,
     tensor_names=_hybrid_names,
     reads=(*GRANITE_MOE.reads, "layer_types", "mamba_n_heads", "splits_shared_mlp"),
+    fixed=MAMBA_FIXED,
     gguf=GgufArchitecture(
         ("granitehybrid",), _hybrid_gguf, {"mamba.in_proj": "ssm_in"}, pairs_rows=True
     ),

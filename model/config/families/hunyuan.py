@@ -7,9 +7,10 @@ from typing import Any
 
 from hotcold.model.config.families.experts import (
     COUNT_KEYS,
-    fused,
+    layouts_of,
     named_experts,
     read_router,
+    shared_in,
 )
 from hotcold.model.config.families.family import (
     MAX_WIDTH,
@@ -19,7 +20,7 @@ from hotcold.model.config.families.family import (
     num_layers,
 )
 from hotcold.model.config.families.llama import llama_fields
-from hotcold.model.config.families.tensor_names import GGUF_EXPERTS, LLAMA_NAMES
+from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.gguf_metadata import Metadata, expert_length, gated_values
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import ExpertsConfig, RopeConfig
@@ -81,18 +82,16 @@ HUNYUAN = Family(
 
 # What A13B's config.json says of itself; false stands for none.
 _USUAL = {
-    "norm_topk_prob": True,
-    "use_cla": False,
-    "routed_scaling_factor": False,
-    "n_group": False,
-    "topk_group": False,
+    "norm_topk_prob": (True,),
+    "use_cla": (False,),
+    "routed_scaling_factor": (False,),
+    "n_group": (False,),
+    "topk_group": (False,),
 }
 
 
 def _moe_fields(reader: ConfigReader) -> dict[str, Any]:
     """Its config.json has lists with a number for each layer, which are equal."""
-    for key, accepted in _USUAL.items():
-        reader.refuse(key, (accepted,).__contains__, "not supported")
     keys = ("num_experts", "moe_topk", "num_shared_expert", "moe_intermediate_size")
     own = reader.renamed({}, **{key: _of_all_layers(reader, key) for key in keys})
     fields = _read_fields(own)
@@ -128,20 +127,16 @@ def _moe_gguf(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-_NAMED = named_experts(
-    "mlp",
-    router="mlp.gate.wg.weight",
-    shared_gate="mlp.shared_mlp.gate_proj.weight",
-    shared_up="mlp.shared_mlp.up_proj.weight",
-    shared_down="mlp.shared_mlp.down_proj.weight",
+_EXPERTS = layouts_of(
+    named_experts("mlp", router="mlp.gate.wg.weight", **shared_in("mlp.shared_mlp"))
 )
-_FUSED = fused(_NAMED, "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 HUNYUAN_MOE = replace(
     HUNYUAN,
     name="hunyuan_v1_moe",
     architectures=("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Model"),
     read_fields=_moe_fields,
-    tensor_names=HUNYUAN_NAMES.with_layer(experts=(_NAMED, _FUSED, *GGUF_EXPERTS)),
+    tensor_names=HUNYUAN_NAMES.with_layer(experts=_EXPERTS),
     reads=("use_qk_norm", *COUNT_KEYS, "moe_intermediate_size", *_USUAL),
+    fixed=_USUAL,
     gguf=GgufArchitecture(("hunyuan-moe",), _moe_gguf),
 )

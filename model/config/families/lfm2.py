@@ -19,6 +19,7 @@ from hotcold.model.config.families.family import (
     GgufArchitecture,
     max_positions,
     num_layers,
+    of_layers,
 )
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import LLAMA_NAMES, RecurrentNames
@@ -31,10 +32,9 @@ from hotcold.model.config.gguf_metadata import (
     recurrent_kinds,
 )
 from hotcold.model.config.json_reader import ConfigReader
-from hotcold.model.config.layer_spec import HeadSizes, RecurrentSpec
+from hotcold.model.config.layer_spec import RecurrentSpec
 from hotcold.model.config.model_config import ExpertsConfig
 from hotcold.model.config.rope import read_rope
-from hotcold.model.errors import shown
 
 _KINDS = ("conv", "full_attention")
 _THETA = 1e6
@@ -54,15 +54,10 @@ _NAMES = replace(LLAMA_NAMES, final_norm="embedding_norm").with_layer(
 
 def _kinds(reader: ConfigReader) -> list[str]:
     """What each layer is; without layer_types those of full_attn_idxs have attention."""
-    layers = num_layers(reader)
-    kinds, attends = (reader.values.get(key) for key in ("layer_types", "full_attn_idxs"))
-    if kinds is None and isinstance(attends, list):
-        kinds = [_KINDS[layer in attends] for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {*_KINDS}:
-        raise reader.fail(
-            "layer_types", f"is {shown(kinds, 60)}; give {' or '.join(_KINDS)} for each layer"
-        )
-    return kinds
+    attends = reader.values.get("full_attn_idxs")
+    if not reader.has("layer_types") and isinstance(attends, list):
+        return [_KINDS[layer in attends] for layer in range(num_layers(reader))]
+    return of_layers(reader, "layer_types", *_KINDS)
 
 
 def _ffn_size(reader: ConfigReader) -> int:
@@ -77,36 +72,27 @@ def _ffn_size(reader: ConfigReader) -> int:
 
 
 def _fields(reader: ConfigReader, ffn_size: int) -> dict[str, Any]:
-    if reader.boolean("conv_bias", False):
-        raise reader.fail("conv_bias", "is true, which is not supported")
     epsilon = reader.number("norm_eps", 1e-5, low=0.0, high=1.0)
     own = {"intermediate_size": ffn_size, "rms_norm_eps": epsilon, "hidden_act": "silu"}
     rope = read_rope(reader, max_positions(reader), theta=_THETA)
     fields = llama_fields(ConfigReader({**reader.values, **own}, reader.source), ropes=(rope,))
-    kinds, dim, hidden = _kinds(reader), fields["head_dim"], fields["hidden_size"]
-    heads = HeadSizes(
-        num_heads=fields["num_heads"], num_kv_heads=fields["num_kv_heads"], head_dim=dim
-    )
-    none = HeadSizes(num_heads=0, num_kv_heads=0, head_dim=dim)
-    size = gcd(hidden, 64)
+    size = gcd(fields["hidden_size"], 64)
     spec = RecurrentSpec(
         kind="conv",
         num_key_heads=0,
-        num_value_heads=hidden // size,
+        num_value_heads=fields["hidden_size"] // size,
         key_dim=0,
         value_dim=size,
         conv_size=reader.integer("conv_L_cache", 3, high=32),
     )
     tied = reader.boolean("tie_word_embeddings", True)
-    convs = tuple(layer for layer, kind in enumerate(kinds) if kind == "conv")
+    convs = tuple(layer for layer, kind in enumerate(_kinds(reader)) if kind == "conv")
     return {
         **fields,
         "qk_norm": "head",
         "tied_embeddings": reader.boolean("tie_embedding", tied),
         "recurrent": spec if convs else None,
         "recurrent_layers": convs,
-        "layer_heads": tuple(none if kind == "conv" else heads for kind in kinds),
-        "layer_ropes": tuple(-(kind == "conv") for kind in kinds),
     }
 
 
@@ -175,6 +161,7 @@ LFM2 = Family(
     read_fields=_dense_fields,
     tensor_names=_NAMES,
     reads=_READS,
+    fixed={"conv_bias": (False,)},
     gguf=GgufArchitecture(("lfm2",), _gguf_values, _GGUF_NAMES),
 )
 LFM2_MOE = replace(

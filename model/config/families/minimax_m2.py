@@ -29,23 +29,19 @@ from hotcold.model.config.rope import read_rope
 _BLOCK = "block_sparse_moe"
 _NAMED = named_experts(_BLOCK, "w1", "w3", "w2", selection_bias=f"{_BLOCK}.e_score_correction_bias")
 _FUSED = fused(
-    replace(_NAMED, router="mlp.gate.weight", selection_bias="mlp.e_score_correction_bias"),
-    "mlp.experts.gate_up_proj",
-    "mlp.experts.down_proj",
+    replace(_NAMED, router="mlp.gate.weight", selection_bias="mlp.e_score_correction_bias")
 )
 # Of its own config.json: the values that its models have.
-_FIXED: dict[str, Any] = {
-    "scoring_func": "sigmoid",
-    "use_qk_norm": True,
-    "qk_norm_type": "per_layer",
-    "use_routing_bias": True,
-    "shared_intermediate_size": 0,
+_FIXED = {
+    "scoring_func": ("sigmoid",),
+    "use_qk_norm": (True,),
+    "qk_norm_type": ("per_layer",),
+    "use_routing_bias": (True,),
+    "shared_intermediate_size": (0,),
 }
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
-    for key, value in _FIXED.items():
-        reader.refuse(key, (value,).__contains__, "not supported")
     head_dim = reader.integer("head_dim", high=MAX_WIDTH)
     rotated = reader.integer("rotary_dim", head_dim, high=head_dim)
     rope = read_rope(reader, max_positions(reader), theta=5e6, share=rotated / head_dim)
@@ -73,15 +69,12 @@ MINIMAX_M2 = Family(
     bos_id=200034,
     eos_id=200020,
     read_fields=_read_fields,
-    tensor_names=LLAMA_NAMES.with_layer(
-        q_norm="self_attn.q_norm",
-        k_norm="self_attn.k_norm",
-        experts=(_NAMED, _FUSED, *GGUF_EXPERTS),
-    ),
+    tensor_names=LLAMA_NAMES.with_layer(experts=(_NAMED, _FUSED, *GGUF_EXPERTS)),
     reads=(
         *(*COUNT_KEYS, "num_experts_per_tok", "rotary_dim", "partial_rotary_factor"),
         *_FIXED,
     ),
+    fixed=_FIXED,
     defaults={"head_dim": 128, "num_key_value_heads": 8, "num_experts_per_tok": 8},
     gguf=GgufArchitecture(("minimax-m2",), _gguf_values),
 )

@@ -102,10 +102,7 @@ MINISTRAL3 = replace(
 
 def _bamboo_fields(reader: ConfigReader) -> dict[str, Any]:
     """Mistral's fields; the gate's relu is applied to up, too."""
-    fields = mistral_fields(reader)
-    if fields["activation_fn"] != "relu":
-        raise reader.fail("hidden_act", f"is {fields['activation_fn']}; Bamboo's is relu")
-    return {**fields, "activation_fn": "drelu"}
+    return {**mistral_fields(reader), "activation_fn": "drelu"}
 
 
 def _bamboo_gguf(metadata: Metadata) -> dict[str, Any]:
@@ -118,6 +115,7 @@ BAMBOO = replace(
     name="bamboo",
     architectures=("BambooForCausalLM", "BambooModel"),
     read_fields=_bamboo_fields,
+    fixed={"hidden_act": ("relu",)},
     defaults={"num_key_value_heads": 8, "hidden_act": "relu"},
     gguf=GgufArchitecture(("bamboo",), _bamboo_gguf, pairs_rows=True),
 )

@@ -19,11 +19,7 @@ from hotcold.model.config.model_config import ExpertsConfig
 from hotcold.model.config.rope import read_rope
 
 _NAMED = named_experts("block_sparse_moe", "w1", "w3", "w2")
-_FUSED = fused(
-    named_experts("mlp", router="mlp.gate.weight"),
-    "mlp.experts.gate_up_proj",
-    "mlp.experts.down_proj",
-)
+_FUSED = fused(named_experts("mlp"))
 
 
 def _mixtral_fields(reader: ConfigReader) -> dict[str, Any]:
@@ -41,10 +37,6 @@ def _mixtral_fields(reader: ConfigReader) -> dict[str, Any]:
 
 def _turbosparse_fields(reader: ConfigReader) -> dict[str, Any]:
     fields = _mixtral_fields(reader)
-    if fields["activation_fn"] != "relu":
-        raise reader.fail(
-            "hidden_act", f"is {fields['activation_fn']}; TurboSparse-Mixtral's is relu"
-        )
     experts = replace(fields["experts"], has_predictors=True)
     return {**fields, "activation_fn": "drelu", "experts": experts}
 
@@ -66,5 +58,6 @@ TURBOSPARSE_MIXTRAL = replace(
     architectures=("TurboSparseMixtralForCausalLM", "TurboSparseMixtralModel"),
     read_fields=_turbosparse_fields,
     tensor_names=LLAMA_NAMES.with_layer(experts=(replace(_NAMED, predictor=_PREDICTORS),)),
+    fixed={"hidden_act": ("relu",)},
     defaults={**MIXTRAL.defaults, "hidden_act": "relu"},
 )

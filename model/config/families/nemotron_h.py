@@ -16,7 +16,7 @@ from hotcold.model.config.families.family import (
     GgufArchitecture,
 )
 from hotcold.model.config.families.glm4_moe import routed_experts, routed_gguf
-from hotcold.model.config.families.granite import MAMBA_NAMES, mamba_fields
+from hotcold.model.config.families.granite import MAMBA_FIXED, MAMBA_NAMES, mamba_fields
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import GGUF_EXPERTS, LLAMA_NAMES, TensorNames
 from hotcold.model.config.gguf_metadata import SIGMOID, Metadata, gated_values, gating
@@ -72,13 +72,6 @@ def _layers(reader: ConfigReader) -> list[tuple[str, str]]:
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
-    for key, accepted in (
-        *(("mamba_hidden_act", "silu"), ("use_bias", False)),
-        *(("moe_latent_size", None), ("sliding_window", None)),
-    ):
-        reader.refuse(
-            key, (accepted,).__contains__, "not supported; use Nemotron 3 Nano or Nemotron Nano 2"
-        )
     layers = _layers(reader)
     own = reader.renamed(_KEYS, num_hidden_layers=len(layers), first_k_dense_replace=0)
     fields = llama_fields(own, activation_key="mlp_hidden_act", activation_default="relu2")
@@ -91,7 +84,7 @@ def _read_fields(reader: ConfigReader) -> dict[str, Any]:
     }
     heads, size = (("mamba_n_heads", 128), ("mamba_d_head", 64))
     inner = own.integer(*heads, high=MAX_WIDTH) * own.integer(*size, high=MAX_WIDTH)
-    fields |= mamba_fields(own, fields, [mixer == _MAMBA for mixer, _ in layers], inner)
+    fields |= mamba_fields(own, [mixer == _MAMBA for mixer, _ in layers], inner)
     if all(ffn != _EXPERTS for _, ffn in layers):
         return fields
     experts = replace(
@@ -196,6 +189,13 @@ NEMOTRON_H = Family(
         *("routed_scaling_factor", "n_group", "topk_group", "num_nextn_predict_layers"),
         *("sliding_window", "use_bias"),
     ),
+    fixed={
+        **MAMBA_FIXED,
+        "mamba_hidden_act": ("silu",),
+        "use_bias": (False,),
+        "moe_latent_size": (),
+        "sliding_window": (),
+    },
     defaults={"num_key_value_heads": 8, "head_dim": 128},
     gguf=GgufArchitecture(
         ("nemotron_h", "nemotron_h_moe"),

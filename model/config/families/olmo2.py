@@ -11,7 +11,6 @@ from hotcold.model.config.families.family import (
     Family,
     GgufArchitecture,
     max_positions,
-    num_layers,
     sliding_layers,
     windows,
 )
@@ -34,8 +33,7 @@ def _olmo2_fields(reader: ConfigReader, ropes: tuple[RopeConfig, ...] = ()) -> d
 
 
 def _olmo3_fields(reader: ConfigReader) -> dict[str, Any]:
-    layers = num_layers(reader)
-    sliding = sliding_layers(reader, lambda layer: (layer + 1) % 4 != 0, layers)
+    sliding = sliding_layers(reader, lambda layer: (layer + 1) % 4 != 0)
     ropes = read_ropes_by_window(reader, max_positions(reader), theta=500_000.0)
     return {
         **_olmo2_fields(reader, ropes),
@@ -58,8 +56,6 @@ OUTPUT_NORM_NAMES = LLAMA_NAMES.with_layer(
     ffn_norm="",
     attention_norm="post_attention_layernorm",
     ffn_output_norm="post_feedforward_layernorm",
-    q_norm="self_attn.q_norm",
-    k_norm="self_attn.k_norm",
 )
 OLMO2 = Family(
     name="olmo2",

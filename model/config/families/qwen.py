@@ -7,12 +7,10 @@ from typing import Any
 from hotcold.model.config.families.family import (
     Family,
     GgufArchitecture,
-    num_layers,
     sliding_layers,
     windows,
 )
 from hotcold.model.config.families.llama import llama_fields
-from hotcold.model.config.families.tensor_names import LLAMA_NAMES
 from hotcold.model.config.gguf_metadata import SECTIONS
 from hotcold.model.config.json_reader import ConfigReader
 
@@ -21,11 +19,10 @@ _READS = ("sliding_window", "layer_types")
 
 def _windows(reader: ConfigReader) -> tuple[int, ...]:
     """Read windows: with use_sliding_window, in the layers from max_window_layers on."""
-    layers = num_layers(reader)
     uses = reader.boolean("use_sliding_window", False)
     first = reader.integer("max_window_layers", 28, low=0, high=1 << 20)
     has_size = reader.values.get("sliding_window", 0) is not None
-    sliding = sliding_layers(reader, lambda layer: uses and has_size and layer >= first, layers)
+    sliding = sliding_layers(reader, lambda layer: uses and has_size and layer >= first)
     if any(sliding) and not uses:
         raise reader.fail("layer_types", "has windows, which use_sliding_window turns off")
     return windows(reader, sliding, 4096)
@@ -52,7 +49,6 @@ QWEN3 = Family(
     name="qwen3",
     architectures=("Qwen3ForCausalLM", "Qwen3Model"),
     read_fields=_qwen3_fields,
-    tensor_names=LLAMA_NAMES.with_layer(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
     reads=_READS,
     defaults={"head_dim": 128},
     gguf=GgufArchitecture(("qwen3", "qwen3vl"), rope_keys=SECTIONS),

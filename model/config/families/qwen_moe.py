@@ -34,16 +34,22 @@ from hotcold.model.config.model_config import ExpertsConfig
 _KEYS = (*COUNT_KEYS, "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size")
 _STEPS = ("decoder_sparse_step", "mlp_only_layers")
 _NAMED = named_experts("mlp")
-_FUSED = fused(_NAMED, "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-_SHARED = shared_in("mlp.shared_expert") | {"shared_router": "mlp.shared_expert_gate.weight"}
-_QK_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+_FUSED = fused(_NAMED)
+GATED_EXPERTS = layouts_of(
+    named_experts(
+        "mlp", **shared_in("mlp.shared_expert"), shared_router="mlp.shared_expert_gate.weight"
+    )
+)
 
 
-def _experts(
-    reader: ConfigReader, gates_shared: bool = False, size: str = "moe_intermediate_size"
+def qwen_experts(
+    reader: ConfigReader,
+    norms_chosen: bool,
+    gates_shared: bool = False,
+    size: str = "moe_intermediate_size",
 ) -> ExpertsConfig:
-    norms = reader.boolean("norm_topk_prob", False)
-    router = read_router(reader, "num_experts", "softmax", norms, gates_shared=gates_shared)
+    """Read the experts of Qwen's mixtures; `size`: the key of an expert's neurons."""
+    router = read_router(reader, "num_experts", "softmax", norms_chosen, gates_shared=gates_shared)
     key = "shared_expert_intermediate_size"
     return ExpertsConfig(
         router=router,
@@ -53,19 +59,21 @@ def _experts(
     )
 
 
+def _norms_chosen(reader: ConfigReader) -> bool:
+    return reader.boolean("norm_topk_prob", False)
+
+
 def _qwen2_moe_fields(reader: ConfigReader) -> dict[str, Any]:
     """Windows: with use_sliding_window, in each second layer before max_window_layers."""
     uses = reader.boolean("use_sliding_window", False)
     last = reader.integer("max_window_layers", 28, low=0, high=1 << 20)
-    sliding = sliding_layers(
-        reader, lambda layer: uses and layer % 2 == 0 and layer < last, num_layers(reader)
-    )
+    sliding = sliding_layers(reader, lambda layer: uses and layer % 2 == 0 and layer < last)
     return {
         **llama_fields(reader),
         "attention_bias": reader.boolean("qkv_bias", True),
         "out_bias": False,
         "windows": windows(reader, sliding, 4096),
-        "experts": _experts(reader, gates_shared=True),
+        "experts": qwen_experts(reader, _norms_chosen(reader), gates_shared=True),
     }
 
 
@@ -75,7 +83,7 @@ def _qwen3_moe_fields(reader: ConfigReader) -> dict[str, Any]:
         **llama_fields(reader),
         "qk_norm": "head",
         "windows": windows(reader, (uses,) * num_layers(reader), 4096),
-        "experts": _experts(reader),
+        "experts": qwen_experts(reader, _norms_chosen(reader)),
     }
 
 
@@ -83,18 +91,22 @@ def _olmoe_fields(reader: ConfigReader) -> dict[str, Any]:
     return {
         **llama_fields(reader, norm_eps=1e-5),
         "qk_norm": "full",
-        "experts": _experts(reader, size="intermediate_size"),
+        "experts": qwen_experts(reader, _norms_chosen(reader), size="intermediate_size"),
+    }
+
+
+def expert_sizes(metadata: Metadata) -> dict[str, int]:
+    """config.json's keys of the neurons of an expert, and of the shared one."""
+    shared = metadata.integer("expert_shared_feed_forward_length", 0)
+    return {
+        "moe_intermediate_size": expert_length(metadata),
+        "shared_expert_intermediate_size": shared or metadata.integer("feed_forward_length"),
     }
 
 
 def _qwen2_gguf(metadata: Metadata) -> dict[str, Any]:
-    shared = metadata.integer("expert_shared_feed_forward_length", 0)
-    return {
-        **gated_values(metadata),
-        "qkv_bias": metadata.has_tensor("blk.0.attn_q.bias"),
-        "moe_intermediate_size": expert_length(metadata),
-        "shared_expert_intermediate_size": shared or metadata.integer("feed_forward_length"),
-    }
+    has_bias = metadata.has_tensor("blk.0.attn_q.bias")
+    return {**gated_values(metadata), **expert_sizes(metadata), "qkv_bias": has_bias}
 
 
 def _qwen3_gguf(metadata: Metadata) -> dict[str, Any]:
@@ -118,7 +130,7 @@ QWEN2_MOE = Family(
     name="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
     read_fields=_qwen2_moe_fields,
-    tensor_names=LLAMA_NAMES.with_layer(experts=layouts_of(replace(_NAMED, **_SHARED))),
+    tensor_names=LLAMA_NAMES.with_layer(experts=GATED_EXPERTS),
     reads=(*_KEYS, *_STEPS, "shared_expert_intermediate_size", "sliding_window", "layer_types"),
     gguf=GgufArchitecture(("qwen2moe",), _qwen2_gguf),
 )
@@ -126,7 +138,7 @@ QWEN3_MOE = Family(
     name="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
     read_fields=_qwen3_moe_fields,
-    tensor_names=LLAMA_NAMES.with_layer(experts=layouts_of(_NAMED), **_QK_NORMS),
+    tensor_names=LLAMA_NAMES.with_layer(experts=layouts_of(_NAMED)),
     reads=(*_KEYS, *_STEPS, "sliding_window"),
     gguf=GgufArchitecture(("qwen3moe", "qwen3vlmoe"), _qwen3_gguf, rope_keys=SECTIONS),
 )
@@ -135,7 +147,7 @@ QWEN3_VL_MOE = replace(
     name="qwen3_vl_moe_text",
     architectures=("Qwen3VLMoeForConditionalGeneration",),
     tensor_names=LLAMA_NAMES.with_layer(
-        experts=(replace(_FUSED, is_transposed=True), _FUSED, _NAMED), **_QK_NORMS
+        experts=(replace(_FUSED, is_transposed=True), _FUSED, _NAMED)
     ),
 )
 OLMOE = Family(
@@ -143,7 +155,7 @@ OLMOE = Family(
     architectures=("OlmoeForCausalLM", "OlmoeModel"),
     eos_id=50279,
     read_fields=_olmoe_fields,
-    tensor_names=LLAMA_NAMES.with_layer(experts=layouts_of(_NAMED), **_QK_NORMS),
+    tensor_names=LLAMA_NAMES.with_layer(experts=layouts_of(_NAMED)),
     reads=(*_KEYS[:-1],),
     gguf=GgufArchitecture(("olmoe",), _olmoe_gguf),
 )

@@ -6,23 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from hotcold.model.config.families.experts import (
-    COUNT_KEYS,
-    expert_size,
-    layouts_of,
-    named_experts,
-    read_router,
-    shared_in,
-    stepped_dense_layers,
-)
+from hotcold.model.config.families.experts import COUNT_KEYS
 from hotcold.model.config.families.family import (
     MAX_WIDTH,
     Family,
     GgufArchitecture,
     max_positions,
     num_layers,
+    of_layers,
 )
 from hotcold.model.config.families.llama import llama_fields
+from hotcold.model.config.families.qwen_moe import GATED_EXPERTS, expert_sizes, qwen_experts
 from hotcold.model.config.families.tensor_names import (
     LLAMA_NAMES,
     DraftNames,
@@ -33,15 +27,13 @@ from hotcold.model.config.gguf_metadata import (
     SECTIONS,
     Metadata,
     draft_layers,
-    expert_length,
     gated_values,
     rotary_share,
 )
 from hotcold.model.config.json_reader import ConfigReader
-from hotcold.model.config.layer_spec import HeadSizes, RecurrentSpec
-from hotcold.model.config.model_config import ExpertsConfig, ModelConfig
+from hotcold.model.config.layer_spec import RecurrentSpec
+from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.config.rope import read_rope
-from hotcold.model.errors import shown
 
 _KINDS = ("linear_attention", "full_attention")
 _MAX_TAPS = 32
@@ -53,11 +45,6 @@ _LINEAR = RecurrentNames(
     step_bias="linear_attn.dt_bias",
     norm="linear_attn.norm",
     out="linear_attn.out_proj",
-)
-_NAMED = replace(
-    named_experts("mlp"),
-    **shared_in("mlp.shared_expert"),
-    shared_router="mlp.shared_expert_gate.weight",
 )
 _NAMES = replace(
     LLAMA_NAMES,
@@ -71,10 +58,8 @@ _NAMES = replace(
         head="mtp.shared_head.head",
     ),
 ).with_layer(
-    q_norm="self_attn.q_norm",
-    k_norm="self_attn.k_norm",
     recurrent=_LINEAR,
-    experts=layouts_of(_NAMED),
+    experts=GATED_EXPERTS,
 )
 
 
@@ -86,15 +71,10 @@ def _next_names(config: ModelConfig) -> TensorNames:
 
 def _recurrent_layers(reader: ConfigReader) -> tuple[int, ...]:
     """Those that layer_types calls so; without it all but each full_attention_interval-th."""
-    layers = num_layers(reader)
     interval = reader.integer("full_attention_interval", 4, high=1 << 20)
-    kinds = reader.values.get("layer_types")
-    if kinds is None:
-        kinds = [_KINDS[(layer + 1) % interval == 0] for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {*_KINDS}:
-        raise reader.fail(
-            "layer_types", f"is {shown(kinds, 60)}; give {' or '.join(_KINDS)} for each layer"
-        )
+    if not reader.has("layer_types"):
+        return tuple(layer for layer in range(num_layers(reader)) if (layer + 1) % interval)
+    kinds = of_layers(reader, "layer_types", *_KINDS)
     return tuple(layer for layer, kind in enumerate(kinds) if kind == _KINDS[0])
 
 
@@ -117,40 +97,18 @@ def _recurrent(reader: ConfigReader) -> RecurrentSpec:
 
 
 def _fields(reader: ConfigReader) -> dict[str, Any]:
-    """What all have in common. The delta rule's silu is that of config.json's hidden_act."""
-    for key, accepted in (("attention_bias", False), ("attn_output_gate", True)):
-        if reader.boolean(key, accepted) is not accepted:
-            raise reader.fail(key, f"is {str(not accepted).lower()}, which is not supported")
-    if reader.text("hidden_act", "silu") != "silu":
-        raise reader.fail("hidden_act", "is not silu, which is not supported")
+    """What all have in common."""
     rope = read_rope(reader, max_positions(reader), share=0.25)
-    fields = llama_fields(reader, ropes=(rope,))
-    recurrent, dim = set(_recurrent_layers(reader)), fields["head_dim"]
-    own = HeadSizes(
-        num_heads=fields["num_heads"], num_kv_heads=fields["num_kv_heads"], head_dim=dim
-    )
-    none = HeadSizes(num_heads=0, num_kv_heads=0, head_dim=dim)
-    layers = range(num_layers(reader))
+    recurrent = _recurrent_layers(reader)
     return {
-        **fields,
+        **llama_fields(reader, ropes=(rope,)),
         "qk_norm": "head",
         "norm_offset": 1.0,
         "has_attention_gate": True,
         "num_extra_layers": reader.integer("num_nextn_predict_layers", 0, low=0, high=1 << 10),
         "recurrent": _recurrent(reader) if recurrent else None,
-        "recurrent_layers": tuple(sorted(recurrent)),
-        "layer_heads": tuple(none if layer in recurrent else own for layer in layers),
-        "layer_ropes": tuple(-(layer in recurrent) for layer in layers),
+        "recurrent_layers": recurrent,
     }
-
-
-def _experts(reader: ConfigReader, norms_chosen: bool) -> ExpertsConfig:
-    return ExpertsConfig(
-        router=read_router(reader, "num_experts", "softmax", norms_chosen, gates_shared=True),
-        size=expert_size(reader, "moe_intermediate_size"),
-        shared_size=expert_size(reader, "shared_expert_intermediate_size"),
-        dense_layers=stepped_dense_layers(reader),
-    )
 
 
 def _next_fields(reader: ConfigReader) -> dict[str, Any]:
@@ -158,12 +116,12 @@ def _next_fields(reader: ConfigReader) -> dict[str, Any]:
     return {
         **_fields(reader),
         "fused_recurrent": not reader.boolean("linear_split_projections", False),
-        "experts": _experts(reader, norms),
+        "experts": qwen_experts(reader, norms, gates_shared=True),
     }
 
 
 def _moe_fields(reader: ConfigReader) -> dict[str, Any]:
-    return {**_fields(reader), "experts": _experts(reader, True)}
+    return {**_fields(reader), "experts": qwen_experts(reader, True, gates_shared=True)}
 
 
 def _gguf_values(metadata: Metadata) -> dict[str, Any]:
@@ -186,12 +144,7 @@ def _gguf_values(metadata: Metadata) -> dict[str, Any]:
 
 
 def _moe_gguf(metadata: Metadata) -> dict[str, Any]:
-    shared = metadata.integer("expert_shared_feed_forward_length", 0)
-    return {
-        **_gguf_values(metadata),
-        "moe_intermediate_size": expert_length(metadata),
-        "shared_expert_intermediate_size": shared or metadata.integer("feed_forward_length"),
-    }
+    return {**_gguf_values(metadata), **expert_sizes(metadata)}
 
 
 def _next_gguf(metadata: Metadata) -> dict[str, Any]:
@@ -217,6 +170,8 @@ _EXPERT_KEYS = (
     *(*COUNT_KEYS, "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size"),
     *("shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
 )
+# The delta rule's silu is that of hidden_act.
+_FIXED = {"attention_bias": (False,), "attn_output_gate": (True,), "hidden_act": ("silu",)}
 _DEFAULTS = {"head_dim": 256, "num_attention_heads": 16, "max_position_embeddings": 32768}
 _WITH_EXPERTS = {
     **_DEFAULTS,
@@ -241,6 +196,7 @@ def _family(
         prefixes=("model.", "model.language_model."),
         read_fields=read_fields,
         tensor_names=names,
+        fixed=_FIXED,
         **others,
     )
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from hotcold.model.config.families.exaone4 import exaone4_windows
-from hotcold.model.config.families.experts import COUNT_KEYS, expert_size
+from hotcold.model.config.families.experts import expert_size, shared_in
 from hotcold.model.config.families.family import (
     Family,
     GgufArchitecture,
@@ -18,7 +18,12 @@ from hotcold.model.config.families.family import (
     num_layers,
     windows,
 )
-from hotcold.model.config.families.glm4_moe import EXPERTS, routed_experts, routed_gguf
+from hotcold.model.config.families.glm4_moe import (
+    EXPERTS,
+    ROUTED_KEYS,
+    routed_experts,
+    routed_gguf,
+)
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.families.tensor_names import GGUF_EXPERTS, LLAMA_NAMES
 from hotcold.model.config.gguf_metadata import (
@@ -41,13 +46,6 @@ _KEYS = {
 }
 # How experts are chosen; dots.llm1 has one name for both.
 _CHOICES = {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)}
-_READS = (
-    *(*COUNT_KEYS, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
-    *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "mlp_layer_types"),
-    *("first_k_dense_replace", "num_nextn_predict_layers", "router_scaling_factor"),
-    *_CHOICES,
-)
-_QK_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 
 def _fields(
@@ -57,8 +55,6 @@ def _fields(
     theta: float = DEFAULT_THETA,
     **others: Any,
 ) -> dict[str, Any]:
-    for key, accepted in _CHOICES.items():
-        reader.refuse(key, accepted.__contains__, f"not supported; supported: {accepted[0]}")
     own = reader.renamed(_KEYS)
     rope = read_rope(own, max_positions(own), share=share, theta=theta)
     return {
@@ -78,8 +74,6 @@ def _dots1_fields(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _bailing_fields(reader: ConfigReader) -> dict[str, Any]:
-    for key, accepted in _BAILING.items():
-        reader.refuse(key, (accepted,).__contains__, "not supported; use Ling-mini-2.0")
     bias = reader.boolean("use_qkv_bias", False)
     fields = _fields(reader, share=1.0, qk_norm="head", fused_qkv="stacked", attention_bias=bias)
     key, experts = "moe_shared_expert_intermediate_size", fields["experts"]
@@ -88,27 +82,27 @@ def _bailing_fields(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _routed(name: str, class_name: str, **others: Any) -> Family:
-    reads = (*_READS, *others.pop("reads", ()))
+    reads = (*ROUTED_KEYS, "router_scaling_factor", *_CHOICES, *others.pop("reads", ()))
     experts = (*others.pop("experts", ()), *EXPERTS)
-    names = LLAMA_NAMES.with_layer(experts=experts, **others.pop("names", _QK_NORMS))
     read: Callable[[ConfigReader], dict[str, Any]] = others.pop("read_fields", _fields)
     return Family(
         name=name,
         architectures=(*others.pop("also", ()), f"{class_name}ForCausalLM", f"{class_name}Model"),
         read_fields=read,
-        tensor_names=names,
+        tensor_names=LLAMA_NAMES.with_layer(experts=experts),
         reads=reads,
+        fixed=_CHOICES | others.pop("fixed", {}),
         **others,
     )
 
 
 # Of Ling 2 and Ring 2: what all published ones have.
 _BAILING = {
-    "score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "use_qk_norm": True,
-    "use_bias": False,
-    "norm_head": False,
+    "score_function": ("sigmoid",),
+    "moe_router_enable_expert_bias": (True,),
+    "use_qk_norm": (True,),
+    "use_bias": (False,),
+    "norm_head": (False,),
 }
 _NAMED, _FUSED = EXPERTS[:2]
 _BESIDE = "mlp.e_score_correction_bias"  # the router, which has it within in other files
@@ -116,9 +110,7 @@ _OF_HY3 = replace(
     _NAMED,
     router="mlp.router.gate.weight",
     selection_bias="mlp.expert_bias",
-    shared_gate="mlp.shared_mlp.gate_proj.weight",
-    shared_up="mlp.shared_mlp.up_proj.weight",
-    shared_down="mlp.shared_mlp.down_proj.weight",
+    **shared_in("mlp.shared_mlp"),
 )
 
 
@@ -169,7 +161,6 @@ SOLAR_OPEN = _routed(
     "solar_open",
     "SolarOpen",
     read_fields=lambda reader: _fields(reader, norm_eps=1e-5, share=1.0, theta=1e6),
-    names={},
     reads=("partial_rotary_factor",),
     defaults={"head_dim": 128, "num_key_value_heads": 8, "first_k_dense_replace": 0},
 )
@@ -201,6 +192,7 @@ BAILING2 = replace(
         "BailingMoeV2",
         read_fields=_bailing_fields,
         reads=("partial_rotary_factor", "moe_shared_expert_intermediate_size", *_BAILING),
+        fixed=_BAILING,
         defaults={"routed_scaling_factor": 2.5},
         gguf=GgufArchitecture(
             ("bailingmoe2",), _bailing_gguf, {"attention.query_key_value": "attn_qkv"}

@@ -15,6 +15,7 @@ from hotcold.model.config.families.family import (
     GgufArchitecture,
     max_positions,
     num_layers,
+    of_layers,
     windows,
 )
 from hotcold.model.config.families.llama import llama_fields
@@ -29,10 +30,9 @@ from hotcold.model.config.gguf_metadata import (
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.model_config import ExpertsConfig
 from hotcold.model.config.rope import read_rope
-from hotcold.model.errors import shown
 
 # Kinds of experts that no published model has, and the values without effect.
-_REFUSED: dict[str, tuple[bool | int, ...]] = {
+_FIXED: dict[str, tuple[Any, ...]] = {
     "moe_enable_secondary_experts": (False,),
     "moe_num_secondary_experts": (0,),
     "moe_shared_primary_experts": (0,),
@@ -43,25 +43,18 @@ _REFUSED: dict[str, tuple[bool | int, ...]] = {
 
 def _layout(reader: ConfigReader, key: str, default: int) -> tuple[bool, ...]:
     """Return for each layer whether the list `key` has 1. Errors: ConfigError."""
-    count = num_layers(reader)
-    values = reader.values.get(key)
-    values = [default] * count if values is None else values
-    if not isinstance(values, list) or len(values) != count or any(v not in (0, 1) for v in values):
-        raise reader.fail(key, f"is {shown(values, 60)}; give 0 or 1 for each layer")
-    return tuple(value == 1 for value in values)
+    if not reader.has(key):
+        return (default == 1,) * num_layers(reader)
+    return tuple(value == 1 for value in of_layers(reader, key, 0, 1))
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
-    for key, accepted in _REFUSED.items():
-        reader.refuse(key, accepted.__contains__, "not supported")
     if not all(_layout(reader, "moe_layer_layout", 1)):
         raise reader.fail("moe_layer_layout", "has layers without experts: not supported")
     size = expert_size(reader, "moe_ffn_hidden_size")
     dense = ConfigReader({**reader.values, "intermediate_size": size}, reader.source)
     rope = read_rope(reader, max_positions(reader), theta=1e6)
     fields = llama_fields(dense, activation_default="relu", ropes=(rope,))
-    if fields["activation_fn"] != "relu":
-        raise reader.fail("hidden_act", f"is {fields['activation_fn']}; SmallThinker's is relu")
     is_softmax = reader.boolean("moe_primary_router_apply_softmax", False)
     router = read_router(
         reader,
@@ -128,7 +121,8 @@ SMALLTHINKER = Family(
     reads=(
         *("moe_num_primary_experts", "moe_num_active_primary_experts", "moe_ffn_hidden_size"),
         *("moe_primary_router_apply_softmax", "sliding_window_layout", "sliding_window_size"),
-        *("rope_layout", "moe_layer_layout", *_REFUSED),
+        *("rope_layout", "moe_layer_layout", *_FIXED),
     ),
+    fixed={**_FIXED, "hidden_act": ("relu",)},
     gguf=GgufArchitecture(("smallthinker",), _gguf_values),
 )

@@ -9,34 +9,29 @@ from hotcold.model.config.families.family import (
     GgufArchitecture,
     max_positions,
     num_layers,
+    of_layers,
     sliding_layers,
     windows,
 )
 from hotcold.model.config.families.llama import llama_fields
 from hotcold.model.config.json_reader import ConfigReader
 from hotcold.model.config.rope import read_rope
-from hotcold.model.errors import shown
 
 _THETA = 2_000_000.0
 
 
-def _rotates(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
+def _rotates(reader: ConfigReader) -> tuple[bool, ...]:
     """Whether each layer has rope: where no_rope_layers is 1, or by an interval."""
     if not reader.has("no_rope_layers"):
         interval = reader.integer("no_rope_layer_interval", 4, high=1 << 20)
-        return tuple((layer + 1) % interval != 0 for layer in range(layers))
-    found = reader.values["no_rope_layers"]
-    is_right = isinstance(found, list) and len(found) == layers
-    if not is_right or any(type(value) is not int or value not in (0, 1) for value in found):
-        raise reader.fail("no_rope_layers", f"is {shown(found, 60)}; give 1 or 0 for each layer")
-    return tuple(value == 1 for value in found)
+        return tuple((layer + 1) % interval != 0 for layer in range(num_layers(reader)))
+    return tuple(value == 1 for value in of_layers(reader, "no_rope_layers", 1, 0))
 
 
 def _read_fields(reader: ConfigReader) -> dict[str, Any]:
-    layers = num_layers(reader)
-    rotates = _rotates(reader, layers)
+    rotates = _rotates(reader)
     uses = reader.boolean("use_sliding_window", False) and reader.has("sliding_window")
-    sliding = sliding_layers(reader, lambda layer: uses and not rotates[layer], layers)
+    sliding = sliding_layers(reader, lambda layer: uses and not rotates[layer])
     ropes = (read_rope(reader, max_positions(reader), theta=_THETA),)
     return {
         **llama_fields(reader, ropes=ropes),

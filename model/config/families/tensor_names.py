@@ -234,6 +234,8 @@ LLAMA_NAMES = TensorNames(
         gate="mlp.gate_proj",
         up="mlp.up_proj",
         down="mlp.down_proj",
+        q_norm="self_attn.q_norm",  # of families with qk_norm
+        k_norm="self_attn.k_norm",
     ),
     final_norm="norm",
 )
