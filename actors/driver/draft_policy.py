@@ -47,21 +47,29 @@ class Choice(NamedTuple):
 NO_DRAFT = Choice(MODEL, 0)
 
 
+class Fate(NamedTuple):
+    """What became of a request's draft: tokens of all three.
+
+    num_drafted: of the draft, which may be fewer than were chosen
+    num_got: that the step gave the request; num_accepted: the first of them, which the draft had
+    """
+
+    num_drafted: int
+    num_got: int
+    num_accepted: int
+
+
 @dataclass
 class StepCost:
-    """What a step took, in nanoseconds, and what it gave.
+    """What a step took, in nanoseconds, and what it gave each request.
 
     accept_ns: for choosing the tokens that the step gave
-    drafted: of each request, the tokens of its draft, which may be fewer than were chosen
-    fates: of each request, how many tokens it got, and how many of the first of them were its
-           draft's
     """
 
     draft_ns: int
     step_ns: int
     accept_ns: int
-    drafted: Sequence[int]
-    fates: Sequence[tuple[int, int]]
+    fates: Sequence[Fate]
 
 
 class DraftPolicy(Protocol):
@@ -240,16 +248,16 @@ class AutoPolicy:
 
     def learn(self, offers: Sequence[Offer], choices: Sequence[Choice], cost: StepCost) -> None:
         """As `DraftPolicy.learn`."""
-        num, size = len(offers), len(offers) + sum(cost.drafted)
+        num, size = len(offers), len(offers) + sum(fate.num_drafted for fate in cost.fates)
         by_model = [choice.size for choice in choices if choice.source == MODEL and choice.size]
-        num_new = sum(got for got, _ in cost.fates)
+        num_new = sum(fate.num_got for fate in cost.fates)
         self._measure(size, cost.step_ns, cost.accept_ns, num_new)
         if by_model:
             self._rounds.add(len(by_model), cost.draft_ns / max(by_model))
         else:
             self._looking.add(num, cost.draft_ns)
-        for offer, choice, drafted, (got, accepted) in zip(
-            offers, choices, cost.drafted, cost.fates, strict=True
+        for offer, choice, (drafted, got, accepted) in zip(
+            offers, choices, cost.fates, strict=True
         ):
             if drafted and got:
                 of_request, of_system = self._acceptances(offer.request, choice.source)
