@@ -28,7 +28,6 @@ from hotcold.actors.driver.modes import StepMode
 from hotcold.actors.driver.ngrams import Match, Ngrams
 from hotcold.actors.protocol.failures import NotFiniteError, RequestError, first_line
 from hotcold.actors.protocol.messages import MOST_DRAFTED
-from hotcold.actors.telemetry.step_times import StepTimes
 from hotcold.model.errors import ServiceError
 
 _log = logging.getLogger(__name__)
@@ -63,14 +62,12 @@ class ModelDrafter(Drafter):
 
     Its steps use the KV cache that the model has filled, so there is no prompt to read again. What
     they write there, the verifying step writes again.
-    times: of all its steps, which are not among the engine's
     """
 
     def __init__(self, engine: Engine, mode: StepMode) -> None:
         """`mode` is of the steps that draft."""
         self._engine = engine
         self.mode = mode
-        self.times = StepTimes()
 
     def warm_up(self) -> None:
         """Run one token, so that no request waits for a kernel to be compiled."""
@@ -82,14 +79,6 @@ class ModelDrafter(Drafter):
 
         Errors:  those of `Engine.step`
         """
-        engine, own_times = self._engine, self._engine.times
-        engine.times = self.times
-        try:
-            return self._propose(requests, counts)
-        finally:
-            engine.times = own_times
-
-    def _propose(self, requests: Sequence[ActiveRequest], counts: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in requests]
         for place in range(max(counts, default=0)):
             left = [i for i, count in enumerate(counts) if place < count]
