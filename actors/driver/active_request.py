@@ -230,7 +230,7 @@ class ActiveRequest:
         return self._num_prompt_tokens
 
     def page_keys(self, namespace: bytes) -> list[bytes]:
-        """The keys of its prompt's whole pages (`actors.protocol.page_index`)."""
+        """The keys of its prompt's whole pages (`actors.kv_cache.pool`)."""
         if self._keys is None or self._keys[0] != namespace:
             self._keys = namespace, page_keys(namespace, self.tokens[: self._num_prompt_tokens])
         return self._keys[1]

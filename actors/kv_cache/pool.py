@@ -73,65 +73,6 @@ def states_key(key: bytes) -> bytes:
     return hashlib.blake2b(b"states" + key, digest_size=_KEY_BYTES).digest()
 
 
-class PageIndex:
-    """Pages by key. Those that no sequence has stay until they are given up, oldest use first."""
-
-    def __init__(self) -> None:
-        self._pages: dict[bytes, int] = {}
-        self._keys: dict[int, bytes] = {}
-        self._unused: dict[int, None] = {}  # pages, in the order of their last use
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._pages
-
-    def page(self, key: bytes) -> int | None:
-        """The page of a key."""
-        return self._pages.get(key)
-
-    def has_key(self, page: int) -> bool:
-        """Whether the page can be found."""
-        return page in self._keys
-
-    @property
-    def num_unused(self) -> int:
-        """Pages with a key that no sequence has."""
-        return len(self._unused)
-
-    def is_unused(self, page: int) -> bool:
-        """Whether no sequence has the page, which has a key."""
-        return page in self._unused
-
-    def add(self, key: bytes, page: int) -> bool:
-        """Let a page be found, unless another one holds the same; says whether it will be."""
-        if key in self._pages or page in self._keys:
-            return False
-        self._pages[key] = page
-        self._keys[page] = key
-        return True
-
-    def use(self, page: int) -> None:
-        """A sequence has the page again."""
-        del self._unused[page]
-
-    def leave(self, page: int) -> None:
-        """No sequence has the page any more."""
-        self._unused[page] = None
-
-    def evict_oldest(self) -> int:
-        """The page that has been unused longest; it is found no more."""
-        page = next(iter(self._unused))
-        del self._unused[page]
-        del self._pages[self._keys.pop(page)]
-        return page
-
-    def clear(self) -> list[int]:
-        """Find nothing any more; returns the pages that no sequence has."""
-        unused = list(self._unused)
-        for found in (self._pages, self._keys, self._unused):
-            found.clear()
-        return unused
-
-
 @dataclass
 class _Held:
     """The pages of a slot, in the order of positions, from the sequence's page `first` on."""
@@ -148,22 +89,27 @@ class _Held:
 
 
 class _Group:
-    """The pages of all layers of a kind: without a window, with one, or recurrent."""
+    """The pages of all layers of a kind: without a window, with one, or recurrent.
+
+    page_of: pages by key; those that no sequence has stay until they are taken, oldest use first
+    """
 
     def __init__(self, num_pages: int, window: Window | None) -> None:
         self.num_pages = num_pages
-        self.index = PageIndex()
+        self.page_of: dict[bytes, int] = {}
         self.held: dict[int, _Held] = {}
         self._window = window
         self.page_positions = PAGE_POSITIONS if window is None else window.page_positions
         self.has_ends = window is not None and window.most_ends > 0
         self._a_key = PAGE_POSITIONS // self.page_positions  # pages of a key's positions
         self._free_pages = list(range(num_pages - 1, -1, -1))  # without a key; the next stands last
+        self._unused: dict[int, None] = {}  # with a key, in the order of their last use
+        self._key_of: dict[int, bytes] = {}
         self._num_users = [0] * num_pages  # sequences, and writers, of each page
 
     @property
     def num_free(self) -> int:
-        return len(self._free_pages) + self.index.num_unused
+        return len(self._free_pages) + len(self._unused)
 
     def count(self, num_positions: int) -> int:
         """Pages of so many positions."""
@@ -195,7 +141,7 @@ class _Group:
         """
         num_found, begin = 0, 0  # the pages of keys[begin:count] are there
         for count, key in enumerate(keys, 1):
-            if self.index.page(key) is None:
+            if key not in self.page_of:
                 begin = count
             seen = self.first_page((first + count) * PAGE_POSITIONS) // self._a_key - first
             if count % step == 0 and begin <= max(0, seen):
@@ -212,7 +158,7 @@ class _Group:
     def _named(self, keys: Sequence[bytes], number: int) -> int | None:
         """Of a key's pages the last one has its name."""
         index, place = divmod(number, self._a_key)
-        return self.index.page(keys[index]) if place == self._a_key - 1 else NO_PAGE
+        return self.page_of.get(keys[index]) if place == self._a_key - 1 else NO_PAGE
 
     def at_end(self, slot: int, index: int) -> int | None:
         """The page at the end of a slot's positions of key `index`, or NO_PAGE; None: neither."""
@@ -221,7 +167,7 @@ class _Group:
     def num_wanted(self, num_positions: int, keys: Sequence[bytes]) -> int:
         """Free pages that a sequence takes which begins with those of `keys`, at most."""
         pages = [page for page in self.found(keys) if page != NO_PAGE]
-        in_use = sum(not self.index.is_unused(page) for page in pages)
+        in_use = sum(page not in self._unused for page in pages)
         return self.most(num_positions) - in_use
 
     def replace(self, slot: int, first: int, keys: Sequence[bytes]) -> None:
@@ -290,7 +236,12 @@ class _Group:
 
     def take(self) -> int:
         """A free page, for something new."""
-        page = self._free_pages.pop() if self._free_pages else self.index.evict_oldest()
+        if self._free_pages:
+            page = self._free_pages.pop()
+        else:
+            page = next(iter(self._unused))
+            del self._unused[page]
+            del self.page_of[self._key_of.pop(page)]
         self._num_users[page] = 1
         return page
 
@@ -298,7 +249,7 @@ class _Group:
         if page == NO_PAGE:
             return
         if not self._num_users[page]:
-            self.index.use(page)
+            del self._unused[page]
         self._num_users[page] += 1
 
     def release(self, page: int) -> None:
@@ -307,13 +258,22 @@ class _Group:
         self._num_users[page] -= 1
         if self._num_users[page]:
             return
-        if self.index.has_key(page):
-            self.index.leave(page)
+        if page in self._key_of:
+            self._unused[page] = None
         else:
             self._free_pages.append(page)
 
+    def name(self, key: bytes, page: int) -> bool:
+        """Let a page be found, unless another one holds the same; says whether it will be."""
+        if key in self.page_of or page in self._key_of:
+            return False
+        self.page_of[key], self._key_of[page] = page, key
+        return True
+
     def forget(self) -> None:
-        self._free_pages.extend(self.index.clear())
+        self._free_pages.extend(self._unused)
+        for found in (self.page_of, self._key_of, self._unused):
+            found.clear()
 
 
 class KvPool:
@@ -510,7 +470,7 @@ class KvPool:
         for group in self._groups:
             page = group.at_end(slot, index)
             if page is not None and page != NO_PAGE:
-                named[group.has_ends] |= group.index.add(key, page)
+                named[group.has_ends] |= group.name(key, page)
         return [key] * named[False] + [states_key(key)] * named[True]
 
     def hold(self, key: bytes, of_states: bool = False) -> Page | None:
@@ -518,7 +478,7 @@ class KvPool:
 
         Returns the page of each group, as `pages`.
         """
-        pages = self._whole([group.index.page(key) for group in self._groups], of_states)
+        pages = self._whole([group.page_of.get(key) for group in self._groups], of_states)
         for group, page in zip(self._groups, pages or (), strict=False):
             group.use(page)
         return pages
