@@ -149,9 +149,9 @@ class Driver:
             self._start_helpers(self.drafter.mode.predictor, exchange, topology)
         self.generator = Generator(path, config, engine, system.context_length)
         bos_id = self.generator.prompts.bos_id
-        self._profiling = ProfilingEngine(config, embedding, exchange, topology, bos_id)
+        self.profiling = ProfilingEngine(config, embedding, exchange, topology, bos_id)
         self._trials = ThresholdTrials(engine)
-        engine.prepare_matmul = self._profiling.prepare_matmul = prepare_matmul
+        engine.prepare_matmul = self.profiling.prepare_matmul = prepare_matmul
         engine.begin_matmul = begin_matmul
         tables = exchange.buffers.page_tables[:, : engine.kernel_tokens]
         self._pool = KvPool(num_kv_pages(system), tables, cache_windows(system, config))
@@ -347,24 +347,12 @@ class Driver:
 
         Errors:  those of `score_window`
         """
-        check, profiling = self._scheduler.require_running, self._profiling
+        check, profiling = self._scheduler.require_running, self.profiling
         return self._on_window(
             profiling.num_bos + len(ids),
             lambda: profiling.profile_window(ids, recorded, num_prompt, check),
             profiling.max_tokens,
         )
-
-    def chosen_counts(self) -> np.ndarray:
-        """How many tokens of profiled windows have chosen each block of neurons: (L, B) int64."""
-        return self._profiling.chosen_counts.copy()
-
-    def expert_distances(self) -> np.ndarray:
-        """The histogram `StackDistances.counts` of profiled answers: (experts of all layers,)."""
-        return self._profiling.distances.counts.copy()
-
-    def recorded_weights(self) -> np.ndarray:
-        """What blocks weigh for the last window's recorded tokens (`ProfilingEngine`)."""
-        return self._profiling.recorded_weights
 
     def try_thresholds(self, ids: list[int], first: int, thresholds: LayerThresholds) -> np.ndarray:
         """KL divergences from dense in a window (`ThresholdTrials.kld`).
@@ -422,7 +410,7 @@ class Driver:
             else:
                 self.engine.mode = replace(self.engine.mode, predictor=predictor)
             drafting = [self.drafter.engine] if isinstance(self.drafter, LayerDrafter) else []
-            for engine in (self.engine, self._profiling, *drafting):
+            for engine in (self.engine, self.profiling, *drafting):
                 engine.use_services(change.topology)
             earlier, self.neuron_watch = self.neuron_watch, watch
             earlier.watch(0.0)  # the thread that would end it later holds the old arena
