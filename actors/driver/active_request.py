@@ -561,7 +561,7 @@ class ActiveRequest:
             prefill_s=first_token - admitted,
             decode_s=now - first_token,
             queued_s=admitted - submitted,
-            per_token_ms=self.times.per_token_ms(num_later),
+            per_token_ms=self.times.ms_by_parts(num_later),
             step_tokens=self.times.num_tokens / max(self.times.num_steps, 1),
             neurons_computed=self.times.num_neurons / total,
             gates_computed=self.times.num_gates / total,
