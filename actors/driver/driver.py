@@ -268,12 +268,10 @@ class Driver:
         """
         self._streams.cancel(request_id)
 
-    def between_requests(
-        self, function: Callable[[], _Result], has_slot: bool = True, step: int = 1
-    ) -> _Result:
-        """Call `function` while no request runs, with slot 0 for a whole context if `has_slot`.
+    def between_requests(self, function: Callable[[], _Result], has_slot: bool = True) -> _Result:
+        """Call `function` while no request runs, with slot 0 for a step of kernels if `has_slot`.
 
-        Requests that come later wait for it. step: as of `KvPool.allocate_whole`
+        Later steps of a sequence come after `_begin_step`. Requests that come later wait for it.
         Errors:  its own, ServiceError
         """
 
@@ -286,7 +284,7 @@ class Driver:
 
         def with_pages() -> _Result:
             self._prefixes.await_saves()
-            slot = self._pool.allocate_whole(self.generator.context_length, step)
+            slot = self._pool.allocate(self.generator.context_length)
             if slot != 0:
                 if self._prefixes.is_saving:
                     raise RequestError(
@@ -335,9 +333,8 @@ class Driver:
 
         Errors:  RequestError, also for a window longer than the context; ServiceError
         """
-        check = self._scheduler.require_running
         return self._on_window(
-            len(ids), lambda: score_window(self.engine, ids, first, audit, check)
+            len(ids), lambda: score_window(self.engine, ids, first, audit, self._begin_step)
         )
 
     def profile_window(
@@ -347,11 +344,9 @@ class Driver:
 
         Errors:  those of `score_window`
         """
-        check, profiling = self._scheduler.require_running, self.profiling
         return self._on_window(
-            profiling.num_bos + len(ids),
-            lambda: profiling.profile_window(ids, recorded, num_prompt, check),
-            profiling.max_tokens,
+            self.profiling.num_bos + len(ids),
+            lambda: self.profiling.profile_window(ids, recorded, num_prompt, self._begin_step),
         )
 
     def try_thresholds(self, ids: list[int], first: int, thresholds: LayerThresholds) -> np.ndarray:
@@ -359,17 +354,30 @@ class Driver:
 
         Errors:  those of `score_window`
         """
-        check, of_layers = self._scheduler.require_running, thresholds.of_layers()
-        return self._on_window(len(ids), lambda: self._trials.kld(ids, first, of_layers, check))
+        of_layers = thresholds.of_layers()
+        return self._on_window(
+            len(ids), lambda: self._trials.kld(ids, first, of_layers, self._begin_step)
+        )
 
-    def _on_window(
-        self, num_tokens: int, function: Callable[[], _Result], step: int = 1
-    ) -> _Result:
+    def _begin_step(self, begin: int, end: int) -> None:
+        """Before positions begin..end - 1 of a window, whose pages slot 0 then has; 0 begins anew.
+
+        Errors:  ServiceError where the system has ended
+        """
+        self._scheduler.require_running()
+        if begin == 0:
+            self._pool.free(0)
+            self._pool.allocate(self.generator.context_length, ends=[])
+        is_chunk = end - begin > self.engine.kernel_tokens
+        has_pages = self._pool.extend(0, end, begin, ends=[end] if is_chunk else None)
+        assert has_pages, "a sequence has fewer pages than all of them"
+
+    def _on_window(self, num_tokens: int, function: Callable[[], _Result]) -> _Result:
         size = self.generator.context_length
         if num_tokens > size:
             problem = f"a window of {num_tokens} tokens does not fit in a context of {size}"
             raise RequestError(problem)
-        return self.between_requests(function, step=step)
+        return self.between_requests(function)
 
     def change_services(self, change: ServiceChange) -> None:
         """Use other CPU services from the next step on; requests that run continue with them.

@@ -216,24 +216,6 @@ class _Group:
             held.pages += [NO_PAGE] * (number + 1 - held.end)
             held.pages[number - held.first] = self.take()
 
-    def take_in_turn(self, slot: int, num_positions: int, step: int) -> np.ndarray:
-        """The page of each of a slot's, which has none yet, where a few stand for all in turn.
-
-        With `most_ends` only of those that are seen from a step to the next, where steps of many
-        tokens begin at multiples of `step`, or one position later.
-        """
-        held, window, count = self.held[slot], self._window, self.count(num_positions)
-        most = window.num_pages if window and self.has_ends else self.most(num_positions)
-        held.pages += [self.take() for _ in range(most - held.end)]
-        pages = np.array(held.pages, np.int32)
-        if window is None or not self.has_ends or step <= window.step:
-            return np.resize(pages, count)
-        table = np.full(count, NO_PAGE, np.int32)
-        for turn, begin in enumerate(range(0, num_positions, step)):
-            numbers = range(self.first_page(begin), self.count(begin + 1))
-            table[numbers] = [pages[(2 * turn + n % 2) % 4] for n in numbers]
-        return table
-
     def take(self) -> int:
         """A free page, for something new."""
         if self._free_pages:
@@ -364,22 +346,6 @@ class KvPool:
             group.held[slot] = _Held()
         self.replace(slot, 0, found)
         self.extend(slot, num_positions, len(found) * PAGE_POSITIONS, ends=ends)
-        return slot
-
-    def allocate_whole(self, num_positions: int, step: int = 1) -> int | None:
-        """The lowest free slot for one that computes `num_positions` from the first on by itself.
-
-        Without `extend`: with a window a sequence's pages stand for later ones in turn.
-        step: tokens that it computes at once, if they are more than kernels take; a position that
-        is computed before may shift them by one
-        Errors:  ValueError for more positions than a slot can ever have
-        """
-        slot = self.allocate(num_positions)
-        if slot is None:
-            return None
-        for number, group in zip(self._numbers, self._groups, strict=True):
-            table = group.take_in_turn(slot, num_positions, step)
-            self._page_tables[number, slot, : len(table)] = table
         return slot
 
     def num_lacking(self, slot: int, num_positions: int) -> np.ndarray:
