@@ -131,18 +131,13 @@ class CpuService(Service):
 
     def make_scratch(self, num_tokens: int, width: int) -> None:
         """Make work space for kernels of so many tokens, `width` numbers each."""
-        starts = self.arrays.starts
-        num_blocks, threads = starts.shape[1] - 1, self.num_threads
-        if isinstance(self.arrays, TransposedArrays):
-            num_stripes = max(1, self.arrays.cuts.shape[2] - 1)
-            self._scratch = new_transposed_scratch(
-                threads, num_tokens, most_rows(starts), width, num_blocks, num_stripes
-            )
-            return
-        num_stripes = max(1, self.arrays.stripes.shape[2] - 1)
-        self._scratch = new_scratch(
-            threads, num_tokens, most_rows(starts), width, num_blocks, num_stripes
-        )
+        arrays, starts = self.arrays, self.arrays.starts
+        make: Callable[..., FfnScratch] = new_scratch
+        stripes = arrays.stripes
+        if isinstance(arrays, TransposedArrays):
+            make, stripes = new_transposed_scratch, arrays.cuts
+        sizes = num_tokens, most_rows(starts), width, starts.shape[1] - 1
+        self._scratch = make(self.num_threads, *sizes, max(1, stripes.shape[2] - 1))
 
     def prepare_prompts(self) -> None:
         """Compile the kernels of prompts."""

@@ -73,7 +73,7 @@ class StepCost:
 
 
 class DraftPolicy(Protocol):
-    """Chooses drafts before each step, and learns from it."""
+    """Chooses drafts before each step, and may learn from it."""
 
     def looks(self, num: int, most: int, has_model: bool) -> bool:
         """Whether to look for drafts of `num` requests at all: else the step is one without."""
@@ -88,14 +88,12 @@ class DraftPolicy(Protocol):
 
     def learn(self, offers: Sequence[Offer], choices: Sequence[Choice], cost: StepCost) -> None:
         """Take what the step with these choices took and gave."""
-        ...
 
     def learn_plain(self, num: int, step_ns: int, accept_ns: int) -> None:
         """Take what a step of `num` requests took for which nothing was looked for."""
-        ...
 
 
-class FixedPolicy:
+class FixedPolicy(DraftPolicy):
     """Always the same number of tokens, of an n-gram where there is one, else of the model."""
 
     def __init__(self, count: int) -> None:
@@ -118,12 +116,6 @@ class FixedPolicy:
             choices.append(Choice(source, count) if count else NO_DRAFT)
             free -= count
         return choices
-
-    def learn(self, offers: Sequence[Offer], choices: Sequence[Choice], cost: StepCost) -> None:
-        """Nothing."""
-
-    def learn_plain(self, num: int, step_ns: int, accept_ns: int) -> None:
-        """Nothing."""
 
 
 class Costs:
