@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from hotcold.actors.exchange.hosts_exchange import Relay
 from hotcold.actors.exchange.pulse import POLL_S
+from hotcold.actors.exchange.relay import Relay
 from hotcold.actors.exchange.service_process import KillNotes, ServiceProcess
 from hotcold.actors.faults.recovery import RecoveryPolicy
 from hotcold.actors.faults.watch import ActorWatch
