@@ -3,13 +3,15 @@
 A single thread runs the engine (`actors.driver.scheduler`), so a slow reader never stops it.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -81,39 +83,12 @@ from hotcold.predictors.magnitude_thresholds import LayerThresholds
 from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.predictor_file import Predictors, read_predictors
 
+if TYPE_CHECKING:
+    from hotcold.actors.processes.scaling import CpuServiceChange
+
 _Result = TypeVar("_Result")
 
 _LAST_SAVE_S = 10.0  # for pages of the KV cache that are not on file yet
-
-
-class ServiceChange(Protocol):
-    """New CPU services beside those that serve: loaded and ready, with no request sent yet."""
-
-    @property
-    def system(self) -> SystemConfig:
-        """The system with them."""
-        ...
-
-    @property
-    def topology(self) -> Topology:
-        """Who does what then; hot neurons stay where they are."""
-        ...
-
-    @property
-    def exchange(self) -> Exchange:
-        """Reaches them, and services with attention after `move`."""
-        ...
-
-    def prepare(self) -> None:
-        """Do what can fail and changes no service that serves. Errors: HotcoldError."""
-        ...
-
-    def move(self) -> None:
-        """Let the driver's exchange reach them.
-
-        Errors:  CacheLost; after any other error no service serves
-        """
-        ...
 
 
 class Driver:
@@ -379,7 +354,7 @@ class Driver:
             raise RequestError(problem)
         return self.between_requests(function)
 
-    def change_services(self, change: ServiceChange) -> None:
+    def change_services(self, change: CpuServiceChange) -> None:
         """Use other CPU services from the next step on; requests that run continue with them.
 
         Errors:  SystemLost where it failed half-way, which ends the system; HotcoldError of what
@@ -400,7 +375,7 @@ class Driver:
                     each.close()
 
     def _change_services(
-        self, change: ServiceChange, predictor: NeuronPredictor | None, watch: NeuronWatch
+        self, change: CpuServiceChange, predictor: NeuronPredictor | None, watch: NeuronWatch
     ) -> None:
         # First what can fail and changes nothing; after a later failure no service serves.
         tables = change.exchange.buffers.page_tables[:, : self.engine.kernel_tokens]
