@@ -118,10 +118,8 @@ class Driver:
         engine.neuron_upload_tokens = system.neuron_upload_tokens
         engine.chunks_at_once = chunks_at_once(system)
         self.engine = engine
-        self._start_helpers(mode.predictor, exchange, topology)
         self.drafter = _model_drafter(system, engine, topology.shards)
-        if isinstance(self.drafter, ModelDrafter):
-            self._start_helpers(self.drafter.mode.predictor, exchange, topology)
+        self._start_helpers(self._predictor, exchange, topology)
         self.generator = Generator(path, config, engine, system.context_length)
         bos_id = self.generator.prompts.bos_id
         self.profiling = ProfilingEngine(config, embedding, exchange, topology, bos_id)
