@@ -51,6 +51,10 @@ class Window:
         return max(pages, 2 * self.most_ends and self.most_ends + 2)
 
 
+# Of layers without one: all positions are seen, and may be computed at once.
+_NO_WINDOW = Window(1 << 60, 1 << 60)
+
+
 def namespace_key(identity: bytes, salt: str) -> bytes:
     """The key before a prompt's first page: who computes, and for whom. 16 bytes."""
     content = identity + salt.encode("utf-8", "surrogatepass")  # JSON may hold lone surrogates
@@ -94,13 +98,13 @@ class _Group:
     page_of: pages by key; those that no sequence has stay until they are taken, oldest use first
     """
 
-    def __init__(self, num_pages: int, window: Window | None) -> None:
+    def __init__(self, num_pages: int, window: Window) -> None:
         self.num_pages = num_pages
         self.page_of: dict[bytes, int] = {}
         self.held: dict[int, _Held] = {}
         self._window = window
-        self.page_positions = PAGE_POSITIONS if window is None else window.page_positions
-        self.has_ends = window is not None and window.most_ends > 0
+        self.page_positions = window.page_positions
+        self.has_ends = window.most_ends > 0
         self._a_key = PAGE_POSITIONS // self.page_positions  # pages of a key's positions
         self._free_pages = list(range(num_pages - 1, -1, -1))  # without a key; the next stands last
         self._unused: dict[int, None] = {}  # with a key, in the order of their last use
@@ -117,21 +121,16 @@ class _Group:
 
     def most(self, num_positions: int) -> int:
         """Pages that a sequence of so many positions has at any time, at most."""
-        num_pages = self.count(num_positions)
-        return num_pages if self._window is None else min(num_pages, self._window.num_pages)
+        return min(self.count(num_positions), self._window.num_pages)
 
     def num_lacking(self, slot: int, num_positions: int) -> int:
         """Pages that a running sequence must be able to have: of its prompt it has them."""
-        most = self.most(num_positions)
-        if self._window is not None:
-            most = min(most, self._window.num_reserved or most)
-        pages = self.held[slot].pages
+        most, pages = self.most(num_positions), self.held[slot].pages
+        most = min(most, self._window.num_reserved or most)
         return max(0, most - len(pages) + pages.count(NO_PAGE))
 
     def first_page(self, num_done: int) -> int:
         """The first page that tokens from position `num_done` on see."""
-        if self._window is None:
-            return 0
         return max(0, num_done + 1 - self._window.size) // self.page_positions
 
     def num_found(self, keys: Sequence[bytes], first: int, step: int) -> int:
@@ -197,17 +196,16 @@ class _Group:
     def to_take(
         self, slot: int, num_positions: int, num_done: int, ends: Sequence[int] | None
     ) -> list[int]:
-        """Which pages a slot lacks for the step after `num_done`, or for all without a window.
+        """Which pages a slot lacks for the step after `num_done`.
 
         ends: of a chunk, instead, as in `KvPool.extend`
         """
-        held, window = self.held[slot], self._window
+        held = self.held[slot]
         if self.has_ends and ends is not None:
             wanted = {n for end in ends for n in range(self.first_page(end), self.count(end))}
             return [n for n in sorted(wanted) if n >= held.first and held.at(n) in (None, NO_PAGE)]
-        if window is not None:
-            num_positions = min(num_positions, num_done + window.step)
-        return list(range(held.end, self.count(num_positions)))
+        end = min(num_positions, num_done + self._window.step)
+        return list(range(held.end, self.count(end)))
 
     def extend(self, slot: int, numbers: Sequence[int]) -> None:
         """Take these pages of a slot, and none of those between them that it lacks."""
@@ -281,7 +279,7 @@ class KvPool:
         """
         self._page_tables = page_tables
         self._numbers = [FULL, *windows]  # of groups, as tables have them
-        self._groups = [_Group(num_pages, None)]
+        self._groups = [_Group(num_pages, _NO_WINDOW)]
         self._groups += [_Group(count, window) for window, count in windows.values()]
 
     @property
