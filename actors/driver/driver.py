@@ -144,7 +144,6 @@ class Driver:
             counts_step=lambda is_answer: self.neuron_watch.count_step(is_answer),
             begins_answer=lambda: self.neuron_watch.begin_answer(),
         )
-        self._scheduler.start()
         self._started_s = time.monotonic()
         self._closing = threading.Event()
         threading.Thread(target=self._poll_readers, name="readers", daemon=True).start()

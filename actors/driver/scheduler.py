@@ -90,7 +90,7 @@ class Scheduler:
         counts_step: Callable[[bool], None] = lambda is_answer: None,
         begins_answer: Callable[[], None] = lambda: None,
     ) -> None:
-        """The pool of `prefixes` has no more slots than a kernel takes tokens. `start` begins.
+        """Starts the thread. The pool of `prefixes` has no more slots than kernels take tokens.
 
         counts_step: told before a step whether it gives answers tokens
         begins_answer: told that one begins where none runs
@@ -111,6 +111,7 @@ class Scheduler:
         self._is_closing = False
         self._submitting = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="driver", daemon=True)
+        self._thread.start()
 
     def _serve(self) -> None:
         """The main loop: serve until the end, or until a failure that is not one request's own."""
@@ -167,10 +168,6 @@ class Scheduler:
                 num_new = sum(fate.num_got for request, fate in of_requests if request in answering)
                 self.recent.append(StepRecord(time.monotonic(), num_new, engine.times, drafts))
             engine.times = StepTimes()  # layers of prompts may follow
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
 
     def submit(self, item: ActiveRequest | _Job) -> None:
         """Put a request in the queue. Errors: ServiceError where the system has ended."""

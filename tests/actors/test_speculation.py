@@ -68,7 +68,7 @@ class NastyDrafter(Drafter):
     def _draft(self, request: ActiveRequest, count: int) -> list[int]:
         random = self._random
         answer = self.answers.get(request.stream.request_id.split("/")[0], [])
-        num_new = len(request.tokens) - request._num_prompt_tokens
+        num_new = len(request.tokens) - request.num_prompt_tokens
         right = answer[num_new : num_new + int(random.integers(count + 1))]
         others = random.choice(self.tokens, count - len(right) + int(random.integers(2))).tolist()
         return right + others
