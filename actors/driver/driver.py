@@ -243,7 +243,7 @@ class Driver:
     def between_requests(self, function: Callable[[], _Result], has_slot: bool = True) -> _Result:
         """Call `function` while no request runs, with slot 0 for a step of kernels if `has_slot`.
 
-        Later steps of a sequence come after `_begin_step`. Requests that come later wait for it.
+        Later steps of a sequence come after `begin_step`. Requests that come later wait for it.
         Errors:  its own, ServiceError
         """
 
@@ -306,7 +306,7 @@ class Driver:
         Errors:  RequestError, also for a window longer than the context; ServiceError
         """
         return self._on_window(
-            len(ids), lambda: score_window(self.engine, ids, first, audit, self._begin_step)
+            len(ids), lambda: score_window(self.engine, ids, first, audit, self.begin_step)
         )
 
     def profile_window(
@@ -318,7 +318,7 @@ class Driver:
         """
         return self._on_window(
             self.profiling.num_bos + len(ids),
-            lambda: self.profiling.profile_window(ids, recorded, num_prompt, self._begin_step),
+            lambda: self.profiling.profile_window(ids, recorded, num_prompt, self.begin_step),
         )
 
     def try_thresholds(self, ids: list[int], first: int, thresholds: LayerThresholds) -> np.ndarray:
@@ -328,10 +328,10 @@ class Driver:
         """
         of_layers = thresholds.of_layers()
         return self._on_window(
-            len(ids), lambda: self._trials.kld(ids, first, of_layers, self._begin_step)
+            len(ids), lambda: self._trials.kld(ids, first, of_layers, self.begin_step)
         )
 
-    def _begin_step(self, begin: int, end: int) -> None:
+    def begin_step(self, begin: int, end: int) -> None:
         """Before positions begin..end - 1 of a window, whose pages slot 0 then has; 0 begins anew.
 
         Errors:  ServiceError where the system has ended
