@@ -88,9 +88,11 @@ class DraftPolicy(Protocol):
 
     def learn(self, offers: Sequence[Offer], choices: Sequence[Choice], cost: StepCost) -> None:
         """Take what the step with these choices took and gave."""
+        return
 
     def learn_plain(self, num: int, step_ns: int, accept_ns: int) -> None:
         """Take what a step of `num` requests took for which nothing was looked for."""
+        return
 
 
 class FixedPolicy(DraftPolicy):
