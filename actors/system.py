@@ -39,24 +39,15 @@ class System:
     def __init__(
         self, driver: Any, *, owned: bool, owns_ray: bool = False, writes_last: bool = False
     ) -> None:
-        """`owned`: stop the system at the end; `owns_ray`: Ray too.
+        """`driver` is the driver's actor handle.
 
+        `owned`: stop the system at the end; `owns_ray`: Ray, which was started for it, too.
         `writes_last`: it has something to write when it is stopped.
         """
-        self._driver = driver
+        self.driver = driver
+        self.owns_ray = owns_ray
         self._owned = owned
-        self._owns_ray = owns_ray
         self._writes_last = writes_last
-
-    @property
-    def driver(self) -> Any:
-        """The driver's actor handle."""
-        return self._driver
-
-    @property
-    def owns_ray(self) -> bool:
-        """Whether Ray was started for this system, and ends with it."""
-        return self._owns_ray
 
     @classmethod
     def start(
@@ -114,7 +105,7 @@ class System:
         return handle
 
     def _await_load(self, on_progress: Callable[[LoadProgress], None]) -> None:
-        loading = self._driver.load.remote()
+        loading = self.driver.load.remote()
         reports = Pulse("driver", lambda: self.begin("progress"))
         while not ray.wait([loading], timeout=POLL_S)[0]:
             progress = reports.poll(STARTING_POLLS)
@@ -132,7 +123,7 @@ class System:
         finished = False
         with self._attending(request.request_id):
             try:
-                stream = self._driver.generate.options(num_returns="streaming").remote(request)
+                stream = self.driver.generate.options(num_returns="streaming").remote(request)
                 while not finished:
                     self._await(stream)
                     ref = next(stream, None)
@@ -184,14 +175,14 @@ class System:
 
         Calls that take long never delay those that do not.
         """
-        called = getattr(self._driver, method)
+        called = getattr(self.driver, method)
         if method in _QUICK:
             called = called.options(concurrency_group=CONTROL)
         return called.remote(*args)
 
     def stop(self) -> None:
         """End the system if it is this handle's; no process, thread or shared memory stays."""
-        if self._owns_ray:  # all of them are Ray's
+        if self.owns_ray:  # all of them are Ray's
             if self._writes_last:
                 with suppress(HotcoldError):
                     self._await(self.begin("stop"), _STOP_POLLS)
@@ -203,7 +194,7 @@ class System:
         """End the system, even if another process started it."""
         with suppress(HotcoldError):
             self._await(self.begin("stop"), _STOP_POLLS)
-        ray.kill(self._driver, no_restart=True)
+        ray.kill(self.driver, no_restart=True)
 
     def __enter__(self) -> "System":
         return self

@@ -131,18 +131,13 @@ class CpuService(Service):
 
     def make_scratch(self, num_tokens: int, width: int) -> None:
         """Make work space for kernels of so many tokens, `width` numbers each."""
-        starts = self.arrays.starts
-        num_blocks, threads = starts.shape[1] - 1, self.num_threads
-        if isinstance(self.arrays, TransposedArrays):
-            num_stripes = max(1, self.arrays.cuts.shape[2] - 1)
-            self._scratch = new_transposed_scratch(
-                threads, num_tokens, most_rows(starts), width, num_blocks, num_stripes
-            )
-            return
-        num_stripes = max(1, self.arrays.stripes.shape[2] - 1)
-        self._scratch = new_scratch(
-            threads, num_tokens, most_rows(starts), width, num_blocks, num_stripes
-        )
+        arrays, starts = self.arrays, self.arrays.starts
+        make: Callable[..., FfnScratch] = new_scratch
+        stripes = arrays.stripes
+        if isinstance(arrays, TransposedArrays):
+            make, stripes = new_transposed_scratch, arrays.cuts
+        sizes = num_tokens, most_rows(starts), width, starts.shape[1] - 1
+        self._scratch = make(self.num_threads, *sizes, max(1, stripes.shape[2] - 1))
 
     def prepare_prompts(self) -> None:
         """Compile the kernels of prompts."""
@@ -185,22 +180,14 @@ class CpuService(Service):
 
     def serve_few(self, thread: int, seen: int) -> int:
         """Run `serve_ffn`."""
-        return int(
-            serve_ffn(
-                thread,
-                self.num_threads,
-                self.index,
-                np.int32(seen),
-                self.weights,
-                self.buffers,
-                self.source,
-                self._scratch,
-                self.predictors,
-                self._predictor_scratch,
-                self._buckets,
-                self.function,
-            )
-        )
+        own = thread, self.num_threads, self.index
+        return int(serve_ffn(*own, np.int32(seen), self.weights, *self._of_steps()))
+
+    def _of_steps(self) -> tuple[Any, ...]:
+        """What `ffn_request` is given."""
+        predictors = self.predictors, self._predictor_scratch
+        held = self.source, self._scratch, *predictors, self._buckets
+        return self.buffers, *held, self.function
 
     def answer_share(self, thread: int) -> None:
         """Do one thread's share of the FFN request in the mailbox; every thread must do its own."""
@@ -209,19 +196,8 @@ class CpuService(Service):
 
             prompt_ffn_request(thread, self.num_threads, self.index, *self._of_prompts())
             return
-        ffn_request(
-            thread,
-            self.num_threads,
-            self.index,
-            self.buffers.requests[self.index, LAYER],
-            self.buffers,
-            self.source,
-            self._scratch,
-            self.predictors,
-            self._predictor_scratch,
-            self._buckets,
-            self.function,
-        )
+        layer = self.buffers.requests[self.index, LAYER]
+        ffn_request(thread, self.num_threads, self.index, layer, *self._of_steps())
 
     def answer_in_python(self) -> None:
         """Answer a request for neurons for a GPU."""

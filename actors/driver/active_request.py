@@ -134,7 +134,7 @@ class ActiveRequest:
         self.draft_source = ""  # of the next draft: "ngram", or `Drafter.source`
         self._generator = generator
         self._sampling = request.sampling
-        self._num_prompt_tokens = len(self.tokens)
+        self.num_prompt_tokens = len(self.tokens)
         self._uses_cache = request.use_cache
         self._is_recomputed = False
         self._keys: tuple[bytes, list[bytes]] | None = None
@@ -210,7 +210,7 @@ class ActiveRequest:
 
     def num_positions(self, ahead: int) -> int:
         """Positions of the KV cache for its tokens and the next `ahead`, if it may have so many."""
-        return min(len(self.tokens) + ahead, self._num_prompt_tokens + self._max_tokens)
+        return min(len(self.tokens) + ahead, self.num_prompt_tokens + self._max_tokens)
 
     def chunk_ends(self, count: int) -> list[int]:
         """Positions at which others, and its own tokens, may go on after its next chunks.
@@ -219,20 +219,15 @@ class ActiveRequest:
         """
         ends = list(accumulate(self.chunk_sizes[:count], initial=self.num_done))
         if count >= len(self.chunk_sizes):
-            last = self._num_prompt_tokens // PAGE_POSITIONS * PAGE_POSITIONS
+            last = self.num_prompt_tokens // PAGE_POSITIONS * PAGE_POSITIONS
             own = range(ends[0] + 1, ends[-1] + 1)
             ends += [end for end in (last - PAGE_POSITIONS, last) if end in own]
         return ends[1:]
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of its prompt."""
-        return self._num_prompt_tokens
-
     def page_keys(self, namespace: bytes) -> list[bytes]:
-        """The keys of its prompt's whole pages (`actors.protocol.page_index`)."""
+        """The keys of its prompt's whole pages (`actors.kv_cache.pool`)."""
         if self._keys is None or self._keys[0] != namespace:
-            self._keys = namespace, page_keys(namespace, self.tokens[: self._num_prompt_tokens])
+            self._keys = namespace, page_keys(namespace, self.tokens[: self.num_prompt_tokens])
         return self._keys[1]
 
     @property
@@ -258,7 +253,7 @@ class ActiveRequest:
     @property
     def has_answered(self) -> bool:
         """Whether its first new token was chosen."""
-        return len(self.tokens) > self._num_prompt_tokens
+        return len(self.tokens) > self.num_prompt_tokens
 
     @property
     def is_cancelled(self) -> bool:
@@ -296,7 +291,7 @@ class ActiveRequest:
             return []
         engine = self._generator.engine
         return chunk_sizes(
-            self._num_prompt_tokens, engine.max_tokens, engine.cut_tokens, self.num_done
+            self.num_prompt_tokens, engine.max_tokens, engine.cut_tokens, self.num_done
         )
 
     @property
@@ -481,7 +476,7 @@ class ActiveRequest:
 
     @property
     def _num_new(self) -> int:
-        return len(self.tokens) - self._num_prompt_tokens
+        return len(self.tokens) - self.num_prompt_tokens
 
     def wants_logits(self, place: int) -> bool:
         """Whether the token after the one at `place` will be chosen or scored."""
@@ -518,8 +513,8 @@ class ActiveRequest:
                 num_new - self._num_emitted,
                 self._logprobs.take(num_shown),
                 self._prompt_logprobs.take(),
-                tuple(self.tokens[self._num_prompt_tokens + self._num_emitted :]),
-                self._num_prompt_tokens,
+                tuple(self.tokens[self.num_prompt_tokens + self._num_emitted :]),
+                self.num_prompt_tokens,
                 () if is_said else tuple(self._parts),
                 None if self._readable is None else self._shown_now,
                 self._state if self._is_resumable and result is None else None,
@@ -554,14 +549,14 @@ class ActiveRequest:
             )
         return Generation(
             text=self._stop.text if self._readable is None else self._readable_text,
-            ids=self.tokens[self._num_prompt_tokens :],
+            ids=self.tokens[self.num_prompt_tokens :],
             finish_reason=finish_reason,
-            num_prompt_tokens=self._num_prompt_tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             prefill_s=first_token - admitted,
             decode_s=now - first_token,
             queued_s=admitted - submitted,
-            per_token_ms=self.times.per_token_ms(num_later),
+            per_token_ms=self.times.ms_by_parts(num_later),
             step_tokens=self.times.num_tokens / max(self.times.num_steps, 1),
             neurons_computed=self.times.num_neurons / total,
             gates_computed=self.times.num_gates / total,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -108,104 +109,71 @@ class Batch:
             keep(request, tokens[own[0]][1], hidden[own])
 
 
-class PromptChunk:
-    """One chunk of a request's prompt, layer by layer; other steps may run between two layers."""
-
-    def __init__(self, engine: Engine, request: ActiveRequest, before: int = 0) -> None:
-        """The chunk of `request.chunk_sizes` with `before` others before it."""
-        self.request = request
-        self._engine = engine
-        self._first = request.num_done + sum(request.chunk_sizes[:before])
-        self._size = request.chunk_sizes[before]
-        self._saved: list[np.ndarray] | None = None
-        self.next_layer = 0
-
-    def pause(self, num_tokens: int) -> None:
-        """Save what another step of `num_tokens` would overwrite."""
-        if self.next_layer > 0 and self._saved is None:
-            self._saved = [rows.copy() for rows in self._shared_rows(num_tokens)]
-
-    def run_layer(self, following: int, keep: Keep | None = None) -> np.ndarray | None:
-        """Run one more layer; after the last one the prompt's logits (V,), if it ends here.
-
-        `keep` then gets the hidden states of all its tokens.
-
-        `request.chunk_sizes` then loses this chunk, the first, and `request.num_done` counts it.
-        The engine will run layer `following` next.
-        Errors:  ServiceError, RequestError
-        """
-        engine, request = self._engine, self.request
-        first, last = self._first, self._first + self._size
-        if self.next_layer == 0:
-            engine.place(
-                request.tokens[first:last], range(first, last), [request.slot] * self._size
-            )
-        elif self._saved is not None:
-            for rows, saved in zip(self._shared_rows(self._size), self._saved, strict=True):
-                rows[: len(saved)] = saved
-            self._saved = None
-        num_wanted = None if keep is not None else int(self._ends_prompt)
-        engine.run_layer(self.next_layer, self._size, following, num_wanted)
-        self.next_layer += 1
-        if not self.is_done:
-            return None
-        request.num_done = last
-        del request.chunk_sizes[0]
-        logits = engine.logits(self._size, 1)[0] if request.num_left == 0 else None
-        if keep is not None:
-            keep(request, first, engine.exchange.buffers.hidden[: self._size])
-        return logits
-
-    @property
-    def _ends_prompt(self) -> bool:
-        """Whether logits are wanted: of the last token."""
-        return self._first + self._size == len(self.request.tokens)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all layers have been run."""
-        return self.next_layer == self._engine.config.num_layers
-
-    def _shared_rows(self, num_tokens: int) -> list[np.ndarray]:
-        buffers = self._engine.exchange.buffers
-        num_rows = min(self._size, num_tokens)
-        names = ["hidden", "embedded", "layer_embeddings", "positions", "slots"]
-        names += ["ffn_residual"] if self._engine.config.has_ffn_pairs else []
-        return [getattr(buffers, name)[:num_rows] for name in names]
-
-
 class PromptChunks:
     """The next chunks of a request's prompt, `engine.chunks_at_once` of them side by side.
 
     A layer is run for each of them before the next layer, so neurons that have to be read for it
-    are read once. Each chunk is computed as it is alone.
+    are read once. Each chunk is computed as it is alone; other steps may run between two layers.
     """
 
     def __init__(self, engine: Engine, request: ActiveRequest) -> None:
         self.request = request
         self._engine = engine
-        count = min(engine.chunks_at_once, len(request.chunk_sizes))
-        self._chunks = [PromptChunk(engine, request, i) for i in range(count)]
-        self._turn = 0
-
-    def pause(self) -> None:
-        """Save what a step of kernels would overwrite."""
-        self._chunks[self._turn].pause(self._engine.kernel_tokens)
-
-    def run_layer(self, keep: Keep | None = None) -> np.ndarray | None:
-        """Run one more layer of one chunk; as `PromptChunk.run_layer`."""
-        chunk = self._chunks[self._turn]
-        is_last = self._turn + 1 == len(self._chunks)
-        logits = chunk.run_layer(chunk.next_layer + is_last, keep)
-        if len(self._chunks) > 1 and not chunk.is_done:
-            chunk.pause(self._engine.max_tokens)
-        self._turn = 0 if is_last else self._turn + 1
-        return logits
+        sizes = request.chunk_sizes[: engine.chunks_at_once]
+        self._spans = list(pairwise(accumulate(sizes, initial=request.num_done)))
+        self._saved: list[list[np.ndarray]] = [[] for _ in sizes]  # of paused chunks
+        self._layer = self._turn = 0  # what is run next: which layer, of which chunk
 
     @property
     def is_done(self) -> bool:
         """Whether all layers of all of them have been run."""
-        return self._chunks[-1].is_done
+        return self._layer == self._engine.config.num_layers
+
+    def pause(self) -> None:
+        """Save what a step of kernels would overwrite."""
+        if self._layer > 0 and not self._saved[self._turn]:
+            self._save(self._engine.kernel_tokens)
+
+    def run_layer(self, keep: Keep | None = None) -> np.ndarray | None:
+        """Run one more layer of one chunk; after the prompt's last one its logits (V,).
+
+        With its last layer a chunk leaves `request.chunk_sizes`, `request.num_done` counts it, and
+        `keep` gets the hidden states of all its tokens.
+        Errors:  ServiceError, RequestError
+        """
+        engine, request, layer = self._engine, self.request, self._layer
+        first, last = self._spans[self._turn]
+        size, is_last = last - first, self._turn + 1 == len(self._spans)
+        if layer == 0:
+            engine.place(request.tokens[first:last], range(first, last), [request.slot] * size)
+        saved, self._saved[self._turn] = self._saved[self._turn], []
+        for rows, own in zip(self._shared_rows(), saved, strict=False):
+            rows[: len(own)] = own
+        ends_prompt = last == len(request.tokens)
+        num_wanted = None if keep is not None else int(ends_prompt)
+        engine.run_layer(layer, size, layer + is_last, num_wanted)
+        logits = None
+        if layer + 1 == engine.config.num_layers:
+            request.num_done = last
+            del request.chunk_sizes[0]
+            logits = engine.logits(size, 1)[0] if ends_prompt else None
+            if keep is not None:
+                keep(request, first, engine.exchange.buffers.hidden[:size])
+        elif len(self._spans) > 1:
+            self._save(engine.max_tokens)
+        self._turn, self._layer = (0, layer + 1) if is_last else (self._turn + 1, layer)
+        return logits
+
+    def _save(self, num_tokens: int) -> None:
+        """Save what another step of `num_tokens` would overwrite of the chunk whose turn it is."""
+        first, last = self._spans[self._turn]
+        count = min(last - first, num_tokens)
+        self._saved[self._turn] = [rows[:count].copy() for rows in self._shared_rows()]
+
+    def _shared_rows(self) -> list[np.ndarray]:
+        names = ["hidden", "embedded", "layer_embeddings", "positions", "slots"]
+        names += ["ffn_residual"] if self._engine.config.has_ffn_pairs else []
+        return [getattr(self._engine.exchange.buffers, name) for name in names]
 
 
 class Turns:

@@ -47,25 +47,33 @@ class Choice(NamedTuple):
 NO_DRAFT = Choice(MODEL, 0)
 
 
+class Fate(NamedTuple):
+    """What became of a request's draft: tokens of all three.
+
+    num_drafted: of the draft, which may be fewer than were chosen
+    num_got: that the step gave the request; num_accepted: the first of them, which the draft had
+    """
+
+    num_drafted: int
+    num_got: int
+    num_accepted: int
+
+
 @dataclass
 class StepCost:
-    """What a step took, in nanoseconds, and what it gave.
+    """What a step took, in nanoseconds, and what it gave each request.
 
     accept_ns: for choosing the tokens that the step gave
-    drafted: of each request, the tokens of its draft, which may be fewer than were chosen
-    fates: of each request, how many tokens it got, and how many of the first of them were its
-           draft's
     """
 
     draft_ns: int
     step_ns: int
     accept_ns: int
-    drafted: Sequence[int]
-    fates: Sequence[tuple[int, int]]
+    fates: Sequence[Fate]
 
 
 class DraftPolicy(Protocol):
-    """Chooses drafts before each step, and learns from it."""
+    """Chooses drafts before each step, and may learn from it."""
 
     def looks(self, num: int, most: int, has_model: bool) -> bool:
         """Whether to look for drafts of `num` requests at all: else the step is one without."""
@@ -80,14 +88,14 @@ class DraftPolicy(Protocol):
 
     def learn(self, offers: Sequence[Offer], choices: Sequence[Choice], cost: StepCost) -> None:
         """Take what the step with these choices took and gave."""
-        ...
+        return
 
     def learn_plain(self, num: int, step_ns: int, accept_ns: int) -> None:
         """Take what a step of `num` requests took for which nothing was looked for."""
-        ...
+        return
 
 
-class FixedPolicy:
+class FixedPolicy(DraftPolicy):
     """Always the same number of tokens, of an n-gram where there is one, else of the model."""
 
     def __init__(self, count: int) -> None:
@@ -110,12 +118,6 @@ class FixedPolicy:
             choices.append(Choice(source, count) if count else NO_DRAFT)
             free -= count
         return choices
-
-    def learn(self, offers: Sequence[Offer], choices: Sequence[Choice], cost: StepCost) -> None:
-        """Nothing."""
-
-    def learn_plain(self, num: int, step_ns: int, accept_ns: int) -> None:
-        """Nothing."""
 
 
 class Costs:
@@ -240,16 +242,16 @@ class AutoPolicy:
 
     def learn(self, offers: Sequence[Offer], choices: Sequence[Choice], cost: StepCost) -> None:
         """As `DraftPolicy.learn`."""
-        num, size = len(offers), len(offers) + sum(cost.drafted)
+        num, size = len(offers), len(offers) + sum(fate.num_drafted for fate in cost.fates)
         by_model = [choice.size for choice in choices if choice.source == MODEL and choice.size]
-        num_new = sum(got for got, _ in cost.fates)
+        num_new = sum(fate.num_got for fate in cost.fates)
         self._measure(size, cost.step_ns, cost.accept_ns, num_new)
         if by_model:
             self._rounds.add(len(by_model), cost.draft_ns / max(by_model))
         else:
             self._looking.add(num, cost.draft_ns)
-        for offer, choice, drafted, (got, accepted) in zip(
-            offers, choices, cost.drafted, cost.fates, strict=True
+        for offer, choice, (drafted, got, accepted) in zip(
+            offers, choices, cost.fates, strict=True
         ):
             if drafted and got:
                 of_request, of_system = self._acceptances(offer.request, choice.source)

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import takewhile
 from typing import Protocol
 
 from hotcold.actors.driver.active_request import ActiveRequest
@@ -19,6 +18,7 @@ from hotcold.actors.driver.draft_policy import (
     MODEL,
     Choice,
     DraftPolicy,
+    Fate,
     Offer,
     StepCost,
     draft_policy,
@@ -28,7 +28,6 @@ from hotcold.actors.driver.modes import StepMode
 from hotcold.actors.driver.ngrams import Match, Ngrams
 from hotcold.actors.protocol.failures import NotFiniteError, RequestError, first_line
 from hotcold.actors.protocol.messages import MOST_DRAFTED
-from hotcold.actors.telemetry.step_times import StepTimes
 from hotcold.model.errors import ServiceError
 
 _log = logging.getLogger(__name__)
@@ -63,14 +62,12 @@ class ModelDrafter(Drafter):
 
     Its steps use the KV cache that the model has filled, so there is no prompt to read again. What
     they write there, the verifying step writes again.
-    times: of all its steps, which are not among the engine's
     """
 
     def __init__(self, engine: Engine, mode: StepMode) -> None:
         """`mode` is of the steps that draft."""
         self._engine = engine
         self.mode = mode
-        self.times = StepTimes()
 
     def warm_up(self) -> None:
         """Run one token, so that no request waits for a kernel to be compiled."""
@@ -82,14 +79,6 @@ class ModelDrafter(Drafter):
 
         Errors:  those of `Engine.step`
         """
-        engine, own_times = self._engine, self._engine.times
-        engine.times = self.times
-        try:
-            return self._propose(requests, counts)
-        finally:
-            engine.times = own_times
-
-    def _propose(self, requests: Sequence[ActiveRequest], counts: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in requests]
         for place in range(max(counts, default=0)):
             left = [i for i, count in enumerate(counts) if place < count]
@@ -117,8 +106,6 @@ class Speculation:
         self._ngrams = Ngrams() if has_ngrams else None
         self._offers: list[Offer] = []  # of the step that was prepared last; []: without drafts
         self._choices: list[Choice] = []
-        self._before: list[tuple[ActiveRequest, int]] = []  # requests, each with its tokens
-        self._drafts: list[list[int]] = []
         self._num_plain = 0  # its requests, where nothing was looked for
         self._draft_ns = 0
         self._has_failed = False
@@ -161,16 +148,14 @@ class Speculation:
             self._num_plain = len(requests)
             return batch
         started = time.monotonic_ns()
-        self._before = [(request, len(request.tokens)) for request in requests]
-        matches = [self._match(request) for request in requests]
+        rooms = [max(0, min(request.most_drafted, MOST_DRAFTED)) for request in requests]
+        matches = [
+            None if self._ngrams is None else self._ngrams.find(request, request.tokens, room)
+            for request, room in zip(requests, rooms, strict=True)
+        ]
         self._offers = [
-            Offer(
-                request,
-                max(0, min(request.most_drafted, MOST_DRAFTED)),
-                len(match.ids) if match else 0,
-                match.length if match else 0,
-            )
-            for request, match in zip(requests, matches, strict=True)
+            Offer(request, room, len(match.ids) if match else 0, match.length if match else 0)
+            for request, room, match in zip(requests, rooms, matches, strict=True)
         ]
         choices = self._policy.choose(self._offers, self._drafter is not None, most)
         self._choices = [
@@ -180,40 +165,26 @@ class Speculation:
         by_model = "" if self._drafter is None else self._drafter.source
         for request, choice in zip(requests, self._choices, strict=True):
             request.draft_source = by_model if choice.source == MODEL else "ngram"
-        self._drafts = self._proposed(requests, self._choices, matches)
+        drafts = self._proposed(requests, self._choices, matches)
         self._draft_ns = time.monotonic_ns() - started
-        return batch.with_drafts(self._drafts)
+        return batch.with_drafts(drafts)
 
-    def learn(self, step_ns: int, accept_ns: int) -> None:
-        """Take what the prepared step took, and choosing the tokens that its requests got."""
+    def learn(self, step_ns: int, accept_ns: int, fates: Sequence[Fate]) -> None:
+        """Take what the prepared step took and gave, as of `StepCost`."""
         try:
             if self._num_plain:
                 self._policy.learn_plain(self._num_plain, step_ns, accept_ns)
             elif self._offers:
-                self._learn(step_ns, accept_ns)
+                cost = StepCost(self._draft_ns, step_ns, accept_ns, fates)
+                self._policy.learn(self._offers, self._choices, cost)
         except Exception as error:  # what requests got is theirs all the same
             self._note(error)
-
-    def _learn(self, step_ns: int, accept_ns: int) -> None:
-        fates = [
-            _fate(request.tokens[num_before:], draft)
-            for (request, num_before), draft in zip(self._before, self._drafts, strict=True)
-        ]
-        drafted = [len(draft) for draft in self._drafts]
-        cost = StepCost(self._draft_ns, step_ns, accept_ns, drafted, fates)
-        self._policy.learn(self._offers, self._choices, cost)
 
     def _note(self, error: Exception) -> None:
         """Write the first such error to the log."""
         if not self._has_failed:
             _log.warning("drafts failed, answers go on without them: %s", first_line(error))
         self._has_failed = True
-
-    def _match(self, request: ActiveRequest) -> Match | None:
-        if self._ngrams is None:
-            return None
-        count = min(request.most_drafted, MOST_DRAFTED)
-        return self._ngrams.find(request, request.tokens, count)
 
     def _proposed(
         self,
@@ -239,12 +210,6 @@ class Speculation:
         for at, count, ids in zip(asked, counts, found, strict=True):
             drafts[at] = requests[at].useful(ids[:count])
         return drafts
-
-
-def _fate(got: list[int], draft: list[int]) -> tuple[int, int]:
-    """How many tokens a request got, and how many of the first of them were its draft's."""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(got, draft, strict=False))
-    return len(got), sum(1 for _ in same)
 
 
 def speculation(speculate: str, drafter: Drafter | None = None) -> Speculation | None:

@@ -3,13 +3,15 @@
 A single thread runs the engine (`actors.driver.scheduler`), so a slow reader never stops it.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -81,39 +83,12 @@ from hotcold.predictors.magnitude_thresholds import LayerThresholds
 from hotcold.predictors.predictor import NeuronPredictor
 from hotcold.predictors.predictor_file import Predictors, read_predictors
 
+if TYPE_CHECKING:
+    from hotcold.actors.processes.scaling import CpuServiceChange
+
 _Result = TypeVar("_Result")
 
 _LAST_SAVE_S = 10.0  # for pages of the KV cache that are not on file yet
-
-
-class ServiceChange(Protocol):
-    """New CPU services beside those that serve: loaded and ready, with no request sent yet."""
-
-    @property
-    def system(self) -> SystemConfig:
-        """The system with them."""
-        ...
-
-    @property
-    def topology(self) -> Topology:
-        """Who does what then; hot neurons stay where they are."""
-        ...
-
-    @property
-    def exchange(self) -> Exchange:
-        """Reaches them, and services with attention after `move`."""
-        ...
-
-    def prepare(self) -> None:
-        """Do what can fail and changes no service that serves. Errors: HotcoldError."""
-        ...
-
-    def move(self) -> None:
-        """Let the driver's exchange reach them.
-
-        Errors:  CacheLost; after any other error no service serves
-        """
-        ...
 
 
 class Driver:
@@ -143,15 +118,13 @@ class Driver:
         engine.neuron_upload_tokens = system.neuron_upload_tokens
         engine.chunks_at_once = chunks_at_once(system)
         self.engine = engine
-        self._start_helpers(mode.predictor, exchange, topology)
         self.drafter = _model_drafter(system, engine, topology.shards)
-        if isinstance(self.drafter, ModelDrafter):
-            self._start_helpers(self.drafter.mode.predictor, exchange, topology)
+        self._start_helpers(self._predictor, exchange, topology)
         self.generator = Generator(path, config, engine, system.context_length)
         bos_id = self.generator.prompts.bos_id
-        self._profiling = ProfilingEngine(config, embedding, exchange, topology, bos_id)
+        self.profiling = ProfilingEngine(config, embedding, exchange, topology, bos_id)
         self._trials = ThresholdTrials(engine)
-        engine.prepare_matmul = self._profiling.prepare_matmul = prepare_matmul
+        engine.prepare_matmul = self.profiling.prepare_matmul = prepare_matmul
         engine.begin_matmul = begin_matmul
         tables = exchange.buffers.page_tables[:, : engine.kernel_tokens]
         self._pool = KvPool(num_kv_pages(system), tables, cache_windows(system, config))
@@ -171,7 +144,6 @@ class Driver:
             counts_step=lambda is_answer: self.neuron_watch.count_step(is_answer),
             begins_answer=lambda: self.neuron_watch.begin_answer(),
         )
-        self._scheduler.start()
         self._started_s = time.monotonic()
         self._closing = threading.Event()
         threading.Thread(target=self._poll_readers, name="readers", daemon=True).start()
@@ -268,12 +240,10 @@ class Driver:
         """
         self._streams.cancel(request_id)
 
-    def between_requests(
-        self, function: Callable[[], _Result], has_slot: bool = True, step: int = 1
-    ) -> _Result:
-        """Call `function` while no request runs, with slot 0 for a whole context if `has_slot`.
+    def between_requests(self, function: Callable[[], _Result], has_slot: bool = True) -> _Result:
+        """Call `function` while no request runs, with slot 0 for a step of kernels if `has_slot`.
 
-        Requests that come later wait for it. step: as of `KvPool.allocate_whole`
+        Later steps of a sequence come after `begin_step`. Requests that come later wait for it.
         Errors:  its own, ServiceError
         """
 
@@ -286,7 +256,7 @@ class Driver:
 
         def with_pages() -> _Result:
             self._prefixes.await_saves()
-            slot = self._pool.allocate_whole(self.generator.context_length, step)
+            slot = self._pool.allocate(self.generator.context_length)
             if slot != 0:
                 if self._prefixes.is_saving:
                     raise RequestError(
@@ -335,9 +305,8 @@ class Driver:
 
         Errors:  RequestError, also for a window longer than the context; ServiceError
         """
-        check = self._scheduler.require_running
         return self._on_window(
-            len(ids), lambda: score_window(self.engine, ids, first, audit, check)
+            len(ids), lambda: score_window(self.engine, ids, first, audit, self.begin_step)
         )
 
     def profile_window(
@@ -347,43 +316,42 @@ class Driver:
 
         Errors:  those of `score_window`
         """
-        check, profiling = self._scheduler.require_running, self._profiling
         return self._on_window(
-            profiling.num_bos + len(ids),
-            lambda: profiling.profile_window(ids, recorded, num_prompt, check),
-            profiling.max_tokens,
+            self.profiling.num_bos + len(ids),
+            lambda: self.profiling.profile_window(ids, recorded, num_prompt, self.begin_step),
         )
-
-    def chosen_counts(self) -> np.ndarray:
-        """How many tokens of profiled windows have chosen each block of neurons: (L, B) int64."""
-        return self._profiling.chosen_counts.copy()
-
-    def expert_distances(self) -> np.ndarray:
-        """The histogram `StackDistances.counts` of profiled answers: (experts of all layers,)."""
-        return self._profiling.distances.counts.copy()
-
-    def recorded_weights(self) -> np.ndarray:
-        """What blocks weigh for the last window's recorded tokens (`ProfilingEngine`)."""
-        return self._profiling.recorded_weights
 
     def try_thresholds(self, ids: list[int], first: int, thresholds: LayerThresholds) -> np.ndarray:
         """KL divergences from dense in a window (`ThresholdTrials.kld`).
 
         Errors:  those of `score_window`
         """
-        check, of_layers = self._scheduler.require_running, thresholds.of_layers()
-        return self._on_window(len(ids), lambda: self._trials.kld(ids, first, of_layers, check))
+        of_layers = thresholds.of_layers()
+        return self._on_window(
+            len(ids), lambda: self._trials.kld(ids, first, of_layers, self.begin_step)
+        )
 
-    def _on_window(
-        self, num_tokens: int, function: Callable[[], _Result], step: int = 1
-    ) -> _Result:
+    def begin_step(self, begin: int, end: int) -> None:
+        """Before positions begin..end - 1 of a window, whose pages slot 0 then has; 0 begins anew.
+
+        Errors:  ServiceError where the system has ended
+        """
+        self._scheduler.require_running()
+        if begin == 0:
+            self._pool.free(0)
+            self._pool.allocate(self.generator.context_length, ends=[])
+        is_chunk = end - begin > self.engine.kernel_tokens
+        has_pages = self._pool.extend(0, end, begin, ends=[end] if is_chunk else None)
+        assert has_pages, "a sequence has fewer pages than all of them"
+
+    def _on_window(self, num_tokens: int, function: Callable[[], _Result]) -> _Result:
         size = self.generator.context_length
         if num_tokens > size:
             problem = f"a window of {num_tokens} tokens does not fit in a context of {size}"
             raise RequestError(problem)
-        return self.between_requests(function, step=step)
+        return self.between_requests(function)
 
-    def change_services(self, change: ServiceChange) -> None:
+    def change_services(self, change: CpuServiceChange) -> None:
         """Use other CPU services from the next step on; requests that run continue with them.
 
         Errors:  SystemLost where it failed half-way, which ends the system; HotcoldError of what
@@ -404,7 +372,7 @@ class Driver:
                     each.close()
 
     def _change_services(
-        self, change: ServiceChange, predictor: NeuronPredictor | None, watch: NeuronWatch
+        self, change: CpuServiceChange, predictor: NeuronPredictor | None, watch: NeuronWatch
     ) -> None:
         # First what can fail and changes nothing; after a later failure no service serves.
         tables = change.exchange.buffers.page_tables[:, : self.engine.kernel_tokens]
@@ -422,7 +390,7 @@ class Driver:
             else:
                 self.engine.mode = replace(self.engine.mode, predictor=predictor)
             drafting = [self.drafter.engine] if isinstance(self.drafter, LayerDrafter) else []
-            for engine in (self.engine, self._profiling, *drafting):
+            for engine in (self.engine, self.profiling, *drafting):
                 engine.use_services(change.topology)
             earlier, self.neuron_watch = self.neuron_watch, watch
             earlier.watch(0.0)  # the thread that would end it later holds the old arena

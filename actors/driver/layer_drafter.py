@@ -24,7 +24,6 @@ from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.modes import step_mode
 from hotcold.actors.protocol.failures import NotFiniteError, RequestError
 from hotcold.actors.protocol.topology import Topology
-from hotcold.actors.telemetry.step_times import StepTimes
 from hotcold.model.weights.draft_layer import DraftInputs
 from hotcold.numba_kernels.loops.mailbox import DRAFT
 
@@ -98,11 +97,6 @@ class LayerDrafter(Drafter):
     def __init__(self, engine: DraftEngine, weights: DraftInputs) -> None:
         self.engine, self._weights = engine, weights
         self._kept: MutableMapping[ActiveRequest, _Kept] = WeakKeyDictionary()
-
-    @property
-    def times(self) -> StepTimes:
-        """Of all its steps."""
-        return self.engine.times
 
     def warm_up(self) -> None:
         """Run one token, so that no request waits for a kernel to be compiled."""

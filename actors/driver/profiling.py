@@ -50,14 +50,14 @@ class ProfilingEngine(Engine):
         ids: list[int],
         recorded: list[int],
         num_prompt: int | None = None,
-        check: Callable[[], None] = lambda: None,
+        begin_step: Callable[[int, int], None] = lambda begin, end: None,
     ) -> np.ndarray:
         """Run `ids` from position 0 of slot 0; return the FFN inputs of the tokens `recorded`.
 
         The bos token stands before the ids but is not counted: its activations are unlike any
         other's, and every window would add one. With `num_prompt` the ids after so many are the
         model's own answer, and `distances` counts how soon it chooses experts again; a prompt uses
-        its experts in one step. `check` may raise between two steps.
+        its experts in one step. `begin_step` gets each step's first position and end; it may raise.
         Shapes:  recorded: ascending indices into ids; result (L, len(recorded), d)
         Dtypes:  result uint16, float16 bits
         Errors:  RequestError if a service failed or the model's numbers are not finite: a NaN
@@ -71,13 +71,14 @@ class ProfilingEngine(Engine):
         self._num_recorded = 0
         if self._bos_id is not None:
             self._counts = False
+            begin_step(0, 1)
             self.step([self._bos_id], [0], [0], num_logits=0)
         self._counts, routes = True, []
         for first in range(0, len(ids), self.max_tokens):
             last = min(first + self.max_tokens, len(ids))
-            check()
-            self._rows = chosen[(chosen >= first) & (chosen < last)] - first
             positions = range(self.num_bos + first, self.num_bos + last)
+            begin_step(positions.start, positions.stop)
+            self._rows = chosen[(chosen >= first) & (chosen < last)] - first
             self._routes = []
             self.step(ids[first:last], positions, [0] * (last - first), num_logits=0)
             if self._routes and num_prompt is not None:

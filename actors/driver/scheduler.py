@@ -28,6 +28,7 @@ import numpy as np
 
 from hotcold.actors.driver.active_request import ActiveRequest
 from hotcold.actors.driver.batches import Batch, Keep, PromptChunks, StepEnd, Turns
+from hotcold.actors.driver.draft_policy import Fate
 from hotcold.actors.driver.drafts import Speculation
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.prefix_cache import PrefixCache
@@ -89,7 +90,7 @@ class Scheduler:
         counts_step: Callable[[bool], None] = lambda is_answer: None,
         begins_answer: Callable[[], None] = lambda: None,
     ) -> None:
-        """The pool of `prefixes` has no more slots than a kernel takes tokens. `start` begins.
+        """Starts the thread. The pool of `prefixes` has no more slots than kernels take tokens.
 
         counts_step: told before a step whether it gives answers tokens
         begins_answer: told that one begins where none runs
@@ -110,6 +111,7 @@ class Scheduler:
         self._is_closing = False
         self._submitting = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="driver", daemon=True)
+        self._thread.start()
 
     def _serve(self) -> None:
         """The main loop: serve until the end, or until a failure that is not one request's own."""
@@ -149,26 +151,23 @@ class Scheduler:
             engine = self._engine
             max_logits = engine.exchange.buffers.logits.shape[0]
             batch = self._drafted(Batch.of(requests, engine.kernel_tokens, max_logits), max_logits)
-            is_answer = any(request.has_answered for request in requests)
-            self._counts_step(is_answer)
+            answering = {request for request in requests if request.has_answered}
+            self._counts_step(bool(answering))
             began = time.monotonic_ns()
             ends = self._stepped(batch)
             ended = time.monotonic_ns()
-            counts = [self._accept(end.request, end.rows, end.draft) for end in ends]
+            fates = [self._accept(end.request, end.rows, end.draft) for end in ends]
             if self.speculation is not None:
-                self.speculation.learn(ended - began, time.monotonic_ns() - ended)
-            if is_answer:
+                self.speculation.learn(ended - began, time.monotonic_ns() - ended, fates)
+            if answering:
+                of_requests = list(zip((end.request for end in ends), fates, strict=True))
                 drafts = sum_drafts(
-                    {end.request.draft_source: (len(end.draft), num_accepted)}
-                    for end, (_, num_accepted) in zip(ends, counts, strict=True)
+                    {request.draft_source: (fate.num_drafted, fate.num_accepted)}
+                    for request, fate in of_requests
                 )
-                num_new = sum(count for count, _ in counts)
+                num_new = sum(fate.num_got for request, fate in of_requests if request in answering)
                 self.recent.append(StepRecord(time.monotonic(), num_new, engine.times, drafts))
             engine.times = StepTimes()  # layers of prompts may follow
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
 
     def submit(self, item: ActiveRequest | _Job) -> None:
         """Put a request in the queue. Errors: ServiceError where the system has ended."""
@@ -446,14 +445,10 @@ class Scheduler:
 
     def _accept(
         self, request: ActiveRequest, rows: list[np.ndarray], draft: Sequence[int] = ()
-    ) -> tuple[int, int]:
-        """Draw a request's tokens from rows of logits, and send them.
-
-        Returns how many came after its first, and how many of them were its draft's.
-        """
-        had_answered, num_before = request.has_answered, len(request.tokens)
-        num_accepted = -request.drafts.num_accepted
-        if had_answered:
+    ) -> Fate:
+        """Draw a request's tokens from rows of logits, and send them."""
+        num_before, num_accepted = len(request.tokens), -request.drafts.num_accepted
+        if request.has_answered:
             request.times.include(self._engine.times)
         with self._failing([request]):
             if request.suspect is not None:
@@ -461,7 +456,7 @@ class Scheduler:
             if request.verify(rows, draft):
                 self._leave(request)
         num_accepted += request.drafts.num_accepted
-        return (len(request.tokens) - num_before) * had_answered, num_accepted
+        return Fate(len(draft), len(request.tokens) - num_before, num_accepted)
 
     @contextmanager
     def _failing(self, requests: list[ActiveRequest]) -> Iterator[None]:

@@ -26,6 +26,11 @@ from hotcold.numba_kernels.loops.mailbox import (
 )
 
 _Score = TypeVar("_Score")
+BeginStep = Callable[[int, int], None]  # of a step's first position, and the end
+
+
+def _nothing(begin: int, end: int) -> None:
+    """Where a sequence has pages for all of its positions."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ class ThresholdTrials:
         ids: Sequence[int],
         first: int,
         thresholds: Sequence[Thresholds],
-        check: Callable[[], None] = lambda: None,
+        begin_step: BeginStep = _nothing,
     ) -> np.ndarray:
         """KL divergence from dense at each of positions first.. but the last of a window, in nats.
 
@@ -142,10 +147,10 @@ class ThresholdTrials:
         dense = self._dense.get((first, *ids))
         if dense is None:
             mode = step_mode(self._engine.config, "dense")
-            rows = scored_rows(self._engine, mode, ids, first, check=check)
+            rows = scored_rows(self._engine, mode, ids, first, begin_step=begin_step)
             dense = self._dense[(first, *ids)] = np.array([row.copy() for _, row in rows])
         mode = StepMode(THRESHOLD, thresholds)
-        rows = scored_rows(self._engine, mode, ids, first, check=check)
+        rows = scored_rows(self._engine, mode, ids, first, begin_step=begin_step)
         return np.array([kld for _, _, kld, _ in _comparisons(dense, rows, ids, first)])
 
 
@@ -154,19 +159,19 @@ def score_window(
     ids: Sequence[int],
     first: int,
     audit: bool,
-    check: Callable[[], None] = lambda: None,
+    begin_step: BeginStep = _nothing,
 ) -> WindowScores:
     """Score tokens first + 1.. of a window, each from all tokens before it, with `engine`'s mode.
 
     The window is sequence 0 from position 0 on; what the KV cache held of it is overwritten. Modes
     other than dense are compared with dense. `audit` counts neurons, in steps of one token.
-    `check` is called before each step, and may raise to end the window.
+    `begin_step` is called before each step, and may raise to end the window.
     Errors:  RequestError where logits are not finite or a service failed; ServiceError
     """
     if not 0 <= first < len(ids) - 1:
         raise RequestError(f"a window of {len(ids)} tokens has none to score after token {first}")
     dense, mode = step_mode(engine.config, "dense"), engine.mode
-    dense_rows = scored_rows(engine, dense, ids, first, check=check)
+    dense_rows = scored_rows(engine, dense, ids, first, begin_step=begin_step)
     if mode.name == "dense":
         scores = [_score(negative_log_likelihood, at, row, ids[at + 1]) for at, row in dense_rows]
         return WindowScores(np.array(scores))
@@ -174,7 +179,8 @@ def score_window(
     for at, row in dense_rows:
         reference[at - first] = row
     audited = AuditedEngine(engine) if audit else None
-    rows = scored_rows(audited or engine, mode, ids, first, 1 if audit else KERNEL_TOKENS, check)
+    max_tokens = 1 if audit else KERNEL_TOKENS
+    rows = scored_rows(audited or engine, mode, ids, first, max_tokens, begin_step)
     columns = zip(*_comparisons(reference, rows, ids, first), strict=True)
     nll_dense, nll, kld, same_top = map(np.array, columns)
     predicts = mode.predictor is not None
@@ -188,7 +194,7 @@ def scored_rows(
     ids: Sequence[int],
     first: int,
     max_tokens: int = KERNEL_TOKENS,
-    check: Callable[[], None] = lambda: None,
+    begin_step: BeginStep = _nothing,
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Positions first.. but the last, each with its logits (V,), a view that the next step ends.
 
@@ -198,8 +204,8 @@ def scored_rows(
     size = min(max_tokens, KERNEL_TOKENS, engine.max_tokens, buffers.logits.shape[0])
     num_run = len(ids) - 1  # nothing follows the last token
     for begin in range(0, num_run, size):
-        check()
         end = min(begin + size, num_run)
+        begin_step(begin, end)
         scored = range(max(begin, first), end)
         tokens, places = ids[begin:end], range(begin, end)
         logits = engine.step(tokens, places, [0] * len(places), len(scored), mode)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from hotcold.model.text.call_syntax import CallSyntax
 from hotcold.model.text.calls import Span, SpanKind
@@ -38,21 +38,6 @@ class Thoughts(NamedTuple):
         if tail.endswith(way.end) and not way.may_reopen:
             return None
         return cls(way, tail.endswith(way.begin))
-
-
-class Reader(Protocol):
-    """Splits one answer's text, as it comes."""
-
-    @property
-    def is_thinking(self) -> bool:
-        """Whether what comes next is thought."""
-
-    @property
-    def has_answered(self) -> bool:
-        """Whether some of the answer itself was written."""
-
-    def push(self, text: str, is_last: bool = False, is_cut: bool = False) -> list[Span]:
-        """The spans that are certain after this further text; `is_cut`: more would follow."""
 
 
 class _Place(Enum):
@@ -182,6 +167,9 @@ class ThoughtReader:
         """Characters at the text's end that may begin the mark."""
         lengths = range(len(mark) - 1, 0, -1)
         return next((size for size in lengths if self._text.endswith(mark[:size])), 0)
+
+
+Reader = ThoughtReader | ChannelReader
 
 
 def said(spans: Sequence[Span]) -> str:

@@ -1,18 +1,21 @@
 """The exchange over ordinary actor calls: for services that share no memory with the driver.
 
-The driver's buffers are private arrays. A request's inputs travel with the call, its outputs return
-as an object in Ray's store. The service handles the request in an arena of its own.
+A request's inputs travel with the call, its outputs return as an object in Ray's store. The service
+handles the request in an arena of its own. Services of another host share one there: all of them
+are asked by one call to its relay.
 """
 
+from __future__ import annotations
+
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 
-from hotcold.actors.exchange.doorbell_exchange import Exchange, Watch
+from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange, Watch
 from hotcold.actors.exchange.pulse import POLL_S
 from hotcold.actors.kv_cache.pool import num_pages_of
 from hotcold.actors.protocol.failures import AnswerFailed, RequestError, ServiceLost, service_error
@@ -33,6 +36,9 @@ from hotcold.numba_kernels.loops.mailbox import (
 )
 from hotcold.numba_kernels.recurrent_arrays import STATE_POSITIONS
 
+if TYPE_CHECKING:
+    from hotcold.actors.exchange.relay import Relay
+
 _WITH_ATTENTION = (ATTENTION, LAYERS)
 _OF_TOKENS = ("hidden", "embedded", "layer_embeddings")
 _INPUTS = {
@@ -42,6 +48,7 @@ _INPUTS = {
     FFN: ("ffn_input",),
     COUNT_FFN: ("ffn_input",),
 }
+_SHARED_INPUT = "ffn_input"  # what every service of a request reads
 _OF_SERVICE = ("active_ids", "active_masks")  # a row for each service
 _PAGES = "page_tables"  # of each group a row for each slot
 
@@ -54,7 +61,7 @@ class ServiceRequest:
     inputs: dict[str, np.ndarray]
 
     @classmethod
-    def read(cls, buffers: SharedBuffers, service: int) -> "ServiceRequest":
+    def read(cls, buffers: SharedBuffers, service: int) -> ServiceRequest:
         """The request in the buffers for `service`."""
         words = buffers.requests[service].copy()
         num_tokens = int(words[NUM_TOKENS])
@@ -91,7 +98,7 @@ class ServiceReply:
     outputs: dict[str, np.ndarray]
 
     @classmethod
-    def read(cls, buffers: SharedBuffers, service: int) -> "ServiceReply":
+    def read(cls, buffers: SharedBuffers, service: int) -> ServiceReply:
         """The reply in the buffers from `service`."""
         outputs = {name: view.copy() for name, view in _outputs(buffers, service).items()}
         return cls(buffers.replies[service].copy(), outputs)
@@ -125,58 +132,95 @@ def _outputs(buffers: SharedBuffers, service: int) -> dict[str, np.ndarray]:
     return {}
 
 
+class CalledService:
+    """A service with an arena of its own, whose actor is asked itself."""
+
+    def __init__(self, service: int, name: str, handle: Any, watch: Watch) -> None:
+        """`name` and `handle` are of the actor of `service`."""
+        self.services = (service,)
+        self._name = f"{name} service"
+        self._handle = handle
+        self._watch = watch
+
+    def ask(self, requests: Mapping[int, ServiceRequest]) -> Any:
+        """Start to answer the service's request; returns an object ref, of `result`."""
+        (request,) = requests.values()
+        return self._handle.answer.remote(request)
+
+    def result(self, call: Any) -> dict[int, ServiceReply]:
+        """The reply, by service. Errors: `Exchange.request`."""
+        num_polls, (service,) = 0, self.services
+        while not ray.wait([call], timeout=POLL_S)[0]:
+            num_polls += 1
+            self._watch.check(self.services, num_polls)
+        try:
+            return {service: ray.get(call)}
+        except ray.exceptions.RayError as error:
+            cause = service_error(self._name, error)
+            if isinstance(cause, AnswerFailed):
+                raise cause from error
+            raise ServiceLost(service, str(cause)) from error
+
+
 class CallExchange(Exchange):
-    """Requests by `handle.answer.remote(request)`, one call a service."""
+    """Services without the driver's arena, by calls; this host's through it, if there is one.
+
+    Each partial output travels back on its own, so all are added in the services' order.
+    """
 
     def __init__(
-        self, buffers: SharedBuffers, watch: Watch, names: Sequence[str], handles: Sequence[Any]
+        self,
+        buffers: SharedBuffers,
+        called: Sequence[CalledService | Relay],
+        local: ArenaExchange | None = None,
     ) -> None:
-        """`names[s]` and `handles[s]` are of the actor of service s."""
+        """`local` reaches every service that none of `called` has; `buffers` are the driver's."""
         self.buffers = buffers
-        self._watch = watch
-        self._names = names
-        self._handles = handles
+        self._called = called
+        self._local = local
+
+    @property
+    def next_number(self) -> int:
+        """Sequence number of the next request by this host's doorbells."""
+        return 0 if self._local is None else self._local.next_number
 
     def request(self, services: Sequence[int]) -> int:
-        """Call all, wait for all. Errors: `Exchange.request`."""
+        """Send to all at once.
+
+        Errors:  `Exchange.request`; ServiceError too where a relay, which is not replaced, died or
+                 is stuck
+        """
         started = time.monotonic_ns()
-        refs = {
-            self._handles[s].answer.remote(ServiceRequest.read(self.buffers, s)): s
-            for s in services
-        }
-        pending: list[Any] = list(refs)
-        # Raised once no service works on the request any more.
-        failure: RequestError | None = None
+        calls, own = [], list(services)
+        for called in self._called:
+            reached = [service for service in called.services if service in services]
+            own = [service for service in own if service not in reached]
+            requests = {service: ServiceRequest.read(self.buffers, service) for service in reached}
+            for service in reached[1:]:  # what all of them read travels once
+                requests[service].inputs.pop(_SHARED_INPUT, None)
+            if requests:
+                calls.append((called, called.ask(requests)))
+        failure: RequestError | None = None  # raised once no service works on it
         lost: list[ServiceLost] = []
-        num_polls = 0
-        while pending:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
-            for ref in done:
-                try:
-                    self._collect(ref, refs[ref])
-                except RequestError as error:
-                    failure = failure or error
-                except ServiceLost as error:
-                    lost.append(error)
+        try:
+            if own and self._local is not None:
+                self._local.request(own)
+        except RequestError as error:
+            failure = error
+        except ServiceLost as error:
+            lost.append(error)
+        for called, call in calls:
             try:
-                if pending:
-                    num_polls += 1
-                    self._watch.check([refs[ref] for ref in pending], num_polls)
+                replies: dict[int, ServiceReply] = called.result(call)
+            except RequestError as error:
+                failure = failure or error
             except ServiceLost as error:
                 lost.append(error)
-                pending = [ref for ref in pending if refs[ref] not in error.causes]
+            else:
+                for service, reply in replies.items():
+                    reply.write(self.buffers, service)
         if lost:
             raise ServiceLost.joined(lost)
         if failure is not None:
             raise failure
         return time.monotonic_ns() - started
-
-    def _collect(self, ref: Any, service: int) -> None:
-        try:
-            reply: ServiceReply = ray.get(ref)
-        except ray.exceptions.RayError as error:
-            cause = service_error(f"{self._names[service]} service", error)
-            if isinstance(cause, AnswerFailed):
-                raise cause from error
-            raise ServiceLost(service, str(cause)) from error
-        reply.write(self.buffers, service)

@@ -28,7 +28,7 @@ class ServiceProcess:
         """`is_local`: it runs on this process's node, so it can be inspected."""
         self.pid = pid
         self._process: psutil.Process | None = None
-        self._is_local = is_local
+        self.is_local = is_local
         num_oom_kills = _num_oom_kills() if is_local else 0
         self._oom_kills = (num_oom_kills, num_oom_kills)  # some seconds ago, and now
         self._noted_s = time.monotonic()
@@ -37,14 +37,9 @@ class ServiceProcess:
             with suppress(psutil.NoSuchProcess):
                 self._process = psutil.Process(pid)  # with its start: a pid may be used again
 
-    @property
-    def is_local(self) -> bool:
-        """Whether it runs on this process's node."""
-        return self._is_local
-
     def is_gone(self) -> bool:
         """Whether it has ended; False where that cannot be seen from here."""
-        if not self._is_local:
+        if not self.is_local:
             return False
         return self._status() in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
@@ -71,7 +66,7 @@ class ServiceProcess:
 
     def how_it_ended(self) -> str:
         """Why a process is gone: it died, or was killed for its memory."""
-        if not self._is_local:
+        if not self.is_local:
             return "died"
         is_by_kernel = _num_oom_kills() > self._oom_kills[0]  # counted before the process is gone
         return KILLED_FOR_MEMORY if is_by_kernel or killed_by_ray(self.pid) else "died"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from hotcold.actors.exchange.hosts_exchange import Relay
 from hotcold.actors.exchange.pulse import POLL_S
+from hotcold.actors.exchange.relay import Relay
 from hotcold.actors.exchange.service_process import KillNotes, ServiceProcess
 from hotcold.actors.faults.recovery import RecoveryPolicy
 from hotcold.actors.faults.watch import ActorWatch
@@ -202,9 +202,13 @@ class ServiceReplacer:
         )
 
     def _find(self, service: int) -> ServiceProcess:
-        """The process that runs now. Errors: ServiceError where none answers."""
+        """The process that runs now. Errors: ServiceLost where none answers."""
         call = self._handles[service].where.remote()
-        node_id, pid = self._await(service, call, _TIMEOUT_POLLS)
+        for _ in range(_TIMEOUT_POLLS):
+            if ray.wait([call], timeout=POLL_S)[0]:
+                break
+            self._require_open()
+        node_id, pid = self._result(service, call)
         is_local = node_id == ray.get_runtime_context().get_node_id()
         return KillNotes.take(ServiceProcess(pid, is_local))
 
@@ -213,14 +217,6 @@ class ServiceReplacer:
         self._watch.expect(service, process)
         if self._places:
             self._places[service].expect(service, process)
-
-    def _await(self, service: int, call: Any, max_polls: int) -> Any:
-        """What a call returns. Errors: ServiceLost where it fails, or takes too long."""
-        for _ in range(max_polls):
-            if ray.wait([call], timeout=POLL_S)[0]:
-                break
-            self._require_open()
-        return self._result(service, call)
 
     def _result(self, service: int, call: Any) -> Any:
         """What a call has returned. Errors: ServiceLost where it failed, or has not ended."""

@@ -51,6 +51,10 @@ class Window:
         return max(pages, 2 * self.most_ends and self.most_ends + 2)
 
 
+# Of layers without one: all positions are seen, and may be computed at once.
+_NO_WINDOW = Window(1 << 60, 1 << 60)
+
+
 def namespace_key(identity: bytes, salt: str) -> bytes:
     """The key before a prompt's first page: who computes, and for whom. 16 bytes."""
     content = identity + salt.encode("utf-8", "surrogatepass")  # JSON may hold lone surrogates
@@ -73,65 +77,6 @@ def states_key(key: bytes) -> bytes:
     return hashlib.blake2b(b"states" + key, digest_size=_KEY_BYTES).digest()
 
 
-class PageIndex:
-    """Pages by key. Those that no sequence has stay until they are given up, oldest use first."""
-
-    def __init__(self) -> None:
-        self._pages: dict[bytes, int] = {}
-        self._keys: dict[int, bytes] = {}
-        self._unused: dict[int, None] = {}  # pages, in the order of their last use
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._pages
-
-    def page(self, key: bytes) -> int | None:
-        """The page of a key."""
-        return self._pages.get(key)
-
-    def has_key(self, page: int) -> bool:
-        """Whether the page can be found."""
-        return page in self._keys
-
-    @property
-    def num_unused(self) -> int:
-        """Pages with a key that no sequence has."""
-        return len(self._unused)
-
-    def is_unused(self, page: int) -> bool:
-        """Whether no sequence has the page, which has a key."""
-        return page in self._unused
-
-    def add(self, key: bytes, page: int) -> bool:
-        """Let a page be found, unless another one holds the same; says whether it will be."""
-        if key in self._pages or page in self._keys:
-            return False
-        self._pages[key] = page
-        self._keys[page] = key
-        return True
-
-    def use(self, page: int) -> None:
-        """A sequence has the page again."""
-        del self._unused[page]
-
-    def leave(self, page: int) -> None:
-        """No sequence has the page any more."""
-        self._unused[page] = None
-
-    def evict_oldest(self) -> int:
-        """The page that has been unused longest; it is found no more."""
-        page = next(iter(self._unused))
-        del self._unused[page]
-        del self._pages[self._keys.pop(page)]
-        return page
-
-    def clear(self) -> list[int]:
-        """Find nothing any more; returns the pages that no sequence has."""
-        unused = list(self._unused)
-        for found in (self._pages, self._keys, self._unused):
-            found.clear()
-        return unused
-
-
 @dataclass
 class _Held:
     """The pages of a slot, in the order of positions, from the sequence's page `first` on."""
@@ -148,22 +93,27 @@ class _Held:
 
 
 class _Group:
-    """The pages of all layers of a kind: without a window, with one, or recurrent."""
+    """The pages of all layers of a kind: without a window, with one, or recurrent.
 
-    def __init__(self, num_pages: int, window: Window | None) -> None:
+    page_of: pages by key; those that no sequence has stay until they are taken, oldest use first
+    """
+
+    def __init__(self, num_pages: int, window: Window) -> None:
         self.num_pages = num_pages
-        self.index = PageIndex()
+        self.page_of: dict[bytes, int] = {}
         self.held: dict[int, _Held] = {}
         self._window = window
-        self.page_positions = PAGE_POSITIONS if window is None else window.page_positions
-        self.has_ends = window is not None and window.most_ends > 0
+        self.page_positions = window.page_positions
+        self.has_ends = window.most_ends > 0
         self._a_key = PAGE_POSITIONS // self.page_positions  # pages of a key's positions
         self._free_pages = list(range(num_pages - 1, -1, -1))  # without a key; the next stands last
+        self._unused: dict[int, None] = {}  # with a key, in the order of their last use
+        self._key_of: dict[int, bytes] = {}
         self._num_users = [0] * num_pages  # sequences, and writers, of each page
 
     @property
     def num_free(self) -> int:
-        return len(self._free_pages) + self.index.num_unused
+        return len(self._free_pages) + len(self._unused)
 
     def count(self, num_positions: int) -> int:
         """Pages of so many positions."""
@@ -171,21 +121,16 @@ class _Group:
 
     def most(self, num_positions: int) -> int:
         """Pages that a sequence of so many positions has at any time, at most."""
-        num_pages = self.count(num_positions)
-        return num_pages if self._window is None else min(num_pages, self._window.num_pages)
+        return min(self.count(num_positions), self._window.num_pages)
 
     def num_lacking(self, slot: int, num_positions: int) -> int:
         """Pages that a running sequence must be able to have: of its prompt it has them."""
-        most = self.most(num_positions)
-        if self._window is not None:
-            most = min(most, self._window.num_reserved or most)
-        pages = self.held[slot].pages
+        most, pages = self.most(num_positions), self.held[slot].pages
+        most = min(most, self._window.num_reserved or most)
         return max(0, most - len(pages) + pages.count(NO_PAGE))
 
     def first_page(self, num_done: int) -> int:
         """The first page that tokens from position `num_done` on see."""
-        if self._window is None:
-            return 0
         return max(0, num_done + 1 - self._window.size) // self.page_positions
 
     def num_found(self, keys: Sequence[bytes], first: int, step: int) -> int:
@@ -195,7 +140,7 @@ class _Group:
         """
         num_found, begin = 0, 0  # the pages of keys[begin:count] are there
         for count, key in enumerate(keys, 1):
-            if self.index.page(key) is None:
+            if key not in self.page_of:
                 begin = count
             seen = self.first_page((first + count) * PAGE_POSITIONS) // self._a_key - first
             if count % step == 0 and begin <= max(0, seen):
@@ -212,7 +157,7 @@ class _Group:
     def _named(self, keys: Sequence[bytes], number: int) -> int | None:
         """Of a key's pages the last one has its name."""
         index, place = divmod(number, self._a_key)
-        return self.index.page(keys[index]) if place == self._a_key - 1 else NO_PAGE
+        return self.page_of.get(keys[index]) if place == self._a_key - 1 else NO_PAGE
 
     def at_end(self, slot: int, index: int) -> int | None:
         """The page at the end of a slot's positions of key `index`, or NO_PAGE; None: neither."""
@@ -221,7 +166,7 @@ class _Group:
     def num_wanted(self, num_positions: int, keys: Sequence[bytes]) -> int:
         """Free pages that a sequence takes which begins with those of `keys`, at most."""
         pages = [page for page in self.found(keys) if page != NO_PAGE]
-        in_use = sum(not self.index.is_unused(page) for page in pages)
+        in_use = sum(page not in self._unused for page in pages)
         return self.most(num_positions) - in_use
 
     def replace(self, slot: int, first: int, keys: Sequence[bytes]) -> None:
@@ -251,17 +196,16 @@ class _Group:
     def to_take(
         self, slot: int, num_positions: int, num_done: int, ends: Sequence[int] | None
     ) -> list[int]:
-        """Which pages a slot lacks for the step after `num_done`, or for all without a window.
+        """Which pages a slot lacks for the step after `num_done`.
 
         ends: of a chunk, instead, as in `KvPool.extend`
         """
-        held, window = self.held[slot], self._window
+        held = self.held[slot]
         if self.has_ends and ends is not None:
             wanted = {n for end in ends for n in range(self.first_page(end), self.count(end))}
             return [n for n in sorted(wanted) if n >= held.first and held.at(n) in (None, NO_PAGE)]
-        if window is not None:
-            num_positions = min(num_positions, num_done + window.step)
-        return list(range(held.end, self.count(num_positions)))
+        end = min(num_positions, num_done + self._window.step)
+        return list(range(held.end, self.count(end)))
 
     def extend(self, slot: int, numbers: Sequence[int]) -> None:
         """Take these pages of a slot, and none of those between them that it lacks."""
@@ -270,27 +214,14 @@ class _Group:
             held.pages += [NO_PAGE] * (number + 1 - held.end)
             held.pages[number - held.first] = self.take()
 
-    def take_in_turn(self, slot: int, num_positions: int, step: int) -> np.ndarray:
-        """The page of each of a slot's, which has none yet, where a few stand for all in turn.
-
-        With `most_ends` only of those that are seen from a step to the next, where steps of many
-        tokens begin at multiples of `step`, or one position later.
-        """
-        held, window, count = self.held[slot], self._window, self.count(num_positions)
-        most = window.num_pages if window and self.has_ends else self.most(num_positions)
-        held.pages += [self.take() for _ in range(most - held.end)]
-        pages = np.array(held.pages, np.int32)
-        if window is None or not self.has_ends or step <= window.step:
-            return np.resize(pages, count)
-        table = np.full(count, NO_PAGE, np.int32)
-        for turn, begin in enumerate(range(0, num_positions, step)):
-            numbers = range(self.first_page(begin), self.count(begin + 1))
-            table[numbers] = [pages[(2 * turn + n % 2) % 4] for n in numbers]
-        return table
-
     def take(self) -> int:
         """A free page, for something new."""
-        page = self._free_pages.pop() if self._free_pages else self.index.evict_oldest()
+        if self._free_pages:
+            page = self._free_pages.pop()
+        else:
+            page = next(iter(self._unused))
+            del self._unused[page]
+            del self.page_of[self._key_of.pop(page)]
         self._num_users[page] = 1
         return page
 
@@ -298,7 +229,7 @@ class _Group:
         if page == NO_PAGE:
             return
         if not self._num_users[page]:
-            self.index.use(page)
+            del self._unused[page]
         self._num_users[page] += 1
 
     def release(self, page: int) -> None:
@@ -307,13 +238,22 @@ class _Group:
         self._num_users[page] -= 1
         if self._num_users[page]:
             return
-        if self.index.has_key(page):
-            self.index.leave(page)
+        if page in self._key_of:
+            self._unused[page] = None
         else:
             self._free_pages.append(page)
 
+    def name(self, key: bytes, page: int) -> bool:
+        """Let a page be found, unless another one holds the same; says whether it will be."""
+        if key in self.page_of or page in self._key_of:
+            return False
+        self.page_of[key], self._key_of[page] = page, key
+        return True
+
     def forget(self) -> None:
-        self._free_pages.extend(self.index.clear())
+        self._free_pages.extend(self._unused)
+        for found in (self.page_of, self._key_of, self._unused):
+            found.clear()
 
 
 class KvPool:
@@ -339,7 +279,7 @@ class KvPool:
         """
         self._page_tables = page_tables
         self._numbers = [FULL, *windows]  # of groups, as tables have them
-        self._groups = [_Group(num_pages, None)]
+        self._groups = [_Group(num_pages, _NO_WINDOW)]
         self._groups += [_Group(count, window) for window, count in windows.values()]
 
     @property
@@ -404,22 +344,6 @@ class KvPool:
             group.held[slot] = _Held()
         self.replace(slot, 0, found)
         self.extend(slot, num_positions, len(found) * PAGE_POSITIONS, ends=ends)
-        return slot
-
-    def allocate_whole(self, num_positions: int, step: int = 1) -> int | None:
-        """The lowest free slot for one that computes `num_positions` from the first on by itself.
-
-        Without `extend`: with a window a sequence's pages stand for later ones in turn.
-        step: tokens that it computes at once, if they are more than kernels take; a position that
-        is computed before may shift them by one
-        Errors:  ValueError for more positions than a slot can ever have
-        """
-        slot = self.allocate(num_positions)
-        if slot is None:
-            return None
-        for number, group in zip(self._numbers, self._groups, strict=True):
-            table = group.take_in_turn(slot, num_positions, step)
-            self._page_tables[number, slot, : len(table)] = table
         return slot
 
     def num_lacking(self, slot: int, num_positions: int) -> np.ndarray:
@@ -510,7 +434,7 @@ class KvPool:
         for group in self._groups:
             page = group.at_end(slot, index)
             if page is not None and page != NO_PAGE:
-                named[group.has_ends] |= group.index.add(key, page)
+                named[group.has_ends] |= group.name(key, page)
         return [key] * named[False] + [states_key(key)] * named[True]
 
     def hold(self, key: bytes, of_states: bool = False) -> Page | None:
@@ -518,7 +442,7 @@ class KvPool:
 
         Returns the page of each group, as `pages`.
         """
-        pages = self._whole([group.index.page(key) for group in self._groups], of_states)
+        pages = self._whole([group.page_of.get(key) for group in self._groups], of_states)
         for group, page in zip(self._groups, pages or (), strict=False):
             group.use(page)
         return pages

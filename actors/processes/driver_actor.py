@@ -125,15 +125,15 @@ class DriverActor:
 
     def chosen_counts(self) -> np.ndarray:
         """The number of profiled tokens that have chosen each block of neurons: (L, B) int64."""
-        return self.services.driver.chosen_counts()
+        return self.services.driver.profiling.chosen_counts
 
     def expert_distances(self) -> np.ndarray:
-        """How soon experts were chosen again; see `Driver.expert_distances`."""
-        return self.services.driver.expert_distances()
+        """How soon experts were chosen again in profiled answers: `StackDistances.counts`."""
+        return self.services.driver.profiling.distances.counts
 
     def recorded_weights(self) -> np.ndarray:
         """What blocks weigh for the recorded tokens of the last profiled window: (L, R, B)."""
-        return self.services.driver.recorded_weights()
+        return self.services.driver.profiling.recorded_weights
 
     def ping(self) -> int:
         """The process id. Errors: ServiceError where the engine's thread has ended."""

@@ -269,6 +269,7 @@ def precompile(system: SystemConfig) -> None:
         tokens = min(MATRIX_TOKENS, length, engine.max_tokens)
         for count in (2, tokens):  # several tokens, and a part of a prompt
             with suppress(NotFiniteError):
+                driver.begin_step(0, count)
                 engine.place([0] * count, range(count), [0] * count)
                 engine.run_layer(0, count, 1)
                 engine.logits(count, 1)

@@ -59,7 +59,10 @@ def scale(services: SystemServices, num_cpu_actors: int) -> SystemConfig:
 
 
 class CpuServiceChange:
-    """New CPU services, loaded; the `actors.driver.driver.ServiceChange` to them."""
+    """New CPU services beside those that serve, loaded and ready, for `Driver.change_services`.
+
+    system, topology, exchange: as they are with them; hot neurons stay where they are
+    """
 
     def __init__(self, services: SystemServices, new: Connection) -> None:
         """`new` shares services with attention of `services`, which still use the old arena."""
@@ -67,7 +70,10 @@ class CpuServiceChange:
         self.system, self.topology, self.exchange = new.system, new.topology, new.exchange
 
     def prepare(self) -> None:
-        """Prepare the new services for long prompts if the old ones are. Errors: HotcoldError."""
+        """Do what can fail and changes no service that serves. Errors: HotcoldError.
+
+        The new services are prepared for long prompts if the old ones are.
+        """
         new, old = self._new, self._services.connection
         take_over_attention(new, old)
         if old.has_matmul:

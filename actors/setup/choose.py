@@ -8,16 +8,13 @@ from pathlib import Path
 
 from hotcold.actors.protocol.messages import (
     AUTO_MODE,
-    EXCHANGES,
     MODES,
-    MOST_DRAFTED,
     PREDICTED_DRAFT,
     PREDICTED_MODES,
-    SPECULATE,
     THRESHOLD,
     SystemConfig,
 )
-from hotcold.actors.protocol.options import KV_DTYPES, SystemOptions
+from hotcold.actors.protocol.options import SystemOptions
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.actors.setup.drafting import with_draft
 from hotcold.actors.setup.gpu_share import choose_device, neuron_upload_tokens, only_on_cpu
@@ -48,6 +45,8 @@ _CORES_OF_A_GPU = 2  # for its service and the driver, while CPU services wait f
 def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> SystemConfig:
     """Check the options and fill in defaults, for a model whose config is `config`.
 
+    Who reads options has checked that each is one of its choices.
+
     Errors:  UsageError; ArtifactError for predictors or thresholds that are missing, damaged or
              another model's
     """
@@ -65,7 +64,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
     most_actors = num_hosts * num_threads
     is_auto = options.mode == AUTO_MODE
     tried = auto_mode(path, config, options.weight_dtype or "") if is_auto else options.mode
-    mode = _mode(config, tried)
+    mode = tried or default_mode(config)
     context = _context(config, options.context_length)
     system = SystemConfig(
         model_path=str(resolved_model(path)),
@@ -75,7 +74,7 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
         context_length=context,
         max_batch=within("--parallel", options.max_batch, 1, KERNEL_TOKENS, _DEFAULT_BATCH),
         kv_positions=_kv_positions(options.kv_positions, context),
-        kv_dtype=_kv_dtype(config, options.kv_dtype),
+        kv_dtype=options.kv_dtype or _default_kv_dtype(config),
         prefix_cache_bytes=_prefix_cache(options.prefix_cache_bytes),
         exchange=options.exchange,
         speculate=options.speculate,
@@ -94,12 +93,12 @@ def choose_system(path: Path, config: ModelConfig, options: SystemOptions) -> Sy
     )
     system = replace(system, neuron_upload_tokens=neuron_upload_tokens(system, config))
     system = with_draft(path, system, config, options)
-    _require_possible(system, options)
+    _require_possible(system)
     return system
 
 
-def _require_possible(system: SystemConfig, options: SystemOptions) -> None:
-    """Raise UsageError for options that cannot be had together, or are none."""
+def _require_possible(system: SystemConfig) -> None:
+    """Raise UsageError for options that cannot be had together."""
     _check_hosts(system)
     if system.kv_dtype == "q8" and system.device == "cuda":
         raise UsageError(
@@ -115,13 +114,6 @@ def _require_possible(system: SystemConfig, options: SystemOptions) -> None:
         raise UsageError(
             "--prefix-cache with a size is for one computer: pages that other hosts had a part in "
             "may differ after a change there; leave it out, or leave out --hosts"
-        )
-    if options.exchange not in EXCHANGES:
-        raise UsageError(f"no exchange named {options.exchange!r}; give {' or '.join(EXCHANGES)}")
-    if options.speculate not in SPECULATE:
-        raise UsageError(
-            f"--speculate is {options.speculate!r}; give auto, off or a number from 1 to "
-            f"{MOST_DRAFTED}"
         )
 
 
@@ -168,14 +160,6 @@ def _require_kernels() -> None:
         )
 
 
-def _mode(config: ModelConfig, mode: str | None) -> str:
-    if mode is None:
-        return default_mode(config)
-    if mode not in MODES:
-        raise UsageError(f"no mode named {mode!r}; give {' or '.join(MODES)}")
-    return mode
-
-
 def _predictors(path: Path, config: ModelConfig, mode: str, options: SystemOptions) -> str:
     """The checked predictors file of a predicted mode; "" in other modes.
 
@@ -215,16 +199,12 @@ def _kv_positions(number: int | None, context: int) -> int:
     return within("--kv-tokens", number, 1, _MAX_KV_POSITIONS, context)
 
 
-def _kv_dtype(config: ModelConfig, dtype: str | None) -> str:
+def _default_kv_dtype(config: ModelConfig) -> str:
     """float32 for a float32 model, else float16, which is as precise as the weights.
 
     float16 ends at 65504, unlike bfloat16: a model with larger keys or values needs float32.
     """
-    if dtype is None:
-        return "float32" if config.dtype == "float32" else "float16"
-    if dtype not in KV_DTYPES:
-        raise UsageError(f"no KV cache format {dtype!r}; give {' or '.join(KV_DTYPES)}")
-    return dtype
+    return "float32" if config.dtype == "float32" else "float16"
 
 
 def _prefix_cache(num_bytes: int | None) -> int | None:

@@ -5,10 +5,10 @@ from typing import Any
 
 import ray
 
-from hotcold.actors.exchange.call_exchange import CallExchange
+from hotcold.actors.exchange.call_exchange import CalledService, CallExchange
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange, Exchange
-from hotcold.actors.exchange.hosts_exchange import HostsExchange, Relay
 from hotcold.actors.exchange.pulse import POLL_S, STARTING_POLLS
+from hotcold.actors.exchange.relay import Relay
 from hotcold.actors.faults.recovery import RecoveryPolicy
 from hotcold.actors.faults.replacement import OwnPlace, Place, ServiceReplacer
 from hotcold.actors.faults.watch import ActorWatch, await_each
@@ -111,12 +111,14 @@ class Connection:
             arena_refs = [arena_ref]
         buffers = layout.buffers(arena)
         if not self.shares_arena:
-            self.exchange = CallExchange(buffers, self.watch, self.names, self.handles)
+            actors = enumerate(zip(self.names, self.handles, strict=True))
+            called = [CalledService(s, name, handle, self.watch) for s, (name, handle) in actors]
+            self.exchange = CallExchange(buffers, called)
         else:
-            self.exchange = ArenaExchange(buffers, self.watch)
+            self.exchange = local = ArenaExchange(buffers, self.watch)
             self._relays = self._start_relays(spawn_relay)
             if self._relays:
-                self.exchange = HostsExchange(self.exchange, self._relays)
+                self.exchange = CallExchange(buffers, self._relays, local)
         for relay in self._relays:
             relay.open_arena(layout)
         relay_of = {service: relay for relay in self._relays for service in relay.services}

@@ -8,7 +8,6 @@ from pathlib import Path
 from hotcold.actors.protocol.messages import (
     AUTO_MODE,
     DRAFT_DTYPES,
-    DRAFTS,
     LAYER_DRAFT,
     NO_MODEL,
     PREDICTED_DRAFT,
@@ -22,7 +21,7 @@ from hotcold.actors.setup.shards import served_config
 from hotcold.model.byte_sizes import size_text
 from hotcold.model.config.build import read_config
 from hotcold.model.config.model_config import ModelConfig
-from hotcold.model.errors import UsageError, shown
+from hotcold.model.errors import UsageError
 from hotcold.model.files.artifact import ModelIdentity, check_artifact
 from hotcold.model.files.checkpoint import Checkpoint
 from hotcold.model.weights.check import why_no_drafts
@@ -42,9 +41,6 @@ def with_draft(
     if options.draft == AUTO_DRAFT:
         refusal = _refusal(path, system, config, options)
         return system if refusal else replace(system, draft=LAYER_DRAFT)
-    if options.draft not in DRAFTS:
-        known = " or ".join((AUTO_DRAFT, *DRAFTS))
-        raise UsageError(f"no draft named {shown(options.draft)}; give {known}")
     if options.speculate == "off" and options.draft != NO_MODEL:
         raise UsageError(f"--draft {options.draft} is for --speculate, which is off; leave one out")
     if options.draft == LAYER_DRAFT and (refusal := _refusal(path, system, config, options)):

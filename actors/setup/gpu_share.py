@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from hotcold.actors.protocol.messages import SystemConfig
-from hotcold.actors.protocol.options import DEVICES
 from hotcold.cuda_kernels.device import first_gpu
 from hotcold.model.config.model_config import ModelConfig
 from hotcold.model.errors import UsageError
@@ -49,8 +48,6 @@ def choose_device(device: str, gpu_memory_bytes: int | None, only_on_cpu: str = 
     only_on_cpu: why the model cannot use one
     Errors:  UsageError where `device` or a budget demands a GPU and none can be used
     """
-    if device not in DEVICES:
-        raise UsageError(f"no device named {device!r}; give {' or '.join(DEVICES)}")
     if device == "cpu" and gpu_memory_bytes:
         raise UsageError("--gpu-memory was given with --device cpu; leave one of them out")
     if device == "cuda" and gpu_memory_bytes == 0:

@@ -57,7 +57,7 @@ class Speed:
     """Decoding in the last seconds; where nothing runs, all of the last answer's.
 
     tokens_per_step: new ones, of all requests
-    Units:   per_step_ms as `StepTimes.per_step_ms`; shares of all neurons, 0 to 1
+    Units:   per_step_ms as `StepTimes.ms_by_parts`; shares of all neurons, 0 to 1
     """
 
     tokens_per_s: float
@@ -271,7 +271,7 @@ def speed_of(
     total = num_neurons * max(times.num_steps, 1)
     return Speed(
         tokens_per_s=num_tokens / max(end_s - began_s, 1e-9),
-        per_step_ms=times.per_step_ms(),
+        per_step_ms=times.ms_by_parts(times.num_steps),
         neurons_computed=times.num_neurons / total,
         gates_computed=times.num_gates / total,
         tokens_per_step=num_tokens / max(times.num_steps, 1),

@@ -103,15 +103,8 @@ class StepTimes:
             self.parts[part] += busy_ns
         self.count_reads(list(other.reads.values()))
 
-    def per_step_ms(self) -> dict[str, float]:
-        """Milliseconds a step: PARTS, exchange, python, total."""
-        return self._ms_by_parts(self.num_steps)
-
-    def per_token_ms(self, num_tokens: int) -> dict[str, float]:
-        """The same for each of the tokens that the steps gave."""
-        return self._ms_by_parts(num_tokens)
-
-    def _ms_by_parts(self, number: int) -> dict[str, float]:
+    def ms_by_parts(self, number: int) -> dict[str, float]:
+        """Milliseconds of each of `number` steps or tokens: PARTS, exchange, python, total."""
         scale = 1e-6 / max(number, 1)
         python = self.total - self.exchange - sum(self.parts.values())
         result = {part: ns * scale for part, ns in self.parts.items()}

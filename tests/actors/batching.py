@@ -200,7 +200,7 @@ def all_pages_are_free(driver: Driver) -> bool:
     """In nobody's use, each once; some may be kept for whoever asks the same."""
     driver.between_requests(lambda: None)  # when the last one has left
     for group in driver._pool._groups:
-        free = [*group._free_pages, *group.index._unused]
+        free = [*group._free_pages, *group._unused]
         assert sorted(free) == list(range(group.num_pages)) and not group.held
     return True
 

@@ -64,7 +64,7 @@ class KeptSystem:
 
 def in_driver(system: System, function: Callable[[Any], Any]) -> Any:
     """What a function of the driver's actor returns in its process."""
-    return ray.get(system._driver.__ray_call__.remote(function))
+    return ray.get(system.driver.__ray_call__.remote(function))
 
 
 def forget_failures(host: Any) -> None:

@@ -118,7 +118,7 @@ def test_answers_are_those_without(variant: str, drafted: Callable[[str], Drafte
     with batching(model) as (_, driver):
         wanted = answers(driver, requests())
     with batching(model, shares=True, draft="mtp") as (_, driver):
-        assert driver.drafter is not None
+        assert isinstance(driver.drafter, LayerDrafter)
         for name, policy in (
             ("4", FixedPolicy(4)),
             ("resting", Resting(3)),
@@ -126,10 +126,10 @@ def test_answers_are_those_without(variant: str, drafted: Callable[[str], Drafte
         ):
             with drafting(driver, driver.drafter, policy, ngrams=name == "4"):
                 assert answers(driver, beside(requests(), name)) == wanted
-        num_steps = driver.drafter.times.num_steps
+        num_steps = driver.drafter.engine.times.num_steps
         assert num_steps > 0
         short = [at for at, one in enumerate(requests()) if len(one.prompt_ids or ()) <= 32]
         with drafting(driver, driver.drafter, FixedPolicy(0), ngrams=False):
             found = answers(driver, beside([requests()[at] for at in short], "plain"))
         assert found == [wanted[at] for at in short]
-        assert driver.drafter.times.num_steps == num_steps  # nothing was computed in vain
+        assert driver.drafter.engine.times.num_steps == num_steps  # nothing was computed in vain

@@ -19,9 +19,8 @@ import ray
 from hotcold.actors.attention.attention_service import AttentionService
 from hotcold.actors.cpu.cpu_service import CpuService
 from hotcold.actors.exchange import service_process
-from hotcold.actors.exchange.call_exchange import ServiceReply
+from hotcold.actors.exchange.call_exchange import CallExchange, ServiceReply
 from hotcold.actors.exchange.doorbell_exchange import ArenaExchange
-from hotcold.actors.exchange.hosts_exchange import HostsExchange
 from hotcold.actors.exchange.pulse import Pulse
 from hotcold.actors.exchange.service import Service
 from hotcold.actors.exchange.service_process import ServiceProcess
@@ -283,7 +282,7 @@ class Far:
     failure: HotcoldError | None = None
     fetched: list[Any] = field(default_factory=list)
 
-    def begin(self, method: str, requests: dict[int, Any]) -> dict[int, Any]:
+    def ask(self, requests: dict[int, Any]) -> dict[int, Any]:
         return requests
 
     def result(self, requests: dict[int, Any]) -> dict[int, ServiceReply]:
@@ -293,8 +292,8 @@ class Far:
         return {service: ServiceReply(np.full(NUM_REPLY_WORDS, 7), {}) for service in requests}
 
 
-def request_all(local: Local, *relays: Far) -> HostsExchange:
-    exchange = HostsExchange(local, relays)  # type: ignore[arg-type]
+def request_all(local: Local, *relays: Far) -> CallExchange:
+    exchange = CallExchange(local.buffers, relays, local)  # type: ignore[arg-type]
     exchange.buffers.requests[:, OPERATION] = PING
     exchange.request([1, 2, 3])
     return exchange

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from hotcold.actors.driver.draft_policy import FixedPolicy
 from hotcold.actors.driver.drafts import ModelDrafter
 from hotcold.actors.protocol.messages import NO_MODEL, GenerateRequest
+from hotcold.actors.telemetry.step_times import StepTimes
 from tests.actors.batching import Answer, answer, answers, batching, greedy, mode_of
 from tests.actors.in_process import InProcessSystem
 from tests.actors.test_speculation import beside, drafting, varied
@@ -47,7 +49,11 @@ def wanted(model: TinyCheckpoint) -> list[Answer]:
     ("kind", "draft"), [(InProcessSystem, "q4"), (StoredSystem, "q4"), (InProcessSystem, NO_MODEL)]
 )
 def test_answers_are_those_without_drafts(
-    model: TinyCheckpoint, wanted: list[Answer], kind: type[InProcessSystem], draft: str
+    model: TinyCheckpoint,
+    wanted: list[Answer],
+    kind: type[InProcessSystem],
+    draft: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By the model in 4 bits, its neurons in memory or on storage; by predicted neurons."""
     with batching(model, kind=kind, shares=True, draft=draft) as (system, driver):
@@ -56,9 +62,16 @@ def test_answers_are_those_without_drafts(
         if draft == NO_MODEL:
             drafter = ModelDrafter(driver.engine, mode_of(system, "lowrank"))
         assert drafter is not None
+        times, propose = StepTimes(), drafter.propose
+
+        def timed(*given: Any) -> list[list[int]]:
+            found = propose(*given)
+            times.include(driver.engine.times)
+            return found
+
+        monkeypatch.setattr(drafter, "propose", timed)
         with drafting(driver, drafter, FixedPolicy(4), ngrams=draft != NO_MODEL):
             assert answers(driver, beside(requests(), "with drafts")) == wanted
-        times = drafter.times
         assert times.num_steps > 0
         assert draft != NO_MODEL or 0 < times.num_gates < times.num_tokens * 100 * 3
 

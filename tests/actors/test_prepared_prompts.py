@@ -164,7 +164,7 @@ def test_long_prompts_are_prepared_for_when_idle(tiny: Tiny) -> None:
             return bool(service._prompt_scratch)
 
         def of_services(function: Callable[[Any], Any]) -> list[Any]:
-            handles = system._driver.__ray_call__.remote(
+            handles = system.driver.__ray_call__.remote(
                 lambda host: host.services.connection.handles
             )
             return [ray.get(each.__ray_call__.remote(function)) for each in ray.get(handles)]

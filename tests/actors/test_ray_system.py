@@ -120,7 +120,7 @@ class Long:
 def test_waiting_streams_do_not_lock_out_control(running: System, llama: TinyCheckpoint) -> None:
     long = Long(running, llama)
     for _ in range(70):
-        running._driver.generate.options(num_returns="streaming").remote(greedy(llama))
+        running.driver.generate.options(num_returns="streaming").remote(greedy(llama))
     assert running.call("describe").context_length == CONTEXT
     running.cancel("long")
     assert long.end().finish_reason == "cancelled"

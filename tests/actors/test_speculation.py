@@ -68,7 +68,7 @@ class NastyDrafter(Drafter):
     def _draft(self, request: ActiveRequest, count: int) -> list[int]:
         random = self._random
         answer = self.answers.get(request.stream.request_id.split("/")[0], [])
-        num_new = len(request.tokens) - request._num_prompt_tokens
+        num_new = len(request.tokens) - request.num_prompt_tokens
         right = answer[num_new : num_new + int(random.integers(count + 1))]
         others = random.choice(self.tokens, count - len(right) + int(random.integers(2))).tolist()
         return right + others
@@ -247,7 +247,7 @@ def test_preempted_requests_have_the_same_tokens(
         assert results[:6] == [one.ids for one in alone[:6]]
         assert results[6] == alone[6].ids[: len(results[6])]
         assert all_pages_are_free(driver)
-        assert drafts != "mtp" or drafter.times.num_steps > 50
+        assert drafts != "mtp" or drafter.engine.times.num_steps > 50
 
 
 def attention_arrays_of(system: InProcessSystem) -> Any:

@@ -36,7 +36,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"draft": "eagle"}, "no draft named 'eagle'; give auto or ngram or mtp or q4"),
         ({"speculate": "off"}, "--draft q4 is for --speculate, which is off"),
         ({"weight_dtype": "q4"}, "the draft takes .* so it would hardly be faster"),
         ({"weight_dtype": "q4_1"}, "so it would hardly be faster"),

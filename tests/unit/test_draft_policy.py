@@ -11,6 +11,7 @@ from hotcold.actors.driver.draft_policy import (
     MODEL,
     AutoPolicy,
     DraftPolicy,
+    Fate,
     FixedPolicy,
     Offer,
     StepCost,
@@ -75,23 +76,22 @@ class Simulation:
             accepted = 0
             while accepted < choice.size and self.random.random() < of_token:
                 accepted += 1
-            fates.append((accepted + 1, accepted))
-        drafted = [choice.size for choice in choices]
+            fates.append(Fate(choice.size, accepted + 1, accepted))
+        num_drafted = sum(choice.size for choice in choices)
         rounds = max((one.size for one in choices if one.source == MODEL), default=0)
         catch_up_ns = self.catch_up_ns * (rounds > 0 and self.num_behind > 17)
         self.num_behind = 0 if rounds else self.num_behind
-        num_new = sum(got for got, _ in fates)
+        num_new = sum(fate.num_got for fate in fates)
         cost = StepCost(
             round(rounds * self.round_ns + catch_up_ns + LOOK_NS),
-            round(self.step_ns(num + sum(drafted)) * self._noise()),
+            round(self.step_ns(num + num_drafted) * self._noise()),
             ACCEPT_NS * num_new,
-            drafted,
             fates,
         )
         self.policy.learn(offers, choices, cost)
         self.took_ns += cost.draft_ns + cost.step_ns + cost.accept_ns
         self.num_new += num_new
-        self.num_drafted += sum(drafted)
+        self.num_drafted += num_drafted
 
     def _noise(self) -> float:
         """Mostly a little; now and then a step waits for another program."""
@@ -207,9 +207,9 @@ def test_each_request_has_its_own_number() -> None:
         choices = policy.choose(offers, False, 30)
         counts.append([choice.size for choice in choices])
         accepted = [choices[0].size, int(random.random() < 0.05) if choices[1].size else 0]
-        fates = [(1 + number, number) for number in accepted]
+        fates = [Fate(*one) for one in zip(counts[-1], np.add(accepted, 1), accepted, strict=True)]
         step_ns = round(by_memory(2 + sum(counts[-1])))
-        policy.learn(offers, choices, StepCost(1000, step_ns, 1, counts[-1], fates))
+        policy.learn(offers, choices, StepCost(1000, step_ns, 1, fates))
     right, wrong = np.mean(counts[200:], axis=0)
     assert right > 8 and wrong < 3
 
@@ -236,9 +236,8 @@ def test_room_is_kept() -> None:
                     assert choice.size <= offer.ngram_tokens
                 elif choice.size:
                     assert has_model
-            fates = [(1 + one.size, one.size) for one in choices]
-            drafted = [one.size for one in choices]
-            policy.learn(offers, choices, StepCost(10, 10**7, 10, drafted, fates))
+            fates = [Fate(one.size, 1 + one.size, one.size) for one in choices]
+            policy.learn(offers, choices, StepCost(10, 10**7, 10, fates))
 
 
 def test_looking_for_drafts_costs_little() -> None:

@@ -189,14 +189,3 @@ def test_pages_hold_what_tokens_see(
         free = pool.num_pages - pool.num_free_pages
         assert free.tolist() == [len(pages) for pages in used]
         assert pool.usage == pytest.approx(len(used[0]) / num_pages)
-
-
-def test_a_slot_for_a_whole_sequence_has_pages_in_turn() -> None:
-    window, tables = Window(100, 40), np.full((2, 2, 9), -1, np.int32)
-    pool = KvPool(9, tables, {WINDOWED: (window, window.num_pages)})
-    assert window.num_pages == 4 and pool.allocate_whole(8 * PAGE_POSITIONS) == 0
-    assert sorted(tables[0, 0, :8].tolist()) == list(range(8))
-    assert tables[1, 0, :8].tolist() == [0, 1, 2, 3] * 2
-    assert pool.num_free_pages.tolist() == [1, 0]
-    pool.free(0)
-    assert pool.num_free_pages.tolist() == [9, 4]

@@ -34,8 +34,6 @@ def test_a_cache_in_8_bits_is_chosen_and_counted_and_refused_beside_a_gpu(
     monkeypatch.setattr("hotcold.actors.setup.choose.choose_device", lambda *_: "cuda")
     with pytest.raises(UsageError, match="--kv-dtype q8 is for the CPU"):
         choose_system(path, config, options)
-    with pytest.raises(UsageError, match="no KV cache format 'q3'"):
-        choose_system(path, config, SystemOptions(kv_dtype="q3"))
 
 
 @pytest.mark.parametrize(("num_threads", "num_services"), [(7, 3), (1, 2)])
