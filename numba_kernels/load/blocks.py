@@ -155,18 +155,6 @@ def block_columns(rows: np.ndarray | StoredRows, column_ids: np.ndarray) -> np.n
     return transposed
 
 
-def block_columns_into(
-    rows: np.ndarray | StoredRows, column_ids: np.ndarray, out: np.ndarray
-) -> int:
-    """Fill `out` with `block_columns`, quantized again.
-
-    Shapes:  rows (R, row bytes), column_ids (N,), out (N, row_items of R weights)
-    Dtypes:  as of `blocks_into`
-    Errors:  ValueError on any mismatch
-    """
-    return quantize_into(block_columns(rows, column_ids), np.arange(column_ids.size), out)
-
-
 def blocks_status(rows: np.ndarray) -> int:
     """DONE where all values of rows (R, row bytes) are finite, else NOT_FINITE."""
     step = max(1, _FLOAT_BYTES // (4 * max(1, row_width(rows.dtype, rows.shape[1]))))

@@ -247,28 +247,3 @@ def store_half(factors, number, value):
     bits = half_bits(value)
     factors[2 * number] = uint8(bits & 255)
     factors[2 * number + 1] = uint8(bits >> 8)
-
-
-@njit(nogil=True, cache=True)
-def copy_rows_kernel(
-    src, src_step, row_ids, dst, dst_step, value_bytes, factor_bytes, are_exponents
-):
-    """Copy quantized rows; checks no shapes.
-
-    Returns whether scales and minima, float16 or exponents, are finite.
-    """
-    is_good = True
-    for row in range(row_ids.shape[0]):
-        source = src[row_ids[row] * src_step :][: value_bytes + factor_bytes]
-        target = dst[row * dst_step :][: value_bytes + factor_bytes]
-        for k in range(value_bytes):
-            target[k] = source[k]
-        if are_exponents:
-            for k in range(value_bytes, value_bytes + factor_bytes):
-                target[k] = source[k]
-                is_good &= source[k] <= _MAX_EXPONENT
-            continue
-        for k in range(value_bytes, value_bytes + factor_bytes, 2):
-            target[k], target[k + 1] = source[k], source[k + 1]
-            is_good &= source[k + 1] & uint8(0x7C) != uint8(0x7C)
-    return is_good
