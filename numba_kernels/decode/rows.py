@@ -39,8 +39,7 @@ from hotcold.numba_kernels.ir.unpacked_ir import TOKENS
 from hotcold.numba_kernels.ir.vector_ir import (
     any_layout,
     dot_row,
-    dot_tokens2,
-    dot_tokens4,
+    dot_tokens,
     read_rows,
 )
 
@@ -71,7 +70,7 @@ def _token_by_token(weights, x, out, first, last, column):
     t = 0
     while UNPACKS and t + 2 <= out.shape[0]:
         for row in range(first, last):
-            two = dot_tokens2(weights, row, x, t, t + 1)
+            two = dot_tokens(weights, row, x, (t, t + 1))
             out[t, column + row], out[t + 1, column + row] = two[0], two[1]
         t += 2
     while t < out.shape[0]:
@@ -95,12 +94,12 @@ def _float_rows(weights, x, out, first, last, column):  # type: ignore[no-untype
     for row in range(first, last):
         t = 0
         while t + 4 <= num_tokens:
-            four = dot_tokens4(weights, row, x, t, t + 1, t + 2, t + 3)
+            four = dot_tokens(weights, row, x, (t, t + 1, t + 2, t + 3))
             for k in range(4):
                 out[t + k, column + row] = four[k]
             t += 4
         if t + 2 <= num_tokens:
-            two = dot_tokens2(weights, row, x, t, t + 1)
+            two = dot_tokens(weights, row, x, (t, t + 1))
             out[t, column + row], out[t + 1, column + row] = two[0], two[1]
             t += 2
         if t < num_tokens:
@@ -307,7 +306,7 @@ def split_range(length, part, num_parts, unit):
 
 @by_types
 def add_in_order(weights, source, target, first, last):  # type: ignore[no-untyped-def]
-    """target[first:last] += what `axpy4` summed of `weights` into `source`; for compiled code.
+    """target[first:last] += what `axpy` summed of `weights` into `source`; for compiled code.
 
     `source` has the weights' order for float formats. For quantized ones it has lane order: item i
     of group g of a chunk at 16 * i + g, and in the last chunk, where vectors hold several steps, by

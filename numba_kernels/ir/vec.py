@@ -402,6 +402,12 @@ class Arguments:
         """Several numbers."""
         return [self.number(place) for place in places]
 
+    def tuple_of(self, place: int) -> list[Vec]:
+        """The numbers of a tuple."""
+        return [
+            Vec(self.builder, n) for n in cgutils.unpack_tuple(self.builder, self._values[place])
+        ]
+
     def array(self, place: int) -> Array:
         """An array."""
         return Array(self._context, self.builder, self._kinds[place], self._values[place])
