@@ -40,7 +40,6 @@ from hotcold.numba_kernels.load.quantize_kernels import (
     power_of_two,
     store_codes,
     store_half,
-    store_q4_halves,
 )
 
 # What a kernel returns for numbers that rows do not take as they are.
@@ -491,10 +490,7 @@ def _repack_row(code, weights, num_bytes, src, start, codes, target, width, row_
         elif shift:
             for k in range(_GROUP):
                 codes[k] += shift
-        if has_halves and bits == 4:
-            store_q4_halves(codes, target, group, num_groups)
-        else:
-            store_codes(bits, codes, target, group, num_groups)
+        store_codes(bits, has_halves, codes, target, group, num_groups)
         status = DONE
         if layout == _SCALES:
             status = _store_block_scale(_scale_bits(code, block), factors, group)
