@@ -31,7 +31,7 @@ Grid = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 _RANGES = ((INT4, -8, 7), (INT5, -16, 15), (INT8, -128, 127))
 _BLOCK = np.dtype([("scale", np.float16), ("numbers", np.int8, QUANT_GROUP)])
-_E2M1_BLOCK = np.dtype([("scales", np.uint8, 4), ("pairs", np.uint8, (4, 8)), ("of_all", "<f4")])
+_E2M1_BLOCK = np.dtype([("scales", np.uint8, 4), ("pairs", np.uint64, 4), ("of_all", "<f4")])
 _E4M3_NAN = 0x7F
 E2M1_TABLE = np.array(E2M1_VALUES, np.float32) / 2
 
@@ -120,12 +120,11 @@ class E2M1Rows:
 
     def blocks(self, row_ids: np.ndarray, first: int, last: int) -> np.ndarray:
         """As `RowSource.blocks`."""
-        low, high = np.moveaxis(
-            self.numbers(row_ids, first, last).reshape(row_ids.size, -1, 4, 2, 8), 3, 0
-        )
-        out = np.empty(low.shape[:2], _E2M1_BLOCK)
+        eights = self.numbers(row_ids, first, last).view(np.uint64)
+        halves = eights.reshape(row_ids.size, -1, 4, 2)
+        out = np.empty(halves.shape[:2], _E2M1_BLOCK)
         out["scales"] = scales = self.scales(row_ids, first, last).reshape(row_ids.size, -1, 4)
-        out["pairs"] = low | high << np.uint8(4)
+        out["pairs"] = halves[..., 0] | halves[..., 1] << np.uint64(4)
         out["of_all"] = np.where((scales == _E4M3_NAN).any(axis=2), np.nan, self.of_all())
         return out.view(self.dtype).reshape(row_ids.size, -1)
 
