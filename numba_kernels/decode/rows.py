@@ -2,17 +2,13 @@
 
 from collections.abc import Callable
 
-import numpy as np
 from numba import types
 
-from hotcold.numba_kernels.checks import float_array, optional_floats, weight_rows
 from hotcold.numba_kernels.compiler import by_types, njit
-from hotcold.numba_kernels.decode.vectors import activation_space, quantize_activations
 from hotcold.numba_kernels.formats import (
     CHUNK,
     CHUNK_GROUPS,
     QUANT_GROUP,
-    row_width,
     steps_side_by_side,
 )
 from hotcold.numba_kernels.ir.amx_bytes_ir import byte_tile_products, takes_bytes
@@ -337,30 +333,3 @@ def add_in_order(weights, source, target, first, last):  # type: ignore[no-untyp
                     target[begin + g * QUANT_GROUP + i] += cell
 
     return from_lanes
-
-
-@njit(nogil=True, cache=True)
-def _gemv(weights, bias, x, scratch, out):
-    rows_kernel(weights, bias, quantize_activations(weights, x, scratch, 0), out, 0, out.shape[1])
-
-
-def gemv(weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    """Matrix times vectors.
-
-    out[t, n] = sum over k of weights[n, k] * x[t, k], plus bias[n]
-    For quantized weights x is quantized too, in groups of 32: x = scale * value, value int8.
-    Shapes:  weights (N, d) or (N, row bytes), x (T, d), bias (N,), out (T, N)
-    Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits) or of ROW_FORMATS
-             (`numba_kernels.formats`); the rest float32
-    Units:   reads the weights once for every few tokens
-    Errors:  ValueError on any mismatch
-    """
-    weights = weight_rows("weights", weights)
-    width = row_width(weights.dtype, weights.shape[1])
-    x = float_array("x", x, (x.shape[0] if x.ndim else 0, width))
-    biases = optional_floats("bias", bias, weights.shape[0])
-    out = np.empty((x.shape[0], weights.shape[0]), np.float32)
-    if x.shape[0]:  # kernels take at least one token
-        scratch = activation_space(1, *x.shape)
-        _gemv(weights, biases, x, scratch, out)
-    return out
