@@ -20,7 +20,6 @@ from hotcold.numba_kernels.ir.tile_ir import (
     UNPACKS,
     fewest_tokens,
     fit_first_level,
-    is_slow_to_unpack,
     tile_narrow,
     tile_panel,
     tile_panel3,
@@ -114,7 +113,7 @@ def _tiles(weights, row, count, is_first, x, out, column):  # type: ignore[no-un
     if row_format and UNPACKS:
         return _unpacked_tiles
     if row_format:
-        return _quantized_tiles(row_format.bits == 8 or is_slow_to_unpack(row_format))
+        return _quantized_tiles(row_format.bits == 8 or not row_format.is_plain)
     return _float_panels
 
 

@@ -415,6 +415,15 @@ def _add_into(sums, target, source, num_tokens, begin, end):
 
 
 @njit(nogil=True, cache=True)
+def merge_stripes(sums, first_stripes, count, first, end, num_tokens, width):
+    """Add up what meets of sums of stripes first..end-1; returns how many are left of `count`."""
+    while count > 1 and meet(first_stripes[count - 2], first_stripes[count - 1], first, end):
+        count -= 1
+        _add_into(sums, count - 1, count, num_tokens, 0, width)
+    return count
+
+
+@njit(nogil=True, cache=True)
 def _add_stripes(
     down, places, masks, gates, flat_gates, order, ends, first_stripe, sums, first_stripes, lists,
 ):  # fmt: skip
@@ -426,11 +435,7 @@ def _add_stripes(
     end_stripe, width = first_stripe + ends.shape[0], sums.shape[2]
     for i in range(ends.shape[0] + 1):
         stripe = first_stripe + i
-        while count > 1 and meet(
-            first_stripes[count - 2], first_stripes[count - 1], first_stripe, stripe
-        ):
-            count -= 1
-            _add_into(sums, count - 1, count, num_tokens, 0, width)
+        count = merge_stripes(sums, first_stripes, count, first_stripe, stripe, num_tokens, width)
         if stripe == end_stripe:
             break
         own = sums[count, :num_tokens]

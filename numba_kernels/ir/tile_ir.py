@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from hotcold.numba_kernels.formats import CHUNK_GROUPS, RowFormat
+from hotcold.numba_kernels.formats import CHUNK_GROUPS
 from hotcold.numba_kernels.ir.float_ir import FloatPanel, FloatStream
 from hotcold.numba_kernels.ir.operands import Vectors, Weights
 from hotcold.numba_kernels.ir.quantized_ir import format_of
@@ -76,12 +76,7 @@ def tiles_of(weights: Any) -> Tiles:
     row_format = format_of(weights.dtype)
     if not row_format:
         return FLOAT_TILES
-    return UNPACKED_TILES if is_slow_to_unpack(row_format) else QUANTIZED_TILES
-
-
-def is_slow_to_unpack(row_format: RowFormat) -> bool:
-    """Whether values or factors of a row take clearly longer than plain bytes and nibbles."""
-    return not row_format.is_plain
+    return QUANTIZED_TILES if row_format.is_plain else UNPACKED_TILES
 
 
 @intrinsic
