@@ -64,23 +64,13 @@ def load_shapes(builder: Any, shapes: bytes) -> None:
 @intrinsic
 def begin_tiles(typingctx):
     """Give this thread's tiles their shapes."""
-
-    def emit(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        load_shapes(builder, TILE_SHAPES)
-        return context.get_dummy_value()
-
-    return types.void(), emit
+    return types.void(), codegen_of(lambda given: load_shapes(given.builder, TILE_SHAPES))
 
 
 @intrinsic
 def end_tiles(typingctx):
     """Give the tiles up."""
-
-    def emit(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        call_tiles(builder, "tilerelease")
-        return context.get_dummy_value()
-
-    return types.void(), emit
+    return types.void(), codegen_of(lambda given: call_tiles(given.builder, "tilerelease"))
 
 
 def _add_tiles(num_tiles: int, num_groups: int) -> Callable[..., Any]:
