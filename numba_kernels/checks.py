@@ -51,13 +51,6 @@ def float_array(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndar
     return array
 
 
-def optional_floats(name: str, array: np.ndarray | None, length: int) -> np.ndarray:
-    """A float32 vector of `length`; an empty one for None."""
-    if array is None:
-        return np.empty(0, np.float32)
-    return float_array(name, array, (length,))
-
-
 def read_only(array: np.ndarray) -> np.ndarray:
     """A view that is not writeable, which is another type to Numba."""
     view = array.view()

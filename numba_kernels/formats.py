@@ -306,8 +306,8 @@ BLOCK_FORMATS: dict[np.dtype, BlockFormat] = {
     )
 }
 # What rows of other packings become on their way, no types of ggml's: a float16 scale and 32 int8
-# numbers in -8..7, -16..15 or -128..127, laid out as Q8_0; or 32 float32 values; or a block of
-# NVFP4 and its tensor's scale, float32.
+# numbers in -8..7, -16..15 or -128..127, or those of NF4's values, laid out as Q8_0; or 32 float32
+# values; or a block of NVFP4 and its tensor's scale, float32.
 UNPACKED_FORMATS: dict[np.dtype, BlockFormat] = {
     np.dtype([(block.name, np.uint8)]): block
     for block in (
@@ -316,9 +316,10 @@ UNPACKED_FORMATS: dict[np.dtype, BlockFormat] = {
         BlockFormat("INT8", 8, 32, 34, (Q8,)),
         BlockFormat("VALUES", 0, 32, 128),
         BlockFormat("NVFP4_SCALED", 40, 64, 40, (NVFP4,)),
+        BlockFormat("NF4_NUMBERS", 24, 32, 34, (NF4,)),
     )
 }
-INT4, INT5, INT8, VALUES, NVFP4_SCALED = UNPACKED_FORMATS
+INT4, INT5, INT8, VALUES, NVFP4_SCALED, NF4_NUMBERS = UNPACKED_FORMATS
 BLOCK_FORMATS |= UNPACKED_FORMATS
 
 

@@ -23,6 +23,7 @@ from hotcold.model.errors import CheckpointError, shown
 from hotcold.model.files.packed_rows import (
     BYTE_TABLES,
     E2M1_TABLE,
+    E2M1Rows,
     Grid,
     Numbers,
     PackedRows,
@@ -42,6 +43,7 @@ from hotcold.model.files.safetensors_file import (
 from hotcold.numba_kernels.formats import (
     INT8,
     NF4,
+    NF4_NUMBERS,
     NF4_VALUES,
     NVFP4,
     QUANT_GROUP,
@@ -49,7 +51,7 @@ from hotcold.numba_kernels.formats import (
     VALUES,
     block_dtype,
 )
-from hotcold.numba_kernels.load.stored_rows import RowSource, TableRows
+from hotcold.numba_kernels.load.stored_rows import RowSource
 
 _ITEMS = {
     "I8": np.int8,
@@ -391,19 +393,22 @@ def _e2m1(main: str, of_all: str, divides: bool) -> Callable[[Parts], Matrix]:
         def codes(ids: np.ndarray, first: int, last: int) -> np.ndarray:
             return nibbles(parts.items(main)[run_of(ids), first // 2 : last // 2])
 
-        def table(ids: np.ndarray, first: int, last: int) -> TableRows:
+        def scale_bytes(ids: np.ndarray, first: int, last: int) -> np.ndarray:
             own = parts.items("_scale")[run_of(ids), first // 16 : last // 16]
             if (own & 0x80).any():
                 raise parts.fail("_scale", "is to have numbers above zero")
+            return own
+
+        def factor() -> np.float32:
             of_each = parts.floats(of_all).reshape(())[()]
             with np.errstate(divide="ignore"):
-                factor = np.float32(np.float32(1) / of_each if divides else of_each)
-            return TableRows(codes(ids, first, last), np.ascontiguousarray(own), factor)
+                return np.float32(np.float32(1) / of_each if divides else of_each)
 
         def make() -> RowSource:
+            shape = rows, width
             numbers = lambda *place: E2M1_TABLE[codes(*place)]  # noqa: E731
-            own = grid(scales, 1, 16)
-            return PackedRows(VALUES, (rows, width), 16, numbers, own, None, table, NVFP4)
+            held = E2M1Rows(shape, codes, scale_bytes, factor)
+            return PackedRows(VALUES, shape, 16, numbers, grid(scales, 1, 16), None, held)
 
         held = None if width % ROW_FORMATS[NVFP4].block_weights else NVFP4
         return Matrix("NVFP4", VALUES, (rows, width), make, held=held)
@@ -499,14 +504,10 @@ def _bits_and_bytes_4(parts: Parts) -> Matrix:
     is_nf4 = (np.rint(127 * parts.floats(".quant_map")) == NF4_VALUES).all()
 
     def make() -> RowSource:
-        own = scales()
-
-        def table(ids: np.ndarray, first: int, last: int) -> TableRows:
-            factors = own(ids, np.arange(first, last, unit)) * np.float32(1 / 127)
-            with np.errstate(over="ignore", invalid="ignore"):
-                return TableRows(codes(ids, first, last), factors.astype(np.float16))
-
-        return PackedRows(VALUES, (rows, width), unit, numbers, own, None, table, NF4)
+        own, shape = scales(), (rows, width)
+        units: Grid = lambda ids, firsts: own(ids, firsts) * np.float32(1 / 127)  # noqa: E731
+        of_numbers = PackedRows(NF4_NUMBERS, shape, unit, codes, units) if held else None
+        return PackedRows(VALUES, shape, unit, numbers, own, None, of_numbers)
 
     held = NF4 if is_nf4 and unit == QUANT_GROUP else None
     return Matrix(state_end[-3:].upper(), VALUES, (rows, width), make, held=held)

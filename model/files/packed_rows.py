@@ -13,8 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotcold.numba_kernels.formats import E2M1_VALUES, INT4, INT5, INT8, QUANT_GROUP, VALUES
-from hotcold.numba_kernels.load.stored_rows import TableRows
+from hotcold.numba_kernels.formats import (
+    E2M1_VALUES,
+    INT4,
+    INT5,
+    INT8,
+    NVFP4_SCALED,
+    QUANT_GROUP,
+    VALUES,
+)
+from hotcold.numba_kernels.load.stored_rows import RowSource
 
 # Numbers (N, last - first) of the rows `ids`: integers, or float32.
 Numbers = Callable[[np.ndarray, int, int], np.ndarray]
@@ -23,6 +31,8 @@ Grid = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 _RANGES = ((INT4, -8, 7), (INT5, -16, 15), (INT8, -128, 127))
 _BLOCK = np.dtype([("scale", np.float16), ("numbers", np.int8, QUANT_GROUP)])
+_E2M1_BLOCK = np.dtype([("scales", np.uint8, 4), ("pairs", np.uint64, 4), ("of_all", "<f4")])
+_E4M3_NAN = 0x7F
 E2M1_TABLE = np.array(E2M1_VALUES, np.float32) / 2
 
 
@@ -69,15 +79,7 @@ class PackedRows:
     numbers: Numbers
     scales: Grid
     zeros: Grid | None = None
-    table: Callable[[np.ndarray, int, int], TableRows] | None = None
-    table_dtype: np.dtype | None = None  # of rows that `table` says
-
-    def table_rows(
-        self, row_ids: np.ndarray, first: int, last: int, dtype: np.dtype
-    ) -> TableRows | None:
-        """As `RowSource.table_rows`."""
-        is_own = self.table is not None and dtype == self.table_dtype
-        return self.table(row_ids, first, last) if is_own and self.table else None
+    held: RowSource | None = None
 
     def blocks(self, row_ids: np.ndarray, first: int, last: int) -> np.ndarray:
         """As `RowSource.blocks`; a scale beyond float16 is infinite there."""
@@ -99,6 +101,31 @@ class PackedRows:
         with np.errstate(over="ignore", invalid="ignore"):
             out["scale"] = scales
         out["numbers"] = numbers
+        return out.view(self.dtype).reshape(row_ids.size, -1)
+
+
+@dataclass(frozen=True)
+class E2M1Rows:
+    """A `RowSource` of NVFP4 blocks: numbers of E2M1, E4M3 scales for 16, and one for all.
+
+    Scales are bytes without a sign; of blocks whose scale is NaN that of all is.
+    """
+
+    shape: tuple[int, int]
+    numbers: Numbers
+    scales: Numbers  # of each 16 weights
+    of_all: Callable[[], np.float32]
+    dtype = NVFP4_SCALED
+    held = None
+
+    def blocks(self, row_ids: np.ndarray, first: int, last: int) -> np.ndarray:
+        """As `RowSource.blocks`."""
+        eights = self.numbers(row_ids, first, last).view(np.uint64)
+        halves = eights.reshape(row_ids.size, -1, 4, 2)
+        out = np.empty(halves.shape[:2], _E2M1_BLOCK)
+        out["scales"] = scales = self.scales(row_ids, first, last).reshape(row_ids.size, -1, 4)
+        out["pairs"] = halves[..., 0] | halves[..., 1] << np.uint64(4)
+        out["of_all"] = np.where((scales == _E4M3_NAN).any(axis=2), np.nan, self.of_all())
         return out.view(self.dtype).reshape(row_ids.size, -1)
 
 

@@ -36,12 +36,10 @@ def float_rows(src: np.ndarray, dst: np.ndarray, row_ids: np.ndarray | None) -> 
     """
 
     def copy(start: int, end: int) -> int:
-        if src.dtype != dst.dtype:
-            rows = src[start:end] if row_ids is None else src[row_ids[start:end]]
-            return _cast(rows, dst[start:end])
-        if row_ids is None:
-            return finite_status(loading.copy_rows(src[start:end], dst[start:end]))
-        return finite_status(loading.gather_rows(src, row_ids[start:end], dst[start:end]))
+        ids = np.arange(start, end) if row_ids is None else row_ids[start:end]
+        if src.dtype == dst.dtype:
+            return finite_status(loading.gather_rows(src, ids, dst[start:end]))
+        return _cast(src[start:end] if row_ids is None else src[ids], dst[start:end])
 
     return copy
 
@@ -92,11 +90,13 @@ def quantized_columns(src: np.ndarray, dst: np.ndarray, column_ids: np.ndarray) 
     """
 
     def copy(start: int, end: int) -> int:
+        ids = column_ids[start:end]
         if is_blocks(src.dtype):
-            return blocks.block_columns_into(src, column_ids[start:end], dst[start:end])
-        transposed = np.empty((end - start, src.shape[0]), src.dtype)
-        if not loading.gather_columns(src, column_ids[start:end], transposed):
-            return quantize.NOT_FINITE
+            transposed = blocks.block_columns(src, ids)
+        else:
+            transposed = np.empty((end - start, src.shape[0]), src.dtype)
+            if not loading.gather_columns(src, ids, transposed):
+                return quantize.NOT_FINITE
         return quantize.quantize_into(transposed, np.arange(end - start), dst[start:end])
 
     return copy

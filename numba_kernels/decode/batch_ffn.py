@@ -24,7 +24,7 @@ from hotcold.numba_kernels.decode.vectors import (
 from hotcold.numba_kernels.formats import QUANT_GROUP
 from hotcold.numba_kernels.ir.bit_ir import lowest_bit
 from hotcold.numba_kernels.ir.vector_ir import (
-    axpy4_ahead,
+    axpy_ahead,
     dot_ahead,
     prefetch_row,
 )
@@ -359,12 +359,12 @@ def _add_fours(down, rows, t, places, count, gates, out, is_last):
         i2, i3 = places[min(k + 2, last)], places[min(k + 3, last)]
         a0, a1 = places[min(k + 4, last)], places[min(k + 5, last)]
         a2, a3 = places[min(k + 6, last)], places[min(k + 7, last)]
-        axpy4_ahead(
-            out, down, rows[i0], rows[i1], rows[i2], rows[i3],
+        own = rows[i0], rows[i1], rows[i2], rows[i3]
+        factors = (
             gates[i0, t], gates[i1, t] if k + 1 < count else zero,
             gates[i2, t] if k + 2 < count else zero, gates[i3, t] if k + 3 < count else zero,
-            rows[a0], rows[a1], rows[a2], rows[a3],
         )  # fmt: skip
+        axpy_ahead(out, down, own, factors, (rows[a0], rows[a1], rows[a2], rows[a3]))
         k += 4
     for i in range(count - k):
         places[i] = places[k + i]
@@ -375,7 +375,7 @@ def _add_fours(down, rows, t, places, count, gates, out, is_last):
 def add_some_kernel(down, rows, masks, order, gates, out, lists):
     """out[t] += gates[i, t] * down[rows[i]] for i in `order`, tokens t of masks[i]; checks nothing.
 
-    `out` (T, d) is in the order of `axpy4`; each token's neurons are added in order, in fours
+    `out` (T, d) is in the order of `axpy`; each token's neurons are added in order, in fours
     whatever the pieces.
     """
     size = block_size(down, 1)

@@ -17,7 +17,7 @@ from hotcold.numba_kernels.decode.activations import activate, activate_up, pass
 from hotcold.numba_kernels.decode.candidates import BLOCK, FIRED_END
 from hotcold.numba_kernels.decode.rows import rows_ahead
 from hotcold.numba_kernels.ir.vector_ir import (
-    axpy4_ahead,
+    axpy_ahead,
     dot_ahead,
     dot_row,
     prefetch_row,
@@ -146,7 +146,7 @@ def drop_small(ids, places, masks, num_fired, gates, down_norms, threshold):
 def add_one(down, places, order, first, last, h, out):
     """out += h[i] * down[places[i]] for i in order[first:last], four rows at a time.
 
-    `out` (d,) is in the order of `axpy4`; fewer than four are added with rows times zero. The next
+    `out` (d,) is in the order of `axpy`; fewer than four are added with rows times zero. The next
     four rows are prefetched meanwhile, also those behind `last`, and the first lines of the four
     after them.
     """
@@ -159,10 +159,12 @@ def add_one(down, places, order, first, last, h, out):
         i2, i3 = order[min(k + 2, end)], order[min(k + 3, end)]
         a0, a1 = order[min(following, most)], order[min(following + 1, most)]
         a2, a3 = order[min(following + 2, most)], order[min(following + 3, most)]
-        axpy4_ahead(
-            out, down, places[i0], places[i1], places[i2], places[i3],
+        rows = places[i0], places[i1], places[i2], places[i3]
+        factors = (
             h[i0], h[i1] if k + 1 < last else np.float32(0),
             h[i2] if k + 2 < last else np.float32(0), h[i3] if k + 3 < last else np.float32(0),
-            places[a0], places[a1], places[a2], places[a3],
+        )  # fmt: skip
+        axpy_ahead(
+            out, down, rows, factors, (places[a0], places[a1], places[a2], places[a3])
         )  # fmt: skip
         k = following

@@ -170,43 +170,17 @@ def _first_that_hold(
 
     Only those are sorted whose keys are near the last one's.
     """
-    num_before, places = 0, np.empty(0, np.int32)
-    near: np.ndarray = np.arange(keys.size)
+    before, near = np.empty(0, np.int64), np.arange(keys.size)
     low, span = keys.min(), float(keys.max() - keys.min())
     if keys.size > _BINS and 0 < span < np.inf:
-        bins, sums = space_of("bins", keys.size, np.int16), np.zeros(_BINS, np.float64)
-        _put_in_bins(keys, weights, low, (_BINS - 1) / span, bins, sums)
-        held = np.cumsum(sums)
+        bins = ((keys - low) * np.float64((_BINS - 1) / span)).astype(np.int16)
+        held = np.cumsum(np.bincount(bins, weights, _BINS))
         last = min(int(np.searchsorted(held, wanted, side=side)), _BINS - 1)
-        places = np.empty(keys.size, np.int32)
-        num_before, num_near = _split(bins, last, places)
-        near = places[keys.size - num_near :][::-1].copy()
+        before, near = np.flatnonzero(bins < last), np.flatnonzero(bins == last)
         wanted -= held[last - 1] if last else 0.0
     near = near[np.argsort(keys[near], kind="stable")]
     count = 1 + int(np.searchsorted(np.cumsum(weights[near]), wanted, side=side))
-    return np.concatenate([places[:num_before], near[:count]])
-
-
-@njit(nogil=True, cache=True)
-def _put_in_bins(keys, weights, low, scale, bins, sums):  # type: ignore[no-untyped-def]
-    """bins[i] = (keys[i] - low) * scale, down to a whole number; what each weighs is added up."""
-    for i in range(keys.shape[0]):
-        number = np.int16((keys[i] - low) * scale)
-        bins[i] = number
-        sums[number] += weights[i]
-
-
-@njit(nogil=True, cache=True)
-def _split(bins, last, places):  # type: ignore[no-untyped-def]
-    """Places of lesser bins from the first on, those of bin `last` from the end on; how many."""
-    num_before, num_near = 0, 0
-    for i in range(bins.shape[0]):
-        places[num_before] = i
-        num_before += int(bins[i] < last)
-        if bins[i] == last:
-            num_near += 1
-            places[-num_near] = i
-    return num_before, num_near
+    return np.concatenate([before, near[:count]])
 
 
 def _without_top(values: np.ndarray, threshold: float) -> np.ndarray:

@@ -25,7 +25,7 @@ from hotcold.numba_kernels.ir.bit_ir import (
     weighted_count1,
     weighted_count2,
 )
-from hotcold.numba_kernels.ir.vector_ir import add_scaled1, axpy4
+from hotcold.numba_kernels.ir.vector_ir import axpy
 
 LANES = 256  # sums of an input's squares, of every 256th number each; a power of two
 _LEVELS_SPAN = 2.5  # the largest level stands for so many root mean squares of the input
@@ -116,10 +116,11 @@ def lowrank_scores_kernel(up, hidden, thresholds, out, first, last):
             count += 1
         if count == 4:
             a, b, c, d = active[0], active[1], active[2], active[3]
-            axpy4(part, columns, a, b, c, d, hidden[a], hidden[b], hidden[c], hidden[d])
+            factors = hidden[a], hidden[b], hidden[c], hidden[d]
+            axpy(part, columns, (a, b, c, d), factors)
             count = 0
     for i in range(count):
-        add_scaled1(part, columns, active[i], hidden[active[i]])
+        axpy(part, columns, (active[i],), (hidden[active[i]],))
 
 
 @njit(nogil=True, cache=True)

@@ -2,17 +2,13 @@
 
 from collections.abc import Callable
 
-import numpy as np
 from numba import types
 
-from hotcold.numba_kernels.checks import float_array, optional_floats, weight_rows
 from hotcold.numba_kernels.compiler import by_types, njit
-from hotcold.numba_kernels.decode.vectors import activation_space, quantize_activations
 from hotcold.numba_kernels.formats import (
     CHUNK,
     CHUNK_GROUPS,
     QUANT_GROUP,
-    row_width,
     steps_side_by_side,
 )
 from hotcold.numba_kernels.ir.amx_bytes_ir import byte_tile_products, takes_bytes
@@ -24,7 +20,6 @@ from hotcold.numba_kernels.ir.tile_ir import (
     UNPACKS,
     fewest_tokens,
     fit_first_level,
-    is_slow_to_unpack,
     tile_narrow,
     tile_panel,
     tile_panel3,
@@ -39,8 +34,7 @@ from hotcold.numba_kernels.ir.unpacked_ir import TOKENS
 from hotcold.numba_kernels.ir.vector_ir import (
     any_layout,
     dot_row,
-    dot_tokens2,
-    dot_tokens4,
+    dot_tokens,
     read_rows,
 )
 
@@ -71,7 +65,7 @@ def _token_by_token(weights, x, out, first, last, column):
     t = 0
     while UNPACKS and t + 2 <= out.shape[0]:
         for row in range(first, last):
-            two = dot_tokens2(weights, row, x, t, t + 1)
+            two = dot_tokens(weights, row, x, (t, t + 1))
             out[t, column + row], out[t + 1, column + row] = two[0], two[1]
         t += 2
     while t < out.shape[0]:
@@ -95,12 +89,12 @@ def _float_rows(weights, x, out, first, last, column):  # type: ignore[no-untype
     for row in range(first, last):
         t = 0
         while t + 4 <= num_tokens:
-            four = dot_tokens4(weights, row, x, t, t + 1, t + 2, t + 3)
+            four = dot_tokens(weights, row, x, (t, t + 1, t + 2, t + 3))
             for k in range(4):
                 out[t + k, column + row] = four[k]
             t += 4
         if t + 2 <= num_tokens:
-            two = dot_tokens2(weights, row, x, t, t + 1)
+            two = dot_tokens(weights, row, x, (t, t + 1))
             out[t, column + row], out[t + 1, column + row] = two[0], two[1]
             t += 2
         if t < num_tokens:
@@ -119,7 +113,7 @@ def _tiles(weights, row, count, is_first, x, out, column):  # type: ignore[no-un
     if row_format and UNPACKS:
         return _unpacked_tiles
     if row_format:
-        return _quantized_tiles(row_format.bits == 8 or is_slow_to_unpack(row_format))
+        return _quantized_tiles(row_format.bits == 8 or not row_format.is_plain)
     return _float_panels
 
 
@@ -307,7 +301,7 @@ def split_range(length, part, num_parts, unit):
 
 @by_types
 def add_in_order(weights, source, target, first, last):  # type: ignore[no-untyped-def]
-    """target[first:last] += what `axpy4` summed of `weights` into `source`; for compiled code.
+    """target[first:last] += what `axpy` summed of `weights` into `source`; for compiled code.
 
     `source` has the weights' order for float formats. For quantized ones it has lane order: item i
     of group g of a chunk at 16 * i + g, and in the last chunk, where vectors hold several steps, by
@@ -338,30 +332,3 @@ def add_in_order(weights, source, target, first, last):  # type: ignore[no-untyp
                     target[begin + g * QUANT_GROUP + i] += cell
 
     return from_lanes
-
-
-@njit(nogil=True, cache=True)
-def _gemv(weights, bias, x, scratch, out):
-    rows_kernel(weights, bias, quantize_activations(weights, x, scratch, 0), out, 0, out.shape[1])
-
-
-def gemv(weights: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    """Matrix times vectors.
-
-    out[t, n] = sum over k of weights[n, k] * x[t, k], plus bias[n]
-    For quantized weights x is quantized too, in groups of 32: x = scale * value, value int8.
-    Shapes:  weights (N, d) or (N, row bytes), x (T, d), bias (N,), out (T, N)
-    Dtypes:  weights float32, uint16 (float16 bits), int16 (bfloat16 bits) or of ROW_FORMATS
-             (`numba_kernels.formats`); the rest float32
-    Units:   reads the weights once for every few tokens
-    Errors:  ValueError on any mismatch
-    """
-    weights = weight_rows("weights", weights)
-    width = row_width(weights.dtype, weights.shape[1])
-    x = float_array("x", x, (x.shape[0] if x.ndim else 0, width))
-    biases = optional_floats("bias", bias, weights.shape[0])
-    out = np.empty((x.shape[0], weights.shape[0]), np.float32)
-    if x.shape[0]:  # kernels take at least one token
-        scratch = activation_space(1, *x.shape)
-        _gemv(weights, biases, x, scratch, out)
-    return out

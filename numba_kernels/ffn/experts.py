@@ -9,7 +9,7 @@ import numpy as np
 
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode.candidates import BLOCK, FIRED_END, OFFSET, ROW
-from hotcold.numba_kernels.ffn.in_memory import GATES, UPS, has_rows, take_products
+from hotcold.numba_kernels.ffn.in_memory import gates_and_ups, has_rows
 from hotcold.numba_kernels.loops.mailbox import barrier_wait
 from hotcold.numba_kernels.storage.offloaded_units import NUM_PENDING, num_blocks, request_experts
 from hotcold.numba_kernels.storage.read_ahead import note_guesses, read_guessed
@@ -45,23 +45,6 @@ def begin(source, share, scratch):
 
 
 @njit(nogil=True, cache=True, inline="always")
-def _products(share, scratch, gates, ups, spans, has_ups):
-    """Gates of the spans' candidates, and up products with `has_ups`, by work stealing."""
-    rows, selection = share.rows, share.selection
-    take_products(
-        gates, share.thread, share.num_threads, share.x.shape[0], share.x.shape[1], selection,
-        share.layer, spans, share.stripes, rows.gate, rows.gate_bias, selection.ids, share.vectors,
-        share.function, True, scratch.values, share.lists,
-    )  # fmt: skip
-    if has_ups:
-        take_products(
-            ups, share.thread, share.num_threads, share.x.shape[0], share.x.shape[1], selection,
-            share.layer, spans, share.stripes, rows.up, rows.up_bias, selection.ids, share.vectors,
-            share.function, False, scratch.ups, share.lists,
-        )  # fmt: skip
-
-
-@njit(nogil=True, cache=True, inline="always")
 def compute_gates(source, share, scratch):
     """Gates of all candidates, and up products where all are kept: experts in memory first."""
     return _gates_in_order(source, share, scratch)
@@ -73,20 +56,14 @@ def _gates_in_order(source, share, scratch):
     spans = share.spans[source.order[: share.spans.shape[0]]]
     is_listed, first = share.selection.is_listed, share.layer * num_blocks(source)
     has_ups = share.thresholds.gate < 0 and not is_listed and has_rows(share.rows.up)
-    _products(
-        share, scratch, scratch.counters[GATES], scratch.counters[UPS], spans[num_pending:],
-        has_ups,
-    )  # fmt: skip
+    gates_and_ups(scratch.counters, share, spans[num_pending:], has_ups, scratch)
     is_loaded = True
     for k in range(num_pending):
         is_loaded = is_loaded and await_unit(
             source.gates, source.queue, first + spans[k, BLOCK], source.waited_ns, share.thread
         )
         if is_loaded:
-            _products(
-                share, scratch, source.counters[k, 0], source.counters[k, 1], spans[k : k + 1],
-                has_ups,
-            )  # fmt: skip
+            gates_and_ups(source.counters[k], share, spans[k : k + 1], has_ups, scratch)
     if not is_loaded:
         source.failed[share.thread] = 1
     return has_ups

@@ -313,17 +313,28 @@ def take_products(
 
 
 @njit(nogil=True, cache=True, inline="always")
-def share_products(counters, share, weights, bias, places, activates, values):
-    """values of the candidates in the blocks that this thread takes, by work stealing.
+def share_products(counters, share, spans, weights, bias, places, activates, values):
+    """values of the spans' candidates in the blocks that this thread takes, by work stealing.
 
     weights . x, (N, T); one token's fn(weights . x + bias) with `activates`. Candidate i's row is
     places[i], or row i of the chosen blocks where `places` is empty.
     """
     take_products(
         counters, share.thread, share.num_threads, share.x.shape[0], share.x.shape[1],
-        share.selection, share.layer, share.spans, share.stripes, weights, bias, places,
-        share.vectors, share.function, activates, values, share.lists,
+        share.selection, share.layer, spans, share.stripes, weights, bias, places, share.vectors,
+        share.function, activates, values, share.lists,
     )  # fmt: skip
+
+
+@njit(nogil=True, cache=True, inline="always")
+def gates_and_ups(counters, share, spans, has_ups, scratch):
+    """Gates of the spans' candidates, and up products with `has_ups`; counters of both kinds."""
+    rows, ids = share.rows, share.selection.ids
+    share_products(
+        counters[GATES], share, spans, rows.gate, rows.gate_bias, ids, True, scratch.values
+    )
+    if has_ups:
+        share_products(counters[UPS], share, spans, rows.up, rows.up_bias, ids, False, scratch.ups)
 
 
 # The steps of `numba_kernels.ffn.layer_ffn`, in order.
@@ -343,16 +354,9 @@ def clear(source, share, scratch):
 @njit(nogil=True, cache=True, inline="always")
 def compute_gates(source, share, scratch):
     """Gates of all candidates, and up products too where all of them are kept."""
-    rows, selection = share.rows, share.selection
-    share_products(
-        scratch.counters[GATES], share, rows.gate, rows.gate_bias, selection.ids, True,
-        scratch.values,
-    )  # fmt: skip
-    has_ups = share.thresholds.gate < 0 and not selection.is_listed and has_rows(rows.up)
-    if has_ups:
-        share_products(
-            scratch.counters[UPS], share, rows.up, rows.up_bias, selection.ids, False, scratch.ups
-        )
+    has_ups = share.thresholds.gate < 0 and not share.selection.is_listed
+    has_ups = has_ups and has_rows(share.rows.up)
+    gates_and_ups(scratch.counters, share, share.spans, has_ups, scratch)
     return has_ups
 
 
@@ -411,6 +415,15 @@ def _add_into(sums, target, source, num_tokens, begin, end):
 
 
 @njit(nogil=True, cache=True)
+def merge_stripes(sums, first_stripes, count, first, end, num_tokens, width):
+    """Add up what meets of sums of stripes first..end-1; returns how many are left of `count`."""
+    while count > 1 and meet(first_stripes[count - 2], first_stripes[count - 1], first, end):
+        count -= 1
+        _add_into(sums, count - 1, count, num_tokens, 0, width)
+    return count
+
+
+@njit(nogil=True, cache=True)
 def _add_stripes(
     down, places, masks, gates, flat_gates, order, ends, first_stripe, sums, first_stripes, lists,
 ):  # fmt: skip
@@ -422,11 +435,7 @@ def _add_stripes(
     end_stripe, width = first_stripe + ends.shape[0], sums.shape[2]
     for i in range(ends.shape[0] + 1):
         stripe = first_stripe + i
-        while count > 1 and meet(
-            first_stripes[count - 2], first_stripes[count - 1], first_stripe, stripe
-        ):
-            count -= 1
-            _add_into(sums, count - 1, count, num_tokens, 0, width)
+        count = merge_stripes(sums, first_stripes, count, first_stripe, stripe, num_tokens, width)
         if stripe == end_stripe:
             break
         own = sums[count, :num_tokens]

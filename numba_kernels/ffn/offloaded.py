@@ -123,11 +123,13 @@ def compute_gates(source, share, scratch):
     if gates_stay:
         first, last = layer_span(source.arrays, share.layer)
         share_products(
-            counters, share, rows.gate[first:last], rows.gate_bias, share.selection.ids, True,
-            values,
+            counters, share, share.spans, rows.gate[first:last], rows.gate_bias,
+            share.selection.ids, True, values,
         )  # fmt: skip
     elif num_tokens > 1:
-        share_products(counters, share, rows.gate, rows.gate_bias, source.slots, False, values)
+        share_products(
+            counters, share, share.spans, rows.gate, rows.gate_bias, source.slots, False, values
+        )
     else:
         loaded_values(source, x, share.function, values)
     if following >= 0:

@@ -19,11 +19,11 @@ from hotcold.numba_kernels.decode.block_vectors import block_vectors, quantize_b
 from hotcold.numba_kernels.decode.by_format import with_matrix
 from hotcold.numba_kernels.decode.candidates import BLOCK, END_ROW, ROW, TOKENS
 from hotcold.numba_kernels.decode.rows import block_products, split_range
-from hotcold.numba_kernels.decode.stripes import meet
 from hotcold.numba_kernels.decode.vectors import aligned_zeros
 from hotcold.numba_kernels.ffn.in_memory import (
     DOWN,
     FfnScratch,
+    merge_stripes,
     scratch_of,
     set_bias,
     with_matrices,
@@ -207,18 +207,6 @@ def _quantize_all(down, places, spans, cuts, num_tokens, h, inputs, thread):
                 down.arrays, place, quantize_block, h, at, count, width, inputs, thread
             )  # fmt: skip
         begin += (span[END_ROW] - span[ROW]) * num_tokens
-
-
-@njit(nogil=True, cache=True)
-def merge_stripes(sums, first_stripes, count, first, end, num_tokens, width):
-    """Add up what meets of sums of stripes first..end-1; returns how many are left of `count`."""
-    while count > 1 and meet(first_stripes[count - 2], first_stripes[count - 1], first, end):
-        count -= 1
-        own, other = sums[count - 1], sums[count]
-        for t in range(num_tokens):
-            for n in range(width):
-                own[t, n] += other[t, n]
-    return count
 
 
 @njit(nogil=True, cache=True)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.amx import tile_shapes
@@ -34,12 +33,12 @@ from hotcold.numba_kernels.ir.vec import (
     F32,
     I8,
     I32,
-    I64,
     Arguments,
     Array,
     Ptr,
     Var,
     Vec,
+    call_by_name,
     codegen_of,
     for_range,
     transposed,
@@ -271,15 +270,10 @@ class _Products:
 
 def _allocated(builder, num_bytes: Vec) -> tuple[Ptr, Callable[[], None]]:  # type: ignore[no-untyped-def]
     """So much memory, or null, and what gives it back: more than a stack holds."""
-    address = I8.as_pointer()
-    malloc = ir.FunctionType(address, [I64])
-    free = ir.FunctionType(ir.VoidType(), [address])
-    space = builder.call(
-        cgutils.get_or_insert_function(builder.module, malloc, "malloc"), [num_bytes.value]
-    )
+    space = call_by_name(builder, "malloc", I8.as_pointer(), [num_bytes.value])
 
     def give_back() -> None:
-        builder.call(cgutils.get_or_insert_function(builder.module, free, "free"), [space])
+        call_by_name(builder, "free", ir.VoidType(), [space])
 
     return Ptr(builder, space), give_back
 

@@ -20,7 +20,16 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.amx import TILE_SHAPES
-from hotcold.numba_kernels.ir.vec import I8, I64, Arguments, Ptr, Vec, codegen_of, for_range
+from hotcold.numba_kernels.ir.vec import (
+    I8,
+    I64,
+    Arguments,
+    Ptr,
+    Vec,
+    call_by_name,
+    codegen_of,
+    for_range,
+)
 
 AMX_ROWS = 16  # of a tile
 AMX_ITEMS = 16  # of 32 bits, of a row of a tile
@@ -32,8 +41,7 @@ _SUMS, _LEFT, _RIGHT = ((0, 1), (2, 3)), (4, 5), (6, 7)
 
 def call_tiles(builder: Any, name: str, *args: Any) -> None:
     """An instruction by its intrinsic's name."""
-    kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
-    builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), args)
+    call_by_name(builder, f"llvm.x86.{name}", ir.VoidType(), args)
 
 
 def load_tile(tile: int, at: Ptr, stride: Vec) -> None:
@@ -56,23 +64,13 @@ def load_shapes(builder: Any, shapes: bytes) -> None:
 @intrinsic
 def begin_tiles(typingctx):
     """Give this thread's tiles their shapes."""
-
-    def emit(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        load_shapes(builder, TILE_SHAPES)
-        return context.get_dummy_value()
-
-    return types.void(), emit
+    return types.void(), codegen_of(lambda given: load_shapes(given.builder, TILE_SHAPES))
 
 
 @intrinsic
 def end_tiles(typingctx):
     """Give the tiles up."""
-
-    def emit(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        call_tiles(builder, "tilerelease")
-        return context.get_dummy_value()
-
-    return types.void(), emit
+    return types.void(), codegen_of(lambda given: call_tiles(given.builder, "tilerelease"))
 
 
 def _add_tiles(num_tiles: int, num_groups: int) -> Callable[..., Any]:

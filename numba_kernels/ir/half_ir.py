@@ -10,12 +10,11 @@ from __future__ import annotations
 from hotcold.numba_kernels.formats import CHUNK, CHUNK_GROUPS, SCALE_BYTES, RowFormat
 from hotcold.numba_kernels.ir.byte_dot import ByteDot
 from hotcold.numba_kernels.ir.codes import codes_of
-from hotcold.numba_kernels.ir.quantized_ir import Row, Vector
+from hotcold.numba_kernels.ir.quantized_ir import Row, SideBySide, Vector
 from hotcold.numba_kernels.ir.target import LANES, has_feature
-from hotcold.numba_kernels.ir.vec import F32, HALF, I32, I64, Ptr, Var, Vec, shaped
+from hotcold.numba_kernels.ir.vec import F32, HALF, I32, Ptr, Var, Vec, shaped
 
 _LANES = LANES // 2
-_INTS = shaped(I32, _LANES)
 _FLOATS = shaped(F32, _LANES)
 
 
@@ -25,7 +24,7 @@ def takes_halves(row_format: RowFormat) -> bool:
     return is_avx2 and row_format.is_plain
 
 
-class Halves:
+class Halves(SideBySide):
     """A row's last chunk of 0 < g < 16 groups after at least one whole chunk, times vectors.
 
     Where 2 g or 4 g are at most 8, two or four of its steps stand side by side in a vector.
@@ -40,13 +39,8 @@ class Halves:
         self.builder = groups.builder
         self.groups = groups - index * CHUNK_GROUPS
         self.has_second = groups.like(_LANES).below(self.groups)
-        self.halvings = groups.like(0)
         self.steps = self.codes.steps
-        for doublings in range(1, self.steps.bit_length()):
-            fits = self.groups.below((_LANES >> doublings) + 1)
-            self.halvings = self.halvings + fits.astype(I64, signed=False)
-        self.num_turns = groups.like(self.steps) >> self.halvings
-        self.num_lanes = self.groups << self.halvings
+        super().__init__(self.groups, self.steps, _LANES)
         self.multiply = ByteDot(row_format, 1)
         ints = Vec.full(self.builder, 0, I32, _LANES)
         self.counts = [[Var(ints) for _ in vectors] for _ in range(2)]  # of each half
@@ -57,7 +51,7 @@ class Halves:
         sums = [Var(zeros) for _ in self.vectors]
         self._first_half(sums)
         ends = [Var(self.multiply.end([total.get()])) for total in sums]
-        self._fold(ends)
+        self.fold(ends)
         for cell, end in zip(self.counts[0], ends, strict=True):
             cell.set(end.get())
         with self.builder.if_then(self.has_second.value):
@@ -92,17 +86,6 @@ class Halves:
             for total, vector in zip(sums, self.vectors, strict=True):
                 values = _load(vector.values + place, I32)
                 total.set(self.multiply.add(total.get(), weights, values))
-
-    def _fold(self, sums: list[Var]) -> None:
-        """Add up the steps that stand side by side, in the lanes of the first."""
-        places = Vec.of(self.builder, range(_LANES), I32)
-        for number in range(self.steps.bit_length() - 1):
-            moved = places + (self.num_lanes >> number + 1).astype(I32)
-            with self.builder.if_then(self.halvings.like(number).below(self.halvings).value):
-                for total in sums:
-                    ints = total.get()
-                    other = ints.call("llvm.x86.avx2.permd", _INTS, ints, moved)
-                    total.set(ints + other)
 
     def _add_half(self, totals: list[Var], half: int) -> None:
         """Add the counts of lanes 0 to 7, or of 8 to 15."""

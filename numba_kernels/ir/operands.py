@@ -6,11 +6,11 @@ address, as `numba_kernels.decode.vectors.quantize_activations` gave it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hotcold.numba_kernels.formats import CHUNK, QUANT_GROUP
-from hotcold.numba_kernels.ir.float_ir import FloatDots, FloatPanel, add_scaled, item_bytes
+from hotcold.numba_kernels.ir.float_ir import FloatDots, add_scaled, item_bytes
 from hotcold.numba_kernels.ir.integer_ir import emit_products
 from hotcold.numba_kernels.ir.quantize_ir import ScaledSum
 from hotcold.numba_kernels.ir.quantized_ir import Row, Vector, format_of
@@ -61,21 +61,6 @@ class Weights:
         if self.format:
             return emit_products(self.format, rows, vectors, self.groups, ahead, bytes_ahead)
         return FloatDots(self.dtype, rows, vectors).emit(self.width, ahead, bytes_ahead)
-
-    def panel(
-        self,
-        first_row: Vec,
-        vectors: list[Any],
-        num_rows: int,
-        num_tiles: int,
-        kind: Callable[..., FloatPanel] = FloatPanel,
-    ) -> FloatPanel:
-        """Float rows from `first_row` on, as `num_tiles` tiles of `num_rows`, times `vectors`."""
-
-        def row(index: Vec) -> Ptr:
-            return self.array.at(first_row + index)
-
-        return kind(self.dtype, row, vectors, num_rows, num_tiles)
 
     def add_scaled(
         self, out: Ptr, rows: list[Any], factors: list[Vec], ahead: Sequence[Any] = ()

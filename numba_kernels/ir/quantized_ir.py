@@ -32,6 +32,7 @@ from hotcold.numba_kernels.ir.vec import (
     Vec,
     for_range,
     shaped,
+    stack_space,
 )
 
 BYTE_LANES = 4 * LANES
@@ -137,23 +138,39 @@ def _first_lanes(index: Vec, number: Vec) -> Vec:
     return Vec.of(index.builder, range(LANES), I32).below(number.astype(I32))
 
 
-class Rest:
-    """A row's last chunk of g < 16 groups, `side` steps of it in each vector.
+class SideBySide:
+    """How many steps of a last chunk of g groups share a vector of some lanes: 2 ** halvings.
 
-    `side` is a power of two, as many as fit into 16 lanes: step i of those has lanes i * g to
-    (i + 1) * g - 1. `numba_kernels.formats.steps_side_by_side` says the same of numbers.
+    As many as fit: step i of those has lanes i * g to (i + 1) * g - 1.
+    `numba_kernels.formats.steps_side_by_side` says the same of numbers.
     """
+
+    def __init__(self, num_groups: Vec, steps: int, lanes: int) -> None:
+        """steps: of a chunk."""
+        self._num_steps = steps
+        self.halvings = num_groups.like(0)
+        for doublings in range(1, steps.bit_length()):
+            fits = num_groups.below((lanes >> doublings) + 1)
+            self.halvings = self.halvings + fits.astype(I64, signed=False)
+        self.num_turns = num_groups.like(steps) >> self.halvings
+        self.num_lanes = num_groups << self.halvings
+
+    def fold(self, sums: list[Var]) -> None:
+        """Add up all steps of each group in the lanes of the first step."""
+        for number in range(self._num_steps.bit_length() - 1):
+            distance = (self.num_lanes >> number + 1).astype(I32)
+            with distance.builder.if_then(self.halvings.like(number).below(self.halvings).value):
+                for total in sums:
+                    total.set(total.get() + moved_down(total.get(), distance))
+
+
+class Rest(SideBySide):
+    """A row's last chunk of g < 16 groups, in vectors of 16 lanes."""
 
     def __init__(self, index: Vec, num_groups: Vec, steps: int) -> None:
         """steps: of a chunk."""
         self.chunk = _last_chunk(index, num_groups)
-        self.halvings = num_groups.like(0)  # side is 2 to so many
-        self._num_steps = steps
-        for doublings in range(1, steps.bit_length()):
-            fits = num_groups.below(LANES // (1 << doublings) + 1)
-            self.halvings = self.halvings + fits.astype(I64, signed=False)
-        self.num_turns = (num_groups.like(steps)) >> self.halvings
-        self.num_lanes = num_groups << self.halvings
+        super().__init__(num_groups, steps, LANES)
         self._mask = _first_lanes(index, self.num_lanes)
 
     def each_turn(self, body: Callable[[Vec], None]) -> None:
@@ -173,37 +190,6 @@ class Rest:
     def load(self, start: Ptr, turn: Vec) -> Vec:
         """The steps of a turn, of those that begin at `start`; 0 in the lanes beyond them."""
         return (start + turn * self.num_lanes * 4).load_masked(I32, self._mask)
-
-    def fold(self, sums: list[Var]) -> None:
-        """Add up all steps of each group in the lanes of the first step."""
-        for number in range(self._num_steps.bit_length() - 1):
-            distance = (self.num_lanes >> number + 1).astype(I32)
-            with distance.builder.if_then(self.halvings.like(number).below(self.halvings).value):
-                for total in sums:
-                    total.set(total.get() + self._moved_down(total.get(), distance))
-
-    def _moved_down(self, ints: Vec, distance: Vec) -> Vec:
-        """Lane i + distance in lane i, for the first eight lanes; in others any numbers."""
-        if has_feature("avx512f"):
-            places = Vec.of(ints.builder, range(LANES), I32) + distance
-            return ints.call("llvm.x86.avx512.permvar.si.512", INTS, ints, places)
-        if not has_feature("avx2"):
-            space = _zeroed_space(ints.builder, 2)
-            space.store(ints)
-            (space + 4 * LANES).store(ints)  # any numbers
-            return (space + distance.astype(I64) * 4).load(I32, LANES)
-        places = Vec.of(ints.builder, range(_HALF_LANES), I32) + distance
-        low, high = (
-            ints.take(range(first, first + _HALF_LANES)).call(
-                "llvm.x86.avx2.permd",
-                shaped(I32, _HALF_LANES),
-                ints.take(range(first, first + _HALF_LANES)),
-                places,
-            )
-            for first in (0, _HALF_LANES)
-        )
-        moved = places.below(_HALF_LANES).where(low, high)
-        return moved.take(range(LANES), moved.like(0))
 
     def repeated(self, numbers: Vec) -> Vec:
         """The numbers (float32) of the groups, once for each step of a vector."""
@@ -239,6 +225,36 @@ class Rest:
 def _zeroed_space(builder: Any, num_vectors: int) -> Ptr:
     """Memory on the stack for so many vectors, zeros."""
     return Ptr(builder, cgutils.alloca_once(builder, ir.ArrayType(INTS, num_vectors)))
+
+
+def moved_down(ints: Vec, distance: Vec) -> Vec:
+    """Lane i + distance of a vector in lane i; any numbers in lanes for which there is none.
+
+    With AVX2 of two registers only the first's lanes are right, which are all that sums need.
+    """
+    builder, kind = ints.builder, ints.value.type
+    if ints.lanes == LANES and has_feature("avx2") and not has_feature("avx512f"):
+        places = Vec.of(builder, range(_HALF_LANES), I32) + distance
+        low, high = (
+            ints.take(range(first, first + _HALF_LANES)).call(
+                "llvm.x86.avx2.permd",
+                shaped(I32, _HALF_LANES),
+                ints.take(range(first, first + _HALF_LANES)),
+                places,
+            )
+            for first in (0, _HALF_LANES)
+        )
+        moved = places.below(_HALF_LANES).where(low, high)
+        return moved.take(range(LANES), moved.like(0))
+    places = Vec.of(builder, range(ints.lanes), I32) + distance
+    if ints.lanes == LANES and has_feature("avx512f"):
+        return ints.call("llvm.x86.avx512.permvar.si.512", kind, ints, places)
+    if ints.lanes == _HALF_LANES and has_feature("avx2"):
+        return ints.call("llvm.x86.avx2.permd", kind, ints, places)
+    space = stack_space(builder, ir.ArrayType(I32, 2 * ints.lanes))
+    for half in range(2):
+        (space + half * 4 * ints.lanes).store(ints)
+    return (space + distance.astype(I64) * 4).load(I32, ints.lanes)
 
 
 def with_chunks(

@@ -14,13 +14,13 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from hotcold.numba_kernels.formats import CHUNK_GROUPS, RowFormat
+from hotcold.numba_kernels.formats import CHUNK_GROUPS
 from hotcold.numba_kernels.ir.float_ir import FloatPanel, FloatStream
 from hotcold.numba_kernels.ir.operands import Vectors, Weights
 from hotcold.numba_kernels.ir.quantized_ir import format_of
 from hotcold.numba_kernels.ir.target import has_feature, vnni_lanes
 from hotcold.numba_kernels.ir.unpacked_ir import TOKENS, UnpackedRows
-from hotcold.numba_kernels.ir.vec import I64, Arguments, Vec, codegen_of
+from hotcold.numba_kernels.ir.vec import I64, Arguments, Ptr, Vec, codegen_of
 
 NEVER = 1 << 30  # so many tokens
 # Of plain quantized rows without AVX-512: the fewest tokens that are worth unpacking rows for.
@@ -76,12 +76,7 @@ def tiles_of(weights: Any) -> Tiles:
     row_format = format_of(weights.dtype)
     if not row_format:
         return FLOAT_TILES
-    return UNPACKED_TILES if is_slow_to_unpack(row_format) else QUANTIZED_TILES
-
-
-def is_slow_to_unpack(row_format: RowFormat) -> bool:
-    """Whether values or factors of a row take clearly longer than plain bytes and nibbles."""
-    return not row_format.is_plain
+    return QUANTIZED_TILES if row_format.is_plain else UNPACKED_TILES
 
 
 @intrinsic
@@ -198,7 +193,11 @@ def _emit_panel(
     matrix, vectors, out = Weights(given.array(0)), Vectors(given.arrays(2)), given.array(4)
     first, token, column = given.numbers(1, 3, 5)
     operands = [vectors.vector(token + t) for t in range(tiles.num_tokens)]
-    panel = matrix.panel(first, operands, tiles.num_rows, tiles.num_tiles, kind)
+
+    def row(index: Vec) -> Ptr:
+        return matrix.array.at(first + index)
+
+    panel = kind(matrix.dtype, row, operands, tiles.num_rows, tiles.num_tiles)
     panel.emit(matrix.width, lambda r, t, result: out.at(token + t, column + r).store(result))
 
 

@@ -16,13 +16,12 @@ from hotcold.numba_kernels.formats import CHUNK, CHUNK_GROUPS, RowFormat
 from hotcold.numba_kernels.ir.byte_dot import ByteDot
 from hotcold.numba_kernels.ir.codes import codes_of
 from hotcold.numba_kernels.ir.factors import factors_of
-from hotcold.numba_kernels.ir.quantized_ir import Chunk, Rest, Row, Vector
-from hotcold.numba_kernels.ir.target import LANES, REGISTER_LANES, has_feature
+from hotcold.numba_kernels.ir.quantized_ir import Chunk, Rest, Row, SideBySide, Vector
+from hotcold.numba_kernels.ir.target import LANES, REGISTER_LANES
 from hotcold.numba_kernels.ir.vec import (
     F32,
     I8,
     I32,
-    I64,
     Ptr,
     Var,
     Vec,
@@ -296,19 +295,14 @@ class _Chunk:
 class _LastChunk(_Chunk):
     """The last chunk, of g groups.
 
-    `side` steps share a register where so many times g lanes fit it. Loops stay loops: LLVM gets
+    Loops stay loops: LLVM gets
     along with the registers that there are.
     """
 
     def __init__(self, rows: UnpackedRows, index: Vec, num_groups: Vec) -> None:
         super().__init__(rows, index)
         self.num_groups = num_groups
-        self.halvings = num_groups.like(0)  # side is 2 to so many
-        for doublings in range(1, self.steps.bit_length()):
-            fits = num_groups.below((REGISTER_LANES >> doublings) + 1)
-            self.halvings = self.halvings + fits.astype(I64, signed=False)
-        self.num_turns = num_groups.like(self.steps) >> self.halvings
-        self.num_lanes = num_groups << self.halvings
+        self.side = SideBySide(num_groups, self.steps, REGISTER_LANES)
 
     def each_register(self, body: Callable[[Vec], None]) -> None:
         """body(first lane) for all of them."""
@@ -317,17 +311,13 @@ class _LastChunk(_Chunk):
 
     def each_turn(self, body: Callable[[Vec | int, Vec | int], None]) -> None:
         """body(where a turn's codes are, where a part begins beyond part 0's)."""
-        part_bytes = self.num_groups * (4 * self.steps)
-        for_range(0, self.num_turns, 1, lambda i: body(i * self.num_lanes * 4, part_bytes))
+        part_bytes, side = self.num_groups * (4 * self.steps), self.side
+        for_range(0, side.num_turns, 1, lambda i: body(i * side.num_lanes * 4, part_bytes))
 
     def folded(self, counts: list[Vec]) -> list[Vec]:
         """The sums of all steps, in the lanes of the first."""
         sums = [Var(count) for count in counts]
-        for number in range(self.steps.bit_length() - 1):
-            distance = (self.num_lanes >> number + 1).astype(I32)
-            with self.builder.if_then(self.halvings.like(number).below(self.halvings).value):
-                for total in sums:
-                    total.set(total.get() + moved_down(total.get(), distance))
+        self.side.fold(sums)
         return [total.get() for total in sums]
 
     def scales(self, vector: Vector, at: Vec, lane: Vec) -> Vec:
@@ -336,17 +326,3 @@ class _LastChunk(_Chunk):
         left = (self.num_groups - lane).astype(I32)
         numbers = super().scales(vector, at, lane)
         return (lanes < left.spread(REGISTER_LANES)).where(numbers, 0)
-
-
-def moved_down(ints: Vec, distance: Vec) -> Vec:
-    """Lane i + distance of a register in lane i; any numbers in lanes for which there is none."""
-    builder, kind = ints.builder, ints.value.type
-    places = Vec.of(builder, range(ints.lanes), I32) + distance
-    if ints.lanes == LANES and has_feature("avx512f"):
-        return ints.call("llvm.x86.avx512.permvar.si.512", kind, ints, places)
-    if ints.lanes == LANES // 2 and has_feature("avx2"):
-        return ints.call("llvm.x86.avx2.permd", kind, ints, places)
-    space = stack_space(builder, ir.ArrayType(I8, 2 * 4 * ints.lanes))
-    for half in range(2):
-        (space + half * 4 * ints.lanes).store(ints)
-    return (space + distance.astype(I64) * 4).load(I32, ints.lanes)

@@ -58,6 +58,12 @@ def shaped(dtype: Any, lanes: int) -> Any:
     return ir.VectorType(dtype, lanes) if lanes > 1 else dtype
 
 
+def call_by_name(builder: Any, name: str, result: Any, values: Sequence[Any]) -> Any:
+    """Call a function of C, or one of LLVM's, by its name."""
+    kind = ir.FunctionType(result, [value.type for value in values])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
+
+
 class Vec:
     """A vector of `lanes` items of `dtype`, or one number."""
 
@@ -211,10 +217,8 @@ class Vec:
 
     def call(self, name: str, result: Any, *args: Vec) -> Vec:
         """A function of LLVM or an instruction of the CPU, by its intrinsic's name."""
-        values = [arg.value for arg in args]
-        kind = ir.FunctionType(result, [value.type for value in values])
-        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
-        return Vec(self.builder, self.builder.call(function, values))
+        found = call_by_name(self.builder, name, result, [arg.value for arg in args])
+        return Vec(self.builder, found)
 
     def _operands(self, other: Vec | float) -> tuple[Any, Any]:
         if not isinstance(other, Vec):
@@ -278,9 +282,8 @@ class Ptr:
         Rows are asked for with 2: a core waits for few lines of its first level at a time, and for
         more of its second.
         """
-        kind = ir.FunctionType(ir.VoidType(), [_BYTES, I32, I32, I32])
-        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        self.builder.call(function, [self.value, I32(0), I32(locality), I32(1)])
+        values = self.value, I32(0), I32(locality), I32(1)
+        call_by_name(self.builder, "llvm.prefetch.p0", ir.VoidType(), values)
 
 
 class Var:
@@ -401,6 +404,12 @@ class Arguments:
     def numbers(self, *places: int) -> list[Vec]:
         """Several numbers."""
         return [self.number(place) for place in places]
+
+    def tuple_of(self, place: int) -> list[Vec]:
+        """The numbers of a tuple."""
+        return [
+            Vec(self.builder, n) for n in cgutils.unpack_tuple(self.builder, self._values[place])
+        ]
 
     def array(self, place: int) -> Array:
         """An array."""

@@ -10,7 +10,6 @@ not depend on what is computed beside it. `x` is the result of
 `numba_kernels.decode.vectors.quantize_activations`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from numba import types
@@ -46,17 +45,26 @@ def any_layout(typingctx, array):
     return array.copy(layout="A")(array), emit
 
 
+def _indices(numbers: Any) -> Any:
+    """A tuple of so many row numbers."""
+    return types.UniTuple(_INDEX, len(numbers))
+
+
+def _factors(numbers: Any) -> Any:
+    """A tuple of so many factors."""
+    return types.UniTuple(_FACTOR, len(numbers))
+
+
 @intrinsic
-def dot_rows4(typingctx, weights, row0, row1, row2, row3, x, token):
-    """(weights[row0] . x[token], ..., weights[row3] . x[token])."""
+def dot_rows(typingctx, weights, rows, x, token):
+    """A tuple of weights[row] . x[token] for each of a tuple of rows."""
 
     def emit(given: Arguments) -> list[Vec]:
         matrix = Weights(given.array(0))
-        rows = [matrix.row(row) for row in given.numbers(1, 2, 3, 4)]
-        return matrix.products(rows, [Vectors(given.arrays(5)).vector(given.number(6))])
+        operands = [matrix.row(row) for row in given.tuple_of(1)]
+        return matrix.products(operands, [Vectors(given.arrays(2)).vector(given.number(3))])
 
-    signature = types.UniTuple(types.float32, 4)(weights, *(_INDEX,) * 4, x, _INDEX)
-    return signature, codegen_of(emit)
+    return _factors(rows)(weights, _indices(rows), x, _INDEX), codegen_of(emit)
 
 
 @intrinsic
@@ -74,18 +82,6 @@ def dot_ahead(typingctx, weights, row, following, x, token):
     return types.float32(weights, _INDEX, _INDEX, x, _INDEX), codegen_of(emit)
 
 
-def _dot_tokens(num_tokens: int) -> Callable[[Arguments], list[Vec]]:
-    """weights[row] times vectors; rows behind it come next."""
-
-    def emit(given: Arguments) -> list[Vec]:
-        matrix, vectors = Weights(given.array(0)), Vectors(given.arrays(2))
-        tokens = given.numbers(*range(3, 3 + num_tokens))
-        row = matrix.row(given.number(1))
-        return matrix.products_in_sequence(row, [vectors.vector(token) for token in tokens])
-
-    return emit
-
-
 @intrinsic
 def dot_row(typingctx, weights, row, x, token):
     """weights[row] . x[token], of rows that are read one after the other.
@@ -93,8 +89,13 @@ def dot_row(typingctx, weights, row, x, token):
     They are one stream a core, which the hardware prefetches; how much prefetch instructions add to
     that differs from CPU to CPU (`numba_kernels/ir/target.py`).
     """
-    signature = types.float32(weights, _INDEX, x, _INDEX)
-    return signature, codegen_of(lambda given: _dot_tokens(1)(given)[0])
+
+    def emit(given: Arguments) -> Vec:
+        matrix, vectors = Weights(given.array(0)), Vectors(given.arrays(2))
+        row = matrix.row(given.number(1))
+        return matrix.products_in_sequence(row, [vectors.vector(given.number(3))])[0]
+
+    return types.float32(weights, _INDEX, x, _INDEX), codegen_of(emit)
 
 
 @intrinsic
@@ -110,17 +111,15 @@ def dot_lone_row(typingctx, weights, row, x, token):
 
 
 @intrinsic
-def dot_tokens2(typingctx, weights, row, x, token0, token1):
-    """(weights[row] . x[token0], weights[row] . x[token1])."""
-    signature = types.UniTuple(types.float32, 2)(weights, _INDEX, x, *(_INDEX,) * 2)
-    return signature, codegen_of(_dot_tokens(2))
+def dot_tokens(typingctx, weights, row, x, tokens):
+    """A tuple of weights[row] . x[token] for each of a tuple of tokens, as `dot_row`."""
 
+    def emit(given: Arguments) -> list[Vec]:
+        matrix, vectors = Weights(given.array(0)), Vectors(given.arrays(2))
+        row, own = matrix.row(given.number(1)), given.tuple_of(3)
+        return matrix.products_in_sequence(row, [vectors.vector(token) for token in own])
 
-@intrinsic
-def dot_tokens4(typingctx, weights, row, x, token0, token1, token2, token3):
-    """(weights[row] . x[token0], ..., weights[row] . x[token3])."""
-    signature = types.UniTuple(types.float32, 4)(weights, _INDEX, x, *(_INDEX,) * 4)
-    return signature, codegen_of(_dot_tokens(4))
+    return _factors(tokens)(weights, _INDEX, x, _indices(tokens)), codegen_of(emit)
 
 
 @intrinsic
@@ -135,70 +134,44 @@ def read_rows(typingctx, weights, row, num_rows):
 
 
 @intrinsic
-def axpy4(typingctx, out, weights, row0, row1, row2, row3, c0, c1, c2, c3):
-    """out += c0 * weights[row0] + ... + c3 * weights[row3], in this order; out (d,) float32.
+def axpy(typingctx, out, weights, rows, factors):
+    """out += the sum of factor * weights[row] over tuples, in their order; out (d,) float32.
 
     For quantized weights `out` is in lane order; see `numba_kernels.decode.rows.add_in_order`.
     """
 
     def emit(given: Arguments) -> None:
         matrix = Weights(given.array(1))
-        rows = [matrix.row(row) for row in given.numbers(2, 3, 4, 5)]
-        matrix.add_scaled(given.array(0).at(), rows, given.numbers(6, 7, 8, 9))
+        own = [matrix.row(row) for row in given.tuple_of(2)]
+        matrix.add_scaled(given.array(0).at(), own, given.tuple_of(3))
 
-    return types.void(out, weights, *(_INDEX,) * 4, *(_FACTOR,) * 4), codegen_of(emit)
+    return types.void(out, weights, _indices(rows), _factors(factors)), codegen_of(emit)
 
 
 @intrinsic
-def axpy4_ahead(typingctx, out, weights, row0, row1, row2, row3, c0, c1, c2, c3, a0, a1, a2, a3):
-    """`axpy4`, while rows a0..a3 are prefetched in step."""
-    ids, factors = (_INDEX,) * 4, (_FACTOR,) * 4
+def axpy_ahead(typingctx, out, weights, rows, factors, ahead):
+    """`axpy`, while the rows of a tuple `ahead` are prefetched in step."""
 
     def emit(given: Arguments) -> None:
         matrix = Weights(given.array(1))
-        rows, ahead = (
-            [matrix.row(row) for row in given.numbers(*range(first, first + 4))]
-            for first in (2, 10)
-        )
-        matrix.add_scaled(given.array(0).at(), rows, given.numbers(6, 7, 8, 9), ahead)
+        own, following = ([matrix.row(row) for row in given.tuple_of(place)] for place in (2, 4))
+        matrix.add_scaled(given.array(0).at(), own, given.tuple_of(3), following)
 
-    return types.void(out, weights, *ids, *factors, *ids), codegen_of(emit)
-
-
-@intrinsic
-def add_scaled1(typingctx, out, weights, row, scale):
-    """out += scale * weights[row]; out (d,) float32, in lane order for quantized weights."""
-
-    def emit(given: Arguments) -> None:
-        matrix = Weights(given.array(1))
-        matrix.add_scaled(given.array(0).at(), [matrix.row(given.number(2))], [given.number(3)])
-
-    return types.void(out, weights, _INDEX, _FACTOR), codegen_of(emit)
-
-
-@intrinsic
-def add_part4(typingctx, out, token, weights, row0, row1, row2, row3, c0, c1, c2, c3, part):
-    """`axpy4` of part `part` of the columns, which alone out (T, PART_COLUMNS) holds."""
-
-    def emit(given: Arguments) -> None:
-        matrix, target = Weights(given.array(2)), given.array(0).at(given.number(1))
-        rows = [matrix.row(row) for row in given.numbers(3, 4, 5, 6)]
-        matrix.add_part(target, rows, given.numbers(7, 8, 9, 10), given.number(11))
-
-    signature = types.void(out, _INDEX, weights, *(_INDEX,) * 4, *(_FACTOR,) * 4, _INDEX)
+    signature = types.void(out, weights, _indices(rows), _factors(factors), _indices(ahead))
     return signature, codegen_of(emit)
 
 
 @intrinsic
-def add_part1(typingctx, out, token, weights, row, scale, part):
-    """`add_part4` for one row."""
+def add_part(typingctx, out, token, weights, rows, factors, part):
+    """`axpy` of part `part` of the columns, which alone out (T, PART_COLUMNS) holds."""
 
     def emit(given: Arguments) -> None:
         matrix, target = Weights(given.array(2)), given.array(0).at(given.number(1))
-        row, scale, part = given.numbers(3, 4, 5)
-        matrix.add_part(target, [matrix.row(row)], [scale], part)
+        own = [matrix.row(row) for row in given.tuple_of(3)]
+        matrix.add_part(target, own, given.tuple_of(4), given.number(5))
 
-    return types.void(out, _INDEX, weights, _INDEX, _FACTOR, _INDEX), codegen_of(emit)
+    signature = types.void(out, _INDEX, weights, _indices(rows), _factors(factors), _INDEX)
+    return signature, codegen_of(emit)
 
 
 @intrinsic

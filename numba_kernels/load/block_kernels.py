@@ -24,6 +24,8 @@ from hotcold.numba_kernels.formats import (
     IQ4_VALUES,
     MAX_EXPONENT,
     MINIMA,
+    NF4_NUMBERS,
+    NF4_VALUES,
     Q3_VALUES,
     QUANT_GROUP,
     SCALES,
@@ -38,8 +40,6 @@ from hotcold.numba_kernels.load.quantize_kernels import (
     power_of_two,
     store_codes,
     store_half,
-    store_q4,
-    store_q4_halves,
 )
 
 # What a kernel returns for numbers that rows do not take as they are.
@@ -67,6 +67,7 @@ _IQ3_XXS, _IQ3_S, _IQ4_XS, _IQ4_NL = (
 _IQ1_S, _IQ1_M = _code("IQ1_S"), _code("IQ1_M")
 _MXFP4, _NVFP4 = _code("MXFP4"), _code("NVFP4")
 _NVFP4_BYTES = BLOCK_FORMATS[block_dtype("NVFP4")].num_bytes  # behind which a scale may be
+_NF4 = BLOCK_FORMATS[NF4_NUMBERS].ggml_type
 _TQ1_0, _TQ2_0, _Q1_0, _Q2_0 = (_code(name) for name in ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0"))
 
 
@@ -87,14 +88,15 @@ _NIBBLES_AT = _by_type(0, np.int64, {_Q4_0: 2, _Q4_1: 4, _Q5_0: 6, _Q5_1: 8, _IQ
 _FIFTHS_AT = _by_type(0, np.int64, {_Q5_0: 2, _Q5_1: 4})
 # Values that are looked up, 1 / unit times as large: the table's number, -1 for none.
 _VALUES = np.array(
-    (IQ4_VALUES, E2M1_VALUES, Q3_VALUES, IQ3_S_VALUES, IQ3_XXS_VALUES, IQ2_VALUES), np.int8
+    (IQ4_VALUES, E2M1_VALUES, Q3_VALUES, IQ3_S_VALUES, IQ3_XXS_VALUES, IQ2_VALUES, NF4_VALUES),
+    np.int8,
 )
 _TABLES = _by_type(
     -1, np.int64,
     {_IQ4_NL: 0, _IQ4_XS: 0, _MXFP4: 1, _NVFP4: 1, _Q3_K: 2, _IQ3_S: 3, _IQ3_XXS: 4,
-     **dict.fromkeys((_IQ2_XXS, _IQ2_XS, _IQ2_S, _IQ1_S, _IQ1_M), 5)},
+     _NF4: 6, **dict.fromkeys((_IQ2_XXS, _IQ2_XS, _IQ2_S, _IQ1_S, _IQ1_M), 5)},
 )  # fmt: skip
-_UNITS = np.array((1, 1, 1, 1, 1 / 4, 1 / 8), np.float32)
+_UNITS = np.array((1, 1, 1, 1, 1 / 4, 1 / 8, 1), np.float32)
 _HAS_MIN = _by_type(False, np.bool_, dict.fromkeys((_Q4_1, _Q5_1, _Q2_K, _Q4_K, _Q5_K), True))
 _IQ2_XXS_GRID, _IQ2_XS_GRID, _IQ2_S_GRID = map(grid_of, ("IQ2_XXS", "IQ2_XS", "IQ2_S"))
 _IQ3_XXS_GRID, _IQ3_S_GRID, _IQ1_GRID = map(grid_of, ("IQ3_XXS", "IQ3_S", "IQ1_S"))
@@ -177,7 +179,7 @@ def _group(code, block, part, codes):
     if _NIBBLES_AT[code]:
         _nibbles(block, _NIBBLES_AT[code], _FIFTHS_AT[code], codes)
         return (int32(block[0]), int32(block[0])) if code == _MXFP4 else (one, one)
-    if code == _Q8_0:
+    if code in (_Q8_0, _NF4):
         for k in range(32):
             codes[k] = block[2 + k]
         return one, one
@@ -447,7 +449,7 @@ def _store_of_block(layout, code, block, blocks, number):
         at[0], at[1], at[2], at[3] = 0, 0, 0x80, 0x3F  # 1
         for k in range(block.shape[0] - _NVFP4_BYTES):
             at[k] = block[_NVFP4_BYTES + k]
-        return DONE
+        return NOT_FINITE if at[3] & 0x7F == 0x7F and at[2] & 0x80 else DONE
     if layout == _SIX_BITS:  # ggml subtracts the minimum
         least = uint16(_word(block, 2) ^ 0x8000)
         worst = _store_block_scale(_scale_bits(code, block), blocks, 2 * number)
@@ -488,10 +490,7 @@ def _repack_row(code, weights, num_bytes, src, start, codes, target, width, row_
         elif shift:
             for k in range(_GROUP):
                 codes[k] += shift
-        if has_halves and bits == 4:
-            store_q4_halves(codes, target, group, num_groups)
-        else:
-            store_codes(bits, codes, target, group, num_groups)
+        store_codes(bits, has_halves, codes, target, group, num_groups)
         status = DONE
         if layout == _SCALES:
             status = _store_block_scale(_scale_bits(code, block), factors, group)
@@ -512,51 +511,6 @@ def _repack_row(code, weights, num_bytes, src, start, codes, target, width, row_
             if part == 0:
                 status = _store_of_block(layout, code, block, blocks, number)
         worst = max(worst, status)
-    return worst
-
-
-@njit(nogil=True, cache=True, _nrt=True)
-def pack_table_kernel(numbers, scales, dst, dst_step):
-    """Numbers (N, W) of values, uint8, and float16 bits (N, W / 32) as rows of 4 bits.
-
-    Returns DONE or NOT_FINITE; checks no shapes.
-    """
-    num_groups, worst = scales.shape[1], DONE
-    for row in range(numbers.shape[0]):
-        target = dst[row * dst_step :]
-        factors = target[num_groups * (_GROUP // 2) :]
-        for group in range(num_groups):
-            codes = numbers[row, group * _GROUP : (group + 1) * _GROUP]
-            store_q4(codes, target, group, num_groups)
-            scale = int32(scales[row, group])
-            if scale & 0x7C00 == 0x7C00:
-                worst = NOT_FINITE
-            factors[2 * group], factors[2 * group + 1] = scale & 255, scale >> 8
-    return worst
-
-
-@njit(nogil=True, cache=True, _nrt=True)
-def pack_nvfp4_kernel(numbers, scales, of_all, dst, dst_step):
-    """Numbers (N, W) of E2M1, E4M3 scales (N, W / 16), of no sign, uint8, as rows of NVFP4.
-
-    of_all (4,) uint8: the bytes of a float32 that all are multiplied with
-    Returns DONE or NOT_FINITE; checks no shapes.
-    """
-    num_groups, worst = scales.shape[1] // 2, DONE
-    for row in range(numbers.shape[0]):
-        target = dst[row * dst_step :]
-        factors = target[num_groups * (_GROUP // 2) :]
-        blocks = factors[2 * num_groups :]
-        for group in range(num_groups):
-            codes = numbers[row, group * _GROUP : (group + 1) * _GROUP]
-            store_q4_halves(codes, target, group, num_groups)
-            first, second = scales[row, 2 * group], scales[row, 2 * group + 1]
-            if max(first, second) == uint8(0x7F):
-                worst = NOT_FINITE
-            _store_halves(first, second, factors, group, num_groups)
-            if group % 2 == 0:
-                for k in range(4):
-                    blocks[2 * group + k] = of_all[k]
     return worst
 
 

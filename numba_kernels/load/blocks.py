@@ -24,14 +24,12 @@ from hotcold.numba_kernels.load.block_kernels import (
     DOES_NOT_FIT,
     FACTORS,
     dequantize_kernel,
-    pack_nvfp4_kernel,
-    pack_table_kernel,
     paired_blocks_kernel,
     repack_kernel,
 )
 from hotcold.numba_kernels.load.loading import flat_rows
 from hotcold.numba_kernels.load.quantize import DONE, NOT_FINITE, quantize_into
-from hotcold.numba_kernels.load.stored_rows import StoredRows, TableRows
+from hotcold.numba_kernels.load.stored_rows import StoredRows
 
 COLUMNS_AT_ONCE = 256  # whole blocks of any format
 _FLOAT_BYTES = 2 << 20  # of floats on their way into quantized rows
@@ -47,6 +45,7 @@ class PairedBlocks:
     """
 
     dtype = block_dtype("MXFP4")
+    held = None
 
     def __init__(self, values: np.ndarray, scales: np.ndarray) -> None:
         are_bytes = values.dtype == scales.dtype == np.uint8
@@ -54,9 +53,6 @@ class PairedBlocks:
             raise ValueError(f"{values.dtype} {values.shape} beside {scales.dtype} {scales.shape}")
         self._values, self._scales = read_only(values), read_only(scales)
         self.shape = scales.shape[0], QUANT_GROUP * scales.shape[1]
-
-    def table_rows(self, row_ids: np.ndarray, first: int, last: int, dtype: np.dtype) -> None:
-        """None: blocks become rows."""
 
     def blocks(self, row_ids: np.ndarray, first: int, last: int) -> np.ndarray:
         """As `RowSource.blocks`."""
@@ -113,14 +109,11 @@ def blocks_into(rows: np.ndarray | StoredRows, row_ids: np.ndarray, out: np.ndar
     block = BLOCK_FORMATS[rows.dtype]
     step, worst = max(1, _FLOAT_BYTES // (4 * max(1, width))), DONE
     if isinstance(rows, StoredRows):
+        found = rows.blocks_for(out.dtype)
         for first in range(0, ids.size, step):
-            part, target = ids[first : first + step], out[first : first + step]
-            packed = rows.table_rows(part, out.dtype)
-            if packed is None:
-                own = rows.gathered(part)
-                worst = max(worst, blocks_into(own, np.arange(len(own)), target))
-            else:
-                worst = max(worst, _packed_table(packed, target))
+            own = found.gathered(ids[first : first + step])
+            status = blocks_into(own, np.arange(len(own)), out[first : first + step])
+            worst = max(worst, status)
         return worst
     if out.dtype in (*block.exact, *block.rounded):
         status = _repacked(rows, ids, out, np.int64(width))
@@ -130,16 +123,6 @@ def blocks_into(rows: np.ndarray | StoredRows, row_ids: np.ndarray, out: np.ndar
         values = dequantize_rows(rows, ids[first : first + step])
         worst = max(worst, quantize_into(values, np.arange(len(values)), out[first : first + step]))
     return worst
-
-
-def _packed_table(packed: TableRows, out: np.ndarray) -> int:
-    places = flat_rows(out.view(np.uint8))
-    if packed.scales.dtype == np.float16:
-        return int(pack_table_kernel(packed.numbers, packed.scales.view(np.uint16), *places))
-    if not np.isfinite(packed.of_all):
-        return NOT_FINITE
-    of_all = np.array([packed.of_all], np.float32).view(np.uint8)
-    return int(pack_nvfp4_kernel(packed.numbers, packed.scales, of_all, *places))
 
 
 def _repacked(rows: np.ndarray, ids: np.ndarray, out: np.ndarray, width: np.int64) -> int:
@@ -170,18 +153,6 @@ def block_columns(rows: np.ndarray | StoredRows, column_ids: np.ndarray) -> np.n
         values = dequantize_rows(rows, all_rows, first // weights, num_columns // weights)
         transposed[is_here] = values[:, column_ids[is_here] - first].T
     return transposed
-
-
-def block_columns_into(
-    rows: np.ndarray | StoredRows, column_ids: np.ndarray, out: np.ndarray
-) -> int:
-    """Fill `out` with `block_columns`, quantized again.
-
-    Shapes:  rows (R, row bytes), column_ids (N,), out (N, row_items of R weights)
-    Dtypes:  as of `blocks_into`
-    Errors:  ValueError on any mismatch
-    """
-    return quantize_into(block_columns(rows, column_ids), np.arange(column_ids.size), out)
 
 
 def blocks_status(rows: np.ndarray) -> int:

@@ -25,31 +25,25 @@ _TILE_COLUMNS = 64
 _TILE_STEP = _TILE_ROWS + 32
 
 
-def copy_rows(src: np.ndarray, dst: np.ndarray) -> bool:
-    """Copy `src` into `dst`; return whether all values are finite.
-
-    Shapes:  src (R, C), dst (R, C); both with contiguous rows and any distance between rows
-    Dtypes:  both float32, uint16 (float16 bits) or int16 (bfloat16 bits)
-    Errors:  ValueError on any mismatch
-    """
-    if src.shape != dst.shape:
-        raise ValueError(f"copy_rows from {src.shape} to {dst.shape}")
-    return gather_rows(src, np.arange(src.shape[0], dtype=np.int32), dst)
-
-
 def gather_rows(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> bool:
     """Copy the rows `row_ids` of `src` into `dst`; return whether all their values are finite.
 
     dst[i] = src[row_ids[i]]
     Shapes:  src (R, C), row_ids (N,), dst (N, C); rows contiguous, any distance between rows
-    Dtypes:  src, dst as in copy_rows; row_ids int32
+    Dtypes:  src, dst both float32, uint16 (float16 bits) or int16 (bfloat16 bits); row_ids int
     Errors:  ValueError on any mismatch or an id outside [0, R)
     """
     if dst.shape != (row_ids.size, src.shape[1]):
         raise ValueError(f"gather_rows of {row_ids.size} rows from {src.shape} to {dst.shape}")
     mask = _check(src, dst)
-    ids = _checked_ids(row_ids, src.shape[0])
+    ids = checked_ids(row_ids, src.shape[0])
     return bool(_gather_rows(*_source(src), ids, *_flat(dst), np.int64(src.shape[1]), mask))
+
+
+def gather_bytes(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> None:
+    """`gather_rows` of bytes (uint8), by `checked_ids`."""
+    width = np.int64(src.shape[1])
+    _gather_rows(*_source(src), row_ids, *_flat(dst), width, np.uint8(0))
 
 
 def gather_columns(src: np.ndarray, column_ids: np.ndarray, dst: np.ndarray) -> bool:
@@ -57,18 +51,18 @@ def gather_columns(src: np.ndarray, column_ids: np.ndarray, dst: np.ndarray) -> 
 
     dst[i, r] = src[r, column_ids[i]]: a down projection (D, F) becomes neuron-major (N, D)
     Shapes:  src (R, C), column_ids (N,), dst (N, R); rows contiguous, any distance between rows
-    Dtypes:  src, dst as in copy_rows; column_ids int32
+    Dtypes:  src, dst as in gather_rows; column_ids int
     Errors:  ValueError on any mismatch or an id outside [0, C)
     """
     if dst.shape != (column_ids.size, src.shape[0]):
         raise ValueError(f"gather_columns of {column_ids.size} from {src.shape} to {dst.shape}")
     mask = _check(src, dst)
-    ids = _checked_ids(column_ids, src.shape[1])
+    ids = checked_ids(column_ids, src.shape[1])
     return bool(_gather_columns(*_source(src), ids, *_flat(dst), np.int64(src.shape[0]), mask))
 
 
 def all_finite(bits: np.ndarray) -> bool:
-    """Return whether all weights of a matrix (R, C) are finite. Errors: as copy_rows."""
+    """Return whether all weights of a matrix (R, C) are finite. Errors: as gather_rows."""
     exponent = _check(bits, bits)
     return bool(
         _all_finite(*_source(bits), np.int64(bits.shape[0]), np.int64(bits.shape[1]), exponent)
@@ -81,12 +75,13 @@ def _check(src: np.ndarray, dst: np.ndarray) -> np.unsignedinteger:
     return _EXPONENT[src.dtype]
 
 
-def _checked_ids(ids: np.ndarray, size: int) -> np.ndarray:
-    if ids.ndim != 1 or ids.dtype != np.int32:
-        raise ValueError(f"ids are {ids.dtype} of shape {ids.shape}, not a row of int32")
+def checked_ids(ids: np.ndarray, size: int) -> np.ndarray:
+    """Whole numbers in a row as int64. Errors: ValueError for one outside [0, size)."""
+    if ids.ndim != 1 or ids.dtype.kind != "i":
+        raise ValueError(f"ids are {ids.dtype} of shape {ids.shape}, not a row of integers")
     if ids.size and (ids.min() < 0 or ids.max() >= size):
         raise ValueError(f"ids from {ids.min()} to {ids.max()} do not lie in [0, {size})")
-    return np.ascontiguousarray(ids)
+    return np.ascontiguousarray(ids, np.int64)
 
 
 def flat_rows(matrix: np.ndarray) -> tuple[np.ndarray, np.int64]:

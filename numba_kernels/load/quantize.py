@@ -25,6 +25,7 @@ from hotcold.numba_kernels.formats import (
     E4M3S,
     EXPONENTS,
     FLOATS,
+    MAX_EXPONENT,
     MXFP4,
     Q4,
     Q4_1,
@@ -34,7 +35,7 @@ from hotcold.numba_kernels.formats import (
     row_items,
     row_width,
 )
-from hotcold.numba_kernels.load.loading import flat_rows
+from hotcold.numba_kernels.load.loading import checked_ids, flat_rows, gather_bytes
 from hotcold.numba_kernels.load.quantize_kernels import (
     AS_MXFP4,
     AS_Q4,
@@ -43,7 +44,6 @@ from hotcold.numba_kernels.load.quantize_kernels import (
     DONE,
     NOT_FINITE,
     TOO_LARGE,
-    copy_rows_kernel,
     quantize_kernel,
 )
 
@@ -92,7 +92,7 @@ def quantize_into(weights: np.ndarray, row_ids: np.ndarray, rows: np.ndarray) ->
         raise ValueError(f"quantizing {weights.dtype} to {rows.dtype}")
     if rows.shape != (row_ids.size, row_items(rows.dtype, weights.shape[1])):
         raise ValueError(f"quantizing {row_ids.size} rows of {weights.shape} to {rows.shape}")
-    ids = _checked_ids(row_ids, weights.shape[0])
+    ids = checked_ids(row_ids, weights.shape[0])
     source, target = flat_rows(read_only(weights)), flat_rows(rows.view(np.uint8))
     width = np.int64(weights.shape[1])
     return int(quantize_kernel(_WAYS[rows.dtype], *source, ids, *target, width))
@@ -110,26 +110,12 @@ def copy_quantized(src: np.ndarray, row_ids: np.ndarray, dst: np.ndarray) -> boo
         raise ValueError(f"copy of {src.dtype} rows to {dst.dtype}")
     if dst.shape != (row_ids.size, src.shape[1]):
         raise ValueError(f"copy of {row_ids.size} rows from {src.shape} to {dst.shape}")
-    ids = _checked_ids(row_ids, src.shape[0])
-    row_format = ROW_FORMATS[src.dtype]
+    stored, row_format = dst.view(np.uint8), ROW_FORMATS[src.dtype]
+    gather_bytes(src.view(np.uint8), checked_ids(row_ids, src.shape[0]), stored)
     num_blocks = row_width(src.dtype, src.shape[1]) // row_format.block_weights
-    are_exponents = row_format.factors == EXPONENTS
-    of_block = row_format.group_factor_bytes if are_exponents else row_format.factor_bytes
-    factor_bytes = num_blocks * of_block
-    source = flat_rows(read_only(src.view(np.uint8)))
-    target = flat_rows(dst.view(np.uint8))
-    if row_format.factors == E4M3S:  # whose blocks' are float32
-        found = np.ascontiguousarray(src.view(np.uint8)[ids, src.shape[1] - factor_bytes :])
-        if not np.isfinite(found.view(np.float32)).all():
-            return False
-        factor_bytes = 0
-    sizes = np.int64(src.shape[1] - factor_bytes), np.int64(factor_bytes)
-    return bool(copy_rows_kernel(*source, ids, *target, *sizes, are_exponents))
-
-
-def _checked_ids(ids: np.ndarray, num_rows: int) -> np.ndarray:
-    if ids.ndim != 1 or ids.dtype.kind != "i":
-        raise ValueError(f"ids are {ids.dtype} of shape {ids.shape}, not a row of integers")
-    if ids.size and (ids.min() < 0 or ids.max() >= num_rows):
-        raise ValueError(f"ids from {ids.min()} to {ids.max()} do not lie in [0, {num_rows})")
-    return np.ascontiguousarray(ids, np.int64)
+    if row_format.factors == EXPONENTS:
+        exponents = stored[:, stored.shape[1] - num_blocks * row_format.group_factor_bytes :]
+        return bool((exponents <= MAX_EXPONENT).all())
+    factors = stored[:, stored.shape[1] - num_blocks * row_format.factor_bytes :]
+    kind = np.float32 if row_format.factors == E4M3S else np.float16
+    return bool(np.isfinite(np.ascontiguousarray(factors).view(kind)).all())

@@ -139,27 +139,16 @@ def store_q8(codes, target, group, num_groups):
 
 
 @njit(nogil=True, cache=True)
-def store_q4(codes, target, group, num_groups):
+def store_q4(codes, target, group, num_groups, has_halves):
     """Lay a group's codes (nibbles) into the row `target` of Q4 or another of 4 bits."""
+    each, upper = (4, 16) if has_halves else (8, 4)
     first = group // _CHUNK_GROUPS * _CHUNK_GROUPS
     step = 4 * min(_CHUNK_GROUPS, num_groups - first)
     place = target[first * _GROUP // 2 + 4 * (group - first) :]
     for j in range(4):
         for b in range(4):
-            high = codes[8 * j + 4 + b] << uint8(4)
-            place[j * step + b] = codes[8 * j + b] | uint8(high)
-
-
-@njit(nogil=True, cache=True)
-def store_q4_halves(codes, target, group, num_groups):
-    """Lay a group's codes (nibbles) into the row `target` where halves have their own scales."""
-    first = group // _CHUNK_GROUPS * _CHUNK_GROUPS
-    step = 4 * min(_CHUNK_GROUPS, num_groups - first)
-    place = target[first * _GROUP // 2 + 4 * (group - first) :]
-    for j in range(4):
-        for b in range(4):
-            high = codes[16 + 4 * j + b] << uint8(4)
-            place[j * step + b] = codes[4 * j + b] | uint8(high)
+            high = codes[each * j + upper + b] << uint8(4)
+            place[j * step + b] = codes[each * j + b] | uint8(high)
 
 
 @njit(nogil=True, cache=True)
@@ -197,12 +186,12 @@ def store_q6(codes, target, group, num_groups):
 
 
 @njit(nogil=True, cache=True, inline="always")
-def store_codes(bits, codes, target, group, num_groups):
-    """Lay a group's codes of so many bits into the row `target`."""
+def store_codes(bits, has_halves, codes, target, group, num_groups):
+    """Lay a group's codes of so many bits into the row `target`, where halves may have scales."""
     if bits == 8:
         store_q8(codes, target, group, num_groups)
     elif bits == 4:
-        store_q4(codes, target, group, num_groups)
+        store_q4(codes, target, group, num_groups, has_halves)
     elif bits == 5:
         store_q5(codes, target, group, num_groups)
     else:
@@ -237,7 +226,7 @@ def quantize_kernel(way, src, src_step, row_ids, dst, dst_step, width):
             worst = max(worst, _group_status(highest, lowest, max(abs(scale), abs(least))))
             if way != AS_MXFP4:
                 store_half(factors, group, scale)
-            store_codes(bits, codes, target, group, num_groups)
+            store_codes(bits, False, codes, target, group, num_groups)
     return worst
 
 
@@ -247,28 +236,3 @@ def store_half(factors, number, value):
     bits = half_bits(value)
     factors[2 * number] = uint8(bits & 255)
     factors[2 * number + 1] = uint8(bits >> 8)
-
-
-@njit(nogil=True, cache=True)
-def copy_rows_kernel(
-    src, src_step, row_ids, dst, dst_step, value_bytes, factor_bytes, are_exponents
-):
-    """Copy quantized rows; checks no shapes.
-
-    Returns whether scales and minima, float16 or exponents, are finite.
-    """
-    is_good = True
-    for row in range(row_ids.shape[0]):
-        source = src[row_ids[row] * src_step :][: value_bytes + factor_bytes]
-        target = dst[row * dst_step :][: value_bytes + factor_bytes]
-        for k in range(value_bytes):
-            target[k] = source[k]
-        if are_exponents:
-            for k in range(value_bytes, value_bytes + factor_bytes):
-                target[k] = source[k]
-                is_good &= source[k] <= _MAX_EXPONENT
-            continue
-        for k in range(value_bytes, value_bytes + factor_bytes, 2):
-            target[k], target[k + 1] = source[k], source[k + 1]
-            is_good &= source[k + 1] & uint8(0x7C) != uint8(0x7C)
-    return is_good

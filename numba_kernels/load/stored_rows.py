@@ -6,23 +6,11 @@ Imports no Numba: files are opened without it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from hotcold.numba_kernels.formats import BLOCK_FORMATS, NVFP4_SCALED, row_items, row_width
-
-
-class TableRows(NamedTuple):
-    """Rows whose numbers stand for a format's values: (N, W) uint8, and their scales.
-
-    Scales of groups are float16 (N, W / 32); of halves, bytes of E4M3 without a sign (N, W / 16),
-    and `of_all` multiplies all.
-    """
-
-    numbers: np.ndarray
-    scales: np.ndarray
-    of_all: np.float32 = np.float32(1)
 
 
 class RowSource(Protocol):
@@ -42,10 +30,9 @@ class RowSource(Protocol):
         It is called by several threads at once.
         """
 
-    def table_rows(
-        self, row_ids: np.ndarray, first: int, last: int, dtype: np.dtype
-    ) -> TableRows | None:
-        """Return what rows of `dtype` hold of the same; None where blocks become such rows."""
+    @property
+    def held(self) -> RowSource | None:
+        """The same as blocks of another dtype, for rows that hold these to the bit; or None."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +45,7 @@ class ScaledBlocks:
     rows: np.ndarray
     scales: np.ndarray
     dtype = NVFP4_SCALED
+    held = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,9 +61,6 @@ class ScaledBlocks:
         scales = self.scales[row_ids].view(np.uint8).reshape(row_ids.size, 1, 4)
         scales = np.broadcast_to(scales, (*own.shape[:2], 4))
         return np.concatenate([own, scales], axis=2).reshape(row_ids.size, -1).view(self.dtype)
-
-    def table_rows(self, row_ids: np.ndarray, first: int, last: int, dtype: np.dtype) -> None:
-        """None: blocks become rows."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +126,12 @@ class StoredRows:
             self.shape
         )
 
-    def table_rows(self, row_ids: np.ndarray, dtype: np.dtype) -> TableRows | None:
-        """As `RowSource.table_rows`, of the rows `row_ids` of a matrix."""
-        return self.source.table_rows(self.row_ids[row_ids], self.first, self.last, dtype)
+    def blocks_for(self, dtype: np.dtype) -> StoredRows:
+        """The same, as blocks that rows of `dtype` hold to the bit where the source has them."""
+        held = self.source.held
+        if held is None or dtype not in BLOCK_FORMATS[held.dtype].exact:
+            return self
+        return replace(self, source=held)
 
     def gathered(
         self, row_ids: np.ndarray, first_block: int = 0, num_blocks: int | None = None

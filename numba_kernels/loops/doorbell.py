@@ -19,6 +19,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.ir.vec import call_by_name
 
 INTS_A_CELL = 16
 # Words of a cell.
@@ -106,9 +107,7 @@ def _timespec(builder: Any, nanoseconds: Any) -> Any:
 
 
 def _system_call(builder: Any, values: list[Any]) -> Any:
-    kind = ir.FunctionType(_i64, [_i64] * 7)
-    function = cgutils.get_or_insert_function(builder.module, kind, "syscall")
-    return builder.call(function, values + [_i64(0)] * (7 - len(values)))
+    return call_by_name(builder, "syscall", _i64, values + [_i64(0)] * (7 - len(values)))
 
 
 @intrinsic
@@ -137,13 +136,9 @@ def _futex_wake(typingctx, cells, index, count):
 def _pause(typingctx):
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if platform.machine() == "x86_64":
-            kind = ir.FunctionType(ir.VoidType(), [])
-            name = "llvm.x86.sse2.pause"
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+            call_by_name(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
         elif platform.machine() in ("aarch64", "arm64"):
-            kind = ir.FunctionType(ir.VoidType(), [_i32])
-            name = "llvm.aarch64.hint"
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [_i32(1)])
+            call_by_name(builder, "llvm.aarch64.hint", ir.VoidType(), [_i32(1)])
         return context.get_dummy_value()
 
     return types.void(), codegen
@@ -152,8 +147,7 @@ def _pause(typingctx):
 @intrinsic
 def _yield_core(typingctx):
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_i32, [])
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        call_by_name(builder, "sched_yield", _i32, [])
         return context.get_dummy_value()
 
     return types.void(), codegen
@@ -165,9 +159,7 @@ def now_ns(typingctx):
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         base = _timespec(builder, _i64(0))
-        kind = ir.FunctionType(_i32, [_i32, _i64.as_pointer()])
-        function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
-        builder.call(function, [_i32(_CLOCK_MONOTONIC), base])
+        call_by_name(builder, "clock_gettime", _i32, [_i32(_CLOCK_MONOTONIC), base])
         second = builder.gep(base, [_i64(1)], source_etype=_i64)
         whole = builder.mul(builder.load(base, typ=_i64), _i64(10**9))
         return builder.add(whole, builder.load(second, typ=_i64))

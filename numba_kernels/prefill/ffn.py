@@ -22,10 +22,9 @@ from hotcold.numba_kernels.ir.activation_ir import (
 )
 from hotcold.numba_kernels.ir.operands import PART_COLUMNS
 from hotcold.numba_kernels.ir.vector_ir import (
-    add_part1,
-    add_part4,
+    add_part,
     dot_lone_row,
-    dot_rows4,
+    dot_rows,
     prefetch_part,
 )
 from hotcold.numba_kernels.prefill.block_tokens import (
@@ -227,7 +226,7 @@ def prompt_up_kernel(up, bias, x, tokens, run, num_runs, fired):
 @njit(nogil=True, cache=True)
 def _multiply_fired(up, bias, x, t, ids, values, i, end):
     while i + 4 <= end:
-        sums = dot_rows4(up, ids[i], ids[i + 1], ids[i + 2], ids[i + 3], x, t)
+        sums = dot_rows(up, (ids[i], ids[i + 1], ids[i + 2], ids[i + 3]), x, t)
         for k in range(4):
             values[i + k] *= sums[k] + (bias[ids[i + k]] if bias.shape[0] else _ZERO)
         i += 4
@@ -292,12 +291,10 @@ def _add_run(down, tokens, fired, run, last_run, part, first_token, last_token, 
         _prefetch_share(down, following, part, part + 1, choice - first, last - first)
         i, end = starts[choice], starts[choice + 1]
         while i + 4 <= end:
-            a, b, c, d = ids[i], ids[i + 1], ids[i + 2], ids[i + 3]
-            add_part4(
-                sums, t, down, a, b, c, d,
-                values[i], values[i + 1], values[i + 2], values[i + 3], part,
-            )  # fmt: skip
+            rows = ids[i], ids[i + 1], ids[i + 2], ids[i + 3]
+            factors = values[i], values[i + 1], values[i + 2], values[i + 3]
+            add_part(sums, t, down, rows, factors, part)
             i += 4
         while i < end:
-            add_part1(sums, t, down, ids[i], values[i], part)
+            add_part(sums, t, down, (ids[i],), (values[i],), part)
             i += 1

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.ir.vec import call_by_name
 
 _i32, _i64 = ir.IntType(32), ir.IntType(64)
 _INTERRUPTED, _AGAIN = 4, 11  # errno
@@ -21,18 +21,13 @@ _TRIES = 3  # of a read that fails
 SHORT = -1  # instead of an errno: the file ends early
 
 
-def _call(builder: Any, name: str, result: Any, values: list[Any]) -> Any:
-    kind = ir.FunctionType(result, [value.type for value in values])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
-
-
 @intrinsic
 def _pread(typingctx, descriptor, address, size, place):
     """Bytes read, or minus errno."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        found = _call(builder, "pread", _i64, [builder.trunc(args[0], _i32), *args[1:]])
-        where = _call(builder, "__errno_location", _i32.as_pointer(), [])
+        found = call_by_name(builder, "pread", _i64, [builder.trunc(args[0], _i32), *args[1:]])
+        where = call_by_name(builder, "__errno_location", _i32.as_pointer(), [])
         number = builder.sext(builder.load(where, typ=_i32), _i64)
         failed = builder.icmp_signed("<", found, _i64(0))
         return builder.select(failed, builder.neg(number), found)
@@ -45,7 +40,7 @@ def _pread(typingctx, descriptor, address, size, place):
 def _fadvise(typingctx, descriptor, place, size, advice):
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         descriptor, advice = (builder.trunc(args[i], _i32) for i in (0, 3))
-        found = _call(builder, "posix_fadvise", _i32, [descriptor, args[1], args[2], advice])
+        found = call_by_name(builder, "posix_fadvise", _i32, [descriptor, args[1], args[2], advice])
         return builder.sext(found, _i64)
 
     int64 = types.int64

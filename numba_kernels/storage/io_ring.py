@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from hotcold.numba_kernels.compiler import njit
+from hotcold.numba_kernels.ir.vec import call_by_name
 from hotcold.numba_kernels.loops.doorbell import atomic_load, atomic_store
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427  # the same on all architectures
@@ -137,14 +137,9 @@ def _enter(typingctx, descriptor, num_new, min_complete):
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         i64 = ir.IntType(64)
-        call = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(i64, [i64] * 7), "syscall"
-        )
-        found = builder.call(call, [i64(_ENTER), *args, i64(_GET_EVENTS), i64(0), i64(0)])
-        kind = ir.FunctionType(ir.IntType(32).as_pointer(), [])
-        where = builder.call(
-            cgutils.get_or_insert_function(builder.module, kind, "__errno_location"), []
-        )
+        values = [i64(_ENTER), *args, i64(_GET_EVENTS), i64(0), i64(0)]
+        found = call_by_name(builder, "syscall", i64, values)
+        where = call_by_name(builder, "__errno_location", ir.IntType(32).as_pointer(), [])
         number = builder.sext(builder.load(where, typ=ir.IntType(32)), i64)
         return builder.select(builder.icmp_signed("<", found, i64(0)), builder.neg(number), found)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotcold.numba_kernels.decode.rows import gemv
 from tests.kernels import backends
+from tests.kernels.cpu_calls import gemv
 from tests.kernels.device_calls import DeviceCalls
 
 

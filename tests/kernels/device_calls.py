@@ -15,7 +15,7 @@ from hotcold.cuda_kernels.kernels import MAX_TOKENS, PagedCache
 from hotcold.cuda_kernels.matrix import DeviceMatrix, padded_items
 from hotcold.cuda_kernels.neurons import DeviceNeurons, LayerResidual
 from hotcold.cuda_kernels.sizes import FfnLayout
-from hotcold.numba_kernels.checks import float_array, optional_floats, require, weight_rows
+from hotcold.numba_kernels.checks import float_array, require, weight_rows
 from hotcold.numba_kernels.decode.activations import (
     Activation,
     Thresholds,
@@ -40,12 +40,14 @@ class DeviceCalls:
         weights = weight_rows("weights", weights)
         width = row_width(weights.dtype, weights.shape[1])
         x = float_array("x", x, (x.shape[0] if x.ndim else 0, width))
-        shift = self.to_device(optional_floats("bias", bias, weights.shape[0]))
+        shift = NO_BIAS if bias is None else float_array("bias", bias, (len(weights),))
         out = np.empty((x.shape[0], weights.shape[0]), np.float32)
         matrix = self._matrix(weights)
         for t in range(0, len(x), MAX_TOKENS):
             part = self.to_device(out[t : t + MAX_TOKENS])
-            self.kernels.gemv(matrix, shift, self.to_device(x[t : t + MAX_TOKENS]), part)
+            self.kernels.gemv(
+                matrix, self.to_device(shift), self.to_device(x[t : t + MAX_TOKENS]), part
+            )
             out[t : t + MAX_TOKENS] = self.to_host(part)
         return out
 

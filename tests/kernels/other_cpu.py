@@ -26,7 +26,7 @@ from numba.core import caching, codegen, config
 from safetensors.numpy import save_file
 
 from hotcold.numba_kernels.decode.ffn import add_one
-from hotcold.numba_kernels.decode.rows import add_in_order, gemv, rows_kernel
+from hotcold.numba_kernels.decode.rows import add_in_order, rows_kernel
 from hotcold.numba_kernels.decode.vectors import (
     QuantizedVectors,
     activation_space,
@@ -38,6 +38,7 @@ from hotcold.numba_kernels.ir.target import has_feature
 from hotcold.numba_kernels.ir.vector_ir import dot_ahead
 from hotcold.numba_kernels.prefill.shared_rows import FLOAT32
 from tests.kernels.arrays import random_bits, random_floats
+from tests.kernels.cpu_calls import gemv
 from tests.kernels.prefill_texts import a_text, attend
 from tests.kernels.products import Products, combine, linear
 from tests.kernels.quantized_rows import (

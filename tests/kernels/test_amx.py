@@ -10,11 +10,12 @@ import pytest
 import torch
 from numba import njit
 
-from hotcold.numba_kernels.decode.rows import _gemv, gemv
 from hotcold.numba_kernels.decode.vectors import activation_space
 from hotcold.numba_kernels.ir.target import has_feature
+from hotcold.numba_kernels.measure import dense_part
 from hotcold.numba_kernels.prefill.shared_rows import AMX
 from tests.kernels.arrays import BITS, random_floats
+from tests.kernels.cpu_calls import gemv
 from tests.kernels.products import Products, combine, linear
 from tests.kernels.quantized_rows import SUMMED, random_matrix, random_rows
 
@@ -95,12 +96,12 @@ def test_without_memory_for_tiles_vectors_make_the_same_numbers() -> None:
     rows = random_rows(1, "q8", 48, 1 << 18).rows
     x = random_floats(2, 33, 1 << 18)
     expected, found = gemv(rows, x), np.zeros((33, 48), np.float32)
-    scratch, bias = activation_space(1, *x.shape), np.empty(0, np.float32)
+    scratch = activation_space(1, *x.shape)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), limits[1]))
     try:
-        _gemv(rows, bias, x, scratch, found)
+        dense_part(rows, x, scratch, 0, found, 0, len(rows))
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
     assert found.tobytes() == expected.tobytes()

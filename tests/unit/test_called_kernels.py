@@ -17,6 +17,7 @@ from hotcold.numba_kernels import kernel_cache
 from hotcold.numba_kernels.compiler import njit
 from hotcold.numba_kernels.decode import rows
 from hotcold.numba_kernels.own_cache import read_checked
+from tests.kernels.cpu_calls import gemv
 
 PACKAGE = Path(kernel_cache.__file__).resolve().parent
 DOORBELLS = ("doorbell.", "mailbox.")  # whose numbers have 32 bits between processes
@@ -66,7 +67,7 @@ def without_width(argument: types.Type) -> types.Type:
 @pytest.mark.thorough
 def test_no_kernel_is_compiled_again_for_another_kind_of_number() -> None:
     """Of all that this cache has from other tests, and of rows' products."""
-    rows.gemv(np.ones((8, 96), np.float32), np.ones((3, 96), np.float32))
+    gemv(np.ones((8, 96), np.float32), np.ones((3, 96), np.float32))
     assert "rows.rows_kernel" in called_with(kernel_cache.kernel_folder(Path(rows.__file__)))
     for folder in map(kernel_cache.kernel_folder, PACKAGE.rglob("*.py")):
         for name, found in called_with(folder).items():

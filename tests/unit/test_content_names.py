@@ -21,11 +21,11 @@ ROOT = Path(content_names.__file__).resolve().parents[1]
 FORMATS_IN_ORDER = """
 import hashlib, sys
 import numpy as np
-from hotcold.numba_kernels.decode import rows
 from tests.kernels.arrays import random_floats
+from tests.kernels.cpu_calls import gemv
 from tests.kernels.quantized_rows import random_rows
 for kind in sys.argv[1:]:
-    found = rows.gemv(random_rows(1, kind, 24, 256).rows, random_floats(0, 3, 256))
+    found = gemv(random_rows(1, kind, 24, 256).rows, random_floats(0, 3, 256))
     print(kind, hashlib.sha256(found.tobytes()).hexdigest(), flush=True)
 """
 
