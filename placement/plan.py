@@ -58,9 +58,8 @@ class PlacementPlan:
 
     `report` holds figures for people (`placement/report.py`), `machine` those that it is made by.
     Shapes:  neuron_device (L, N), N of the largest layer; attention_device (L,)
-    Dtypes:  int16 indices into device_names, the GPUs before the CPU devices; -1 is the host,
-             for attention and head only, and what a smaller layer lacks. Predictors are always on
-             the host: the driver runs them
+    Dtypes:  int16 indices into device_names, the GPU before the CPU devices; -1 is the host,
+             for attention and head only, and what a smaller layer lacks
     """
 
     request: PlanRequest
@@ -73,7 +72,7 @@ class PlacementPlan:
 
     @property
     def num_gpus(self) -> int:
-        """How many of the devices are GPUs; they come first."""
+        """How many of the devices are GPUs: 0 or 1, which comes first."""
         return sum(not name.startswith("cpu") for name in self.device_names)
 
     def neurons_of(self, device_name: str) -> list[np.ndarray]:

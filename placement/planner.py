@@ -14,7 +14,6 @@ from hotcold.placement.solver.cost import (
     Groups,
     PredictorCost,
     RowBytes,
-    gpu_read_bytes,
     hotness,
     make_groups,
     make_problem,
@@ -81,7 +80,7 @@ class Planner:
             self._problem, self._groups, time_limit_s=time_limit_s
         )
         neuron_device = neuron_places(config, groups, solution.assignment)
-        part_device, kinds = solution.assignment.part_device, np.array(problem.part_kinds)
+        part_device, kinds = solution.assignment.part_device, problem.part_kinds
         expected = self._expected(neuron_device)
         report = make_report(
             problem, self._devices, self._parts, self._kv_bytes, expected, solution
@@ -98,16 +97,11 @@ class Planner:
         )
 
     def _expected(self, neuron_device: np.ndarray) -> Expected:
-        rows, rates, mode = RowBytes.of(self._config), self._rates, self._request.mode
-        factor = self._selected_factor
-        on_gpu = gpu_read_bytes(rows, rates, mode, factor if self._problem.shares else None)
-        first, rest = read_bytes(rows, rates, mode, factor)
+        rates, mode = self._rates, self._request.mode
+        first, rest = read_bytes(RowBytes.of(self._config), rates, mode, self._selected_factor)
         held = [neuron_device == index for index in range(len(self._devices))]
-        read = [
-            (on_gpu if device.is_gpu else first + rest)[mask].sum()
-            for device, mask in zip(self._devices, held, strict=True)
-        ]
-        return Expected(np.array(read), np.array([rates.fired[mask].sum() for mask in held]))
+        read = np.array([(first + rest)[mask].sum() for mask in held])
+        return Expected(read, np.array([rates.fired[mask].sum() for mask in held]))
 
 
 def neuron_places(config: ModelConfig, groups: Groups, assignment: Assignment) -> np.ndarray:

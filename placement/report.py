@@ -22,7 +22,6 @@ from hotcold.placement.solver.problem import (
     Problem,
     count_exchanges,
     device_seconds,
-    exchange_seconds,
     neuron_bytes_on,
     neurons_on,
     objective_s,
@@ -65,7 +64,6 @@ def make_report(
         "parts": _parts(problem, devices, parts, expected, assignment),
         "token_s": token_s,
         "tokens_per_s": 1 / token_s if token_s else 0.0,
-        "keeps_min_neurons": solution.keeps_min_neurons,
         "solver": {
             "seconds": solution.solve_s,
             "gap": solution.gap,
@@ -82,7 +80,7 @@ def _devices(
     assignment: Assignment,
 ) -> list[dict[str, Any]]:
     part_bytes = part_bytes_on(problem, assignment)
-    kinds = np.array(problem.part_kinds)
+    kinds = problem.part_kinds
     held = {kind: part_bytes[kinds == kind].sum(axis=0) for kind in _KINDS}
     attention_total = int(problem.part_bytes[kinds == ATTENTION].sum())
     neuron_bytes = neuron_bytes_on(problem, assignment)
@@ -128,7 +126,7 @@ def _parts(
     expected: Expected,
     assignment: Assignment,
 ) -> list[dict[str, Any]]:
-    kinds, seconds = np.array(problem.part_kinds), part_seconds(problem, assignment)
+    kinds, seconds = problem.part_kinds, part_seconds(problem, assignment)
     found = []
     for kind in _KINDS:
         for device in (*range(problem.num_gpus), HOST):
@@ -154,12 +152,13 @@ def _parts(
             "why": "the slowest device of each layer",
         }
     )
+    num_exchanges = count_exchanges(problem, assignment)
     found.append(
         {
             "name": "exchanges",
             "where": "all",
-            "count": count_exchanges(problem, assignment)[0],
-            **_speed(0, exchange_seconds(problem, assignment)),
+            "count": num_exchanges,
+            **_speed(0, num_exchanges * problem.exchange_s),
             "why": "two a layer, one for the head; one for all that a GPU has or shares",
         }
     )

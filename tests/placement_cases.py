@@ -17,7 +17,7 @@ from hotcold.placement.machine.survey import MachineLayout, NodeLayout
 from hotcold.placement.plan import PlacementPlan, PlanRequest
 from hotcold.placement.planner import Planner
 from hotcold.placement.profile import ActivationProfile
-from hotcold.placement.solver.problem import ATTENTION, HEAD, Problem
+from hotcold.placement.solver.problem import ATTENTION, HEAD, PREDICTOR, Problem
 
 
 def llama_config(**changes: Any) -> ModelConfig:
@@ -109,16 +109,17 @@ def random_problem(
     num_gpus: int,
     num_columns: int,
     *,
-    num_parts: int = 3,
+    has_predictors: bool = False,
     tightness: float = 1.2,
     is_ragged: bool = False,
 ) -> Problem:
     """A problem whose devices together hold `tightness` times what there is, about.
 
-    Frequencies fall in each layer; GPUs are 2 to 6 times as fast as a column; some layers' least
-    number of neurons is more than one group, some can use no GPU. With `is_ragged` layers end after
-    some of the groups.
+    Frequencies fall in each layer; a GPU is 2 to 6 times as fast as a column. An exchange costs
+    from next to nothing to more than a layer's neurons. With `is_ragged` layers end after some of
+    the groups.
     """
+    kinds = [*[ATTENTION] * num_layers, HEAD, *[PREDICTOR] * num_layers * has_predictors]
     groups, devices = len(group_sizes), num_gpus + num_columns
     sizes = np.tile(np.array(group_sizes, np.int64), (num_layers, 1))
     if is_ragged:
@@ -129,11 +130,10 @@ def random_problem(
     frequency *= sizes > 0
     seconds = (sizes * (0.2 + frequency))[:, :, None] / speed * 1e-5
     neuron_bytes = int(rng.integers(3, 50))
-    part_bytes = rng.integers(1, 4 * 64 * neuron_bytes, num_parts)
+    part_bytes = rng.integers(1, 4 * 64 * neuron_bytes, len(kinds))
     total = int(sizes.sum()) * neuron_bytes + int(part_bytes.sum())
     cut = rng.dirichlet(np.full(devices, 4.0))
     part_speed = np.append(speed[:num_gpus], speed[num_gpus:].sum())
-    most = int(sizes.sum(axis=1).max())
     return Problem(
         num_gpus=num_gpus,
         budget_bytes=(cut * total * tightness).astype(np.int64),
@@ -141,11 +141,8 @@ def random_problem(
         group_sizes=sizes,
         group_seconds=seconds,
         group_frequency=frequency,
-        part_kinds=(*[ATTENTION] * (num_parts - 1), HEAD),
+        part_kinds=np.array(kinds),
         part_bytes=part_bytes,
         part_seconds=part_bytes[:, None] / neuron_bytes / part_speed * 1e-5,
-        sync_s=rng.uniform(0, 3e-4, num_gpus),
-        min_neurons=rng.choice([1, 65, 100, 150, most + 1], (num_layers, num_gpus)),
-        fixed_s=1e-4,
-        exchange_s=float(rng.choice([0.0, 1e-4 / (2 * num_layers + 1)])),
+        exchange_s=float(rng.choice([1e-7, 2e-5, 2e-4, 2e-3])),
     )

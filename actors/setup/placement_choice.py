@@ -102,8 +102,7 @@ def find_plan(path: Path, system: SystemConfig, config: ModelConfig, options: Sy
     num_on_gpus = int(((places >= 0) & (places < plan.num_gpus)).sum())
     if system.device == "cuda":
         raise UsageError(
-            f"{found}: is for {plan.num_gpus} GPUs, and a system uses one; make it again with "
-            "CUDA_VISIBLE_DEVICES=0"
+            f"{found}: is for {plan.num_gpus} GPUs, and a system uses one; make it again"
         )
     raise UsageError(
         f"{found}: places {num_on_gpus} neurons on a GPU, and this system has none; make a plan "

@@ -39,8 +39,6 @@ def print_plan(plan: PlacementPlan, path: Path | None, about: str) -> None:
     print(f"expect {report['tokens_per_s']:.3g} tokens/s ({ms:.3g} ms a token)")
     gap, seconds = max(1e-4, report["solver"]["gap"]), report["solver"]["seconds"]
     print(f"solved, optimal within {gap:.2%} in {seconds:.1f} s")
-    if not report["keeps_min_neurons"]:
-        print("memory is so short that some layers use a GPU for fewer neurons than pays off")
     for text in report["assumed"]:
         print(f"assumed: {text}")
     print(f"no plan file: {about}" if path is None else f"plan: {path} ({about})")

@@ -36,7 +36,7 @@ _UNITS_OF_WIDTH, _LOWRANK_FACTOR = 80 / 4096, 1.8
 
 @dataclass(frozen=True)
 class PlanDevice:
-    """One device of a plan: a GPU, or a CPU service with its share of a NUMA node.
+    """One device of a plan: the GPU, or a CPU service with its share of a NUMA node.
 
     Units:   budget_bytes is what the model may use, without reserves; free_bytes is free memory
              now. A GPU reads everything at rows_gb_per_s.
@@ -124,7 +124,7 @@ class RowBytes:
 def read_bytes(
     rows: RowBytes, rates: Rates, mode: str, selected_factor: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes that a CPU reads of each neuron for one token: first row, other rows.
+    """Bytes that a device reads of each neuron for one token: first row, other rows.
 
     dense: c * first, c * rest;  exact: c * first, f * rest;
     predicted (selected_factor given): min(c, f * selected_factor[l]) * first, f * rest
@@ -142,24 +142,14 @@ def read_bytes(
     return picked * rows.first, rates.fired * rows.rest
 
 
-def gpu_read_bytes(
-    rows: RowBytes, rates: Rates, mode: str, selected_factor: np.ndarray | None = None
-) -> np.ndarray:
-    """Bytes that a GPU reads of each neuron for one token: (L, N), as `read_bytes`.
-
-    `selected_factor` where the GPU predicts its neurons, too.
-    """
-    first, rest = read_bytes(rows, rates, "dense" if mode == "dense" else "exact", selected_factor)
-    return first + rest
-
-
 def hotness(config: ModelConfig, rates: Rates) -> np.ndarray:
     """The share of each neuron's bytes that a token reads where all that fires is computed: (L, N).
 
     Of always computed layers and shared experts that is most, of experts what is chosen.
     """
     rows = RowBytes.of(config)
-    return gpu_read_bytes(rows, rates, "exact") / (rows.first + rows.rest)
+    first, rest = read_bytes(rows, rates, "exact")
+    return (first + rest) / (rows.first + rows.rest)
 
 
 def neuron_seconds(
@@ -168,44 +158,22 @@ def neuron_seconds(
     rates: Rates,
     mode: str,
     selected_factor: np.ndarray | None = None,
-    gpu_predicts: bool = False,
 ) -> np.ndarray:
     """Expected seconds of each neuron on each device, alone: (L, N, D).
 
     bytes / bandwidth; a CPU reads contiguous rows (first rows without a predictor, all rows in
     dense mode) at rows_gb_per_s, selected rows at gather_gb_per_s.
     """
-    on_gpu = gpu_read_bytes(rows, rates, mode, selected_factor if gpu_predicts else None)
     first, rest = read_bytes(rows, rates, mode, selected_factor)
     seconds = np.empty((*rates.fired.shape, len(devices)))
     for index, device in enumerate(devices):
         picking, running = device.gather_gb_per_s * 1e9, device.rows_gb_per_s * 1e9
-        if device.is_gpu:
-            seconds[..., index] = on_gpu / running
-        elif mode == "dense":
+        if device.is_gpu or mode == "dense":
             seconds[..., index] = (first + rest) / running
         else:
             is_picked = selected_factor is not None
             seconds[..., index] = first / (picking if is_picked else running) + rest / picking
     return seconds
-
-
-def least_neurons(
-    seconds: np.ndarray, sizes: np.ndarray, sync_s: np.ndarray, num_gpus: int
-) -> np.ndarray:
-    """C_l: the least C with C * T_gpu + T_sync <= C * T_cpu, for each layer and GPU: (L, G).
-
-    T are the seconds of the layer's mean neuron, on the CPU with all devices together. If the GPU
-    is never faster, C is one more than the number of neurons.
-    Shapes:  seconds (L, N, D), of which layer l has sizes[l] neurons; sizes (L,), sync_s (G,)
-    Source:  PowerInfer section 6.3
-    """
-    mean = seconds.sum(axis=1) / sizes[:, None]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        cpu_s = 1 / (1 / mean[:, num_gpus:]).sum(axis=1)
-        saved_s = cpu_s[:, None] - mean[:, :num_gpus]
-        least = np.ceil(np.where(saved_s > 0, sync_s / np.maximum(saved_s, 0), np.inf))
-    return np.clip(least, 1, sizes[:, None] + 1).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +231,7 @@ class PartCost:
     Shapes:  all (P,), the layers' attention first, then the head, then the layers' predictors
     """
 
-    kinds: tuple[str, ...]
+    kinds: np.ndarray
     num_bytes: np.ndarray
     read_bytes: np.ndarray
 
@@ -296,7 +264,7 @@ def part_costs(
         kinds += [PREDICTOR] * layers
         held += predictor.layer_bytes.tolist()
         read += predictor.layer_bytes.tolist()
-    return PartCost(tuple(kinds), np.array(held, np.int64), np.array(read, np.int64))
+    return PartCost(np.array(kinds), np.array(held, np.int64), np.array(read, np.int64))
 
 
 def seen_share(window: int, context_length: int) -> float:
@@ -320,31 +288,18 @@ def make_problem(
 ) -> Problem:
     """Put costs and budgets together for the solver.
 
-    A token takes two exchanges a layer and one for the head; a layer that uses a GPU for neurons
-    takes one more, and the hidden state's way there and back. Where layers are shared, which they
-    are beside one GPU, a token takes one: a layer costs its flags and the hidden state's way,
-    and two exchanges where its attention, or its predictor, is on the host.
-    Shapes:  devices are the GPUs, then the CPU's
+    A layer whose attention is on the GPU takes its flags and the hidden state's way there and back.
+    Shapes:  devices are the GPU, if there is one, then the CPU's
     """
     num_gpus = sum(device.is_gpu for device in devices)
-    rows = RowBytes.of(config)
-    shares = num_gpus == 1
-    seconds = neuron_seconds(rows, devices, rates, mode, selected_factor, gpu_predicts=shares)
-    layer_sizes = np.array(config.ffn_sizes, np.int64)
-    bandwidths = [device.rows_gb_per_s * 1e9 for device in devices]
-    host = sum(bandwidths[num_gpus:])
-    state_bytes = 2 * config.hidden_size * _FLOAT_BYTES
-    sync_s = np.array(
-        [exchange_us / 1e6 + state_bytes / (c.link_gb_per_s * 1e9) for c in devices[:num_gpus]]
-    )
-    exchange_s, num_exchanges = exchange_us / 1e6, 2 * config.num_layers + 1
-    part_seconds = parts.read_bytes[:, None] / np.array([*bandwidths[:num_gpus], host])
-    if shares:
-        kinds = np.array(parts.kinds)
+    seconds = neuron_seconds(RowBytes.of(config), devices, rates, mode, selected_factor)
+    bandwidths = np.array([device.rows_gb_per_s * 1e9 for device in devices])
+    speeds = np.append(bandwidths[:num_gpus], bandwidths[num_gpus:].sum())
+    part_seconds = parts.read_bytes[:, None] / speeds
+    if num_gpus:
+        state_bytes = 2 * config.hidden_size * _FLOAT_BYTES
         flags_s = _FLAGS_US / 1e6 + state_bytes / (devices[0].link_gb_per_s * 1e9)
-        part_seconds[kinds == ATTENTION, 0] += flags_s
-        part_seconds[:, -1] += np.where(kinds == HEAD, exchange_s, 2 * exchange_s)
-        sync_s, num_exchanges = np.zeros(num_gpus), 1
+        part_seconds[parts.kinds == ATTENTION, 0] += flags_s
     return Problem(
         num_gpus=num_gpus,
         budget_bytes=np.array([device.budget_bytes for device in devices], np.int64),
@@ -355,9 +310,5 @@ def make_problem(
         part_kinds=parts.kinds,
         part_bytes=parts.num_bytes,
         part_seconds=part_seconds,
-        sync_s=sync_s,
-        min_neurons=least_neurons(seconds, layer_sizes, sync_s, num_gpus),
-        fixed_s=num_exchanges * exchange_s,
-        exchange_s=0.0 if shares else exchange_s,
-        shares=shares,
+        exchange_s=exchange_us / 1e6,
     )

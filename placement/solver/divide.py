@@ -11,7 +11,6 @@ from hotcold.placement.solver.problem import (
     HOST,
     Assignment,
     Problem,
-    keeps_min_neurons,
     merge_cpu_devices,
     objective_s,
     shortages,
@@ -38,12 +37,7 @@ def solve_divided(
     divided, places = _in_pieces(problem, solution.assignment, on_gpu, sizes)
     if shortages(divided, places).any():
         raise fragmented(problem)
-    found = replace(
-        solution,
-        assignment=places,
-        objective_s=objective_s(divided, places),
-        keeps_min_neurons=keeps_min_neurons(divided, places),
-    )
+    found = replace(solution, assignment=places, objective_s=objective_s(divided, places))
     return divided, Groups(order, sizes), found
 
 

@@ -23,16 +23,14 @@ def make_plan_devices(
     cpu_memory_bytes: int | None = None,
     host_reserve_bytes: int = 0,
 ) -> tuple[PlanDevice, ...]:
-    """The GPUs with memory left, named gpu0.. as in `machine`, then the CPU actors, cpu0...
+    """The first GPU, the one that a system uses, if it has memory left; the CPU actors, cpu0...
 
-    A GPU's budget is `gpu_budget` - GPU_RESERVE_BYTES. A CPU actor has the memory and bandwidth of
-    its nodes (`placement.machine.numa.node_groups`), or its fraction of a shared node;
+    The GPU's budget is `gpu_budget` - GPU_RESERVE_BYTES. A CPU actor has the memory and bandwidth
+    of its nodes (`placement.machine.numa.node_groups`), or its fraction of a shared node;
     cpu_memory_bytes and host_reserve_bytes are divided among actors in proportion to free memory:
     min(share, free) - reserve. A limit of None is all of the host's free memory.
     """
-    gpus = [
-        _gpu_device(f"gpu{index}", gpu, gpu_memory_bytes) for index, gpu in enumerate(machine.gpus)
-    ]
+    gpus = [_gpu_device(gpu, gpu_memory_bytes) for gpu in machine.gpus[:1]]
     cpus = _cpu_devices(machine, num_cpu_actors, cpu_memory_bytes, host_reserve_bytes)
     return (*(device for device in gpus if device.budget_bytes > 0), *cpus)
 
@@ -42,9 +40,9 @@ def gpu_budget(limit_bytes: int | None, free_bytes: int) -> int:
     return min(free_bytes - RESERVE_BYTES if limit_bytes is None else limit_bytes, free_bytes)
 
 
-def _gpu_device(name: str, gpu: GpuDevice, limit_bytes: int | None) -> PlanDevice:
+def _gpu_device(gpu: GpuDevice, limit_bytes: int | None) -> PlanDevice:
     return PlanDevice(
-        name=name,
+        name="gpu0",
         is_gpu=True,
         budget_bytes=max(0, gpu_budget(limit_bytes, gpu.free_bytes) - GPU_RESERVE_BYTES),
         free_bytes=gpu.free_bytes,

@@ -4,10 +4,9 @@ Devices work on a layer in parallel, layers and parts one after another:
 
     seconds = exchanges + sum of parts + sum over layers of the slowest device's work for that layer
 
-A layer takes two exchanges and one more for neurons on a GPU, the head one. Layers of which a GPU
-has everything take one together, as many of them as follow one another; the head goes with the
-last. Where a GPU shares layers with the CPU, all are one exchange, and parts that keep a layer from
-it cost what it then takes (`cost.make_problem`).
+On the CPU alone a layer takes two exchanges, the head one. A GPU shares its layers with the CPU:
+all are one exchange, with the head. A layer whose attention or predictor is on the host takes two
+more, the head there one more.
 """
 
 from __future__ import annotations
@@ -23,33 +22,27 @@ ATTENTION, HEAD, PREDICTOR = "attention", "head", "predictor"
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One model on one machine. Devices are the GPUs, then the CPU devices.
+    """One model on one machine. Devices are the GPU, if there is one, then the CPU devices.
 
     Groups of a layer are sorted hottest first. A part (a layer's attention with its KV cache, the
-    head, a layer's predictor) is on one GPU or on the host; there each CPU device holds a share of
-    it in proportion to the memory that its neurons leave free. Predictors are on the host, where
-    the driver runs them, unless a GPU `shares` layers. Attention on the host is that of the first
-    layers, as a system has it.
-    Shapes:  L layers, K groups, D devices, of them G GPUs, P parts
+    head, a layer's predictor) is on the GPU or on the host; there each CPU device holds a share of
+    it in proportion to the memory that its neurons leave free. Attention on the host is that of the
+    first layers, as a system has it.
+    Shapes:  L layers, K groups, D devices, of them G = 0 or 1 a GPU, P parts
     Dtypes:  bytes and counts int64, seconds float64
-    Units:   expected seconds a token; layer l has 0 or at least min_neurons[l, j] neurons on GPU j
-             (more than there are: none)
+    Units:   expected seconds a token
     """
 
-    num_gpus: int
+    num_gpus: int  # 0 or 1
     budget_bytes: np.ndarray  # (D,)
     neuron_bytes: int
     group_sizes: np.ndarray  # (L, K) neurons; 0 where a layer has fewer groups
     group_seconds: np.ndarray  # (L, K, D)
     group_frequency: np.ndarray  # (L, K) mean share of a neuron's bytes that a token reads
-    part_kinds: tuple[str, ...]  # ATTENTION, HEAD or PREDICTOR
+    part_kinds: np.ndarray  # (P,) ATTENTION and PREDICTOR of all layers or none, HEAD
     part_bytes: np.ndarray  # (P,)
     part_seconds: np.ndarray  # (P, G + 1), the last column is the host
-    sync_s: np.ndarray  # (G,) what a layer pays for using the GPU
-    min_neurons: np.ndarray  # (L, G)
-    fixed_s: float = 0.0  # of all exchanges but those for neurons on a GPU
-    exchange_s: float = 0.0  # of one; 0: whole layers take as many as others
-    shares: bool = False  # a GPU shares layers with the CPU, and may hold predictors
+    exchange_s: float  # of one
 
     @property
     def num_layers(self) -> int:
@@ -58,31 +51,14 @@ class Problem:
 
     @property
     def num_devices(self) -> int:
-        """GPUs and CPU devices."""
+        """The GPU and CPU devices."""
         return len(self.budget_bytes)
-
-    @property
-    def may_leave_host(self) -> np.ndarray:
-        """Which parts a GPU may hold: (P,) bool."""
-        return np.array([self.shares or kind != PREDICTOR for kind in self.part_kinds], bool)
 
     @property
     def layer_sizes(self) -> np.ndarray:
         """Neurons of each layer: (L,)."""
         found: np.ndarray = self.group_sizes.sum(axis=1)
         return found
-
-    @property
-    def attention_parts(self) -> np.ndarray:
-        """Indices of parts that are a layer's attention, in the order of layers."""
-        return np.flatnonzero(np.array(self.part_kinds) == ATTENTION)
-
-    @property
-    def joined_parts(self) -> np.ndarray:
-        """Each layer's attention: (L,) indices of parts; none where layers are not joined."""
-        found = self.attention_parts
-        joins = self.exchange_s > 0 and self.num_gpus > 0 and found.size == self.num_layers
-        return found if joins else found[:0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,53 +80,23 @@ def neurons_on(problem: Problem, assignment: Assignment) -> np.ndarray:
     return (problem.group_sizes[:, :, None] * is_on).sum(axis=1)
 
 
-def is_whole(problem: Problem, assignment: Assignment) -> np.ndarray:
-    """Which GPU has all of a layer, where such layers are joined: (L, G) bool."""
-    gpus = np.arange(problem.num_gpus)
-    if not problem.joined_parts.size:
-        return np.zeros((problem.num_layers, problem.num_gpus), bool)
-    of_neurons = neurons_on(problem, assignment)[:, gpus] == problem.layer_sizes[:, None]
-    found: np.ndarray = of_neurons & (assignment.part_device[problem.joined_parts][:, None] == gpus)
-    return found
-
-
-def count_exchanges(problem: Problem, assignment: Assignment) -> tuple[int, np.ndarray]:
-    """Exchanges of a token but those for neurons of layers that a GPU has in part, and of them the
-    requests for whole layers to each GPU, which pay its sync: (G,).
-    """
-    if problem.shares:
-        on_host, kinds = assignment.part_device == HOST, np.array(problem.part_kinds)
-        layers = on_host[kinds == ATTENTION]
-        if PREDICTOR in problem.part_kinds:
-            layers = layers | on_host[kinds == PREDICTOR]
-        number = 1 + 2 * int(layers.sum()) + int(on_host[kinds == HEAD].sum())
-        return number, np.zeros(problem.num_gpus, np.int64)
-    whole = is_whole(problem, assignment)
-    num_requests = np.diff(whole.astype(np.int64), axis=0, prepend=0).clip(0).sum(axis=0)
-    heads = np.array(problem.part_kinds) == HEAD
-    head_goes = bool(whole.size) and bool(
-        (whole[-1] & (assignment.part_device[heads][:, None] == np.arange(whole.shape[1]))).any()
-    )
-    num_others = 2 * int((~whole.any(axis=1)).sum()) + (not head_goes)
-    return num_others + int(num_requests.sum()), num_requests
-
-
-def exchange_seconds(problem: Problem, assignment: Assignment) -> float:
-    """Seconds of `count_exchanges`."""
-    number, num_requests = count_exchanges(problem, assignment)
-    spared = 2 * problem.num_layers + 1 - (number - int(num_requests.sum()))
-    requests_s = float((num_requests * problem.sync_s).sum())
-    return problem.fixed_s - spared * problem.exchange_s + requests_s
+def count_exchanges(problem: Problem, assignment: Assignment) -> int:
+    """Exchanges of a token."""
+    if not problem.num_gpus:
+        return 2 * problem.num_layers + 1
+    on_host, kinds = assignment.part_device == HOST, problem.part_kinds
+    apart = np.zeros(problem.num_layers, bool)
+    for kind in (ATTENTION, PREDICTOR):
+        if kind in kinds:
+            apart |= on_host[kinds == kind]
+    return 1 + 2 * int(apart.sum()) + int(on_host[kinds == HEAD].sum())
 
 
 def device_seconds(problem: Problem, assignment: Assignment) -> np.ndarray:
-    """Seconds of each device for each layer's neurons, with the GPUs' sync: (L, D)."""
+    """Seconds of each device for each layer's neurons: (L, D)."""
     is_on = assignment.group_device[:, :, None] == np.arange(problem.num_devices)
-    seconds = (problem.group_seconds * is_on).sum(axis=1)
-    gpus = problem.num_gpus
-    is_part = is_on[:, :, :gpus].any(axis=1) & ~is_whole(problem, assignment)
-    seconds[:, :gpus] += problem.sync_s * is_part
-    return seconds
+    found: np.ndarray = (problem.group_seconds * is_on).sum(axis=1)
+    return found
 
 
 def part_seconds(problem: Problem, assignment: Assignment) -> np.ndarray:
@@ -162,7 +108,7 @@ def objective_s(problem: Problem, assignment: Assignment) -> float:
     """Expected seconds of a token, by the formula of this module."""
     layers = device_seconds(problem, assignment).max(axis=1).sum()
     parts = part_seconds(problem, assignment).sum()
-    return float(exchange_seconds(problem, assignment) + parts + layers)
+    return float(count_exchanges(problem, assignment) * problem.exchange_s + parts + layers)
 
 
 def neuron_bytes_on(problem: Problem, assignment: Assignment) -> np.ndarray:
@@ -235,12 +181,6 @@ def shortages(problem: Problem, assignment: Assignment) -> np.ndarray:
         used - problem.budget_bytes, neurons[gpus:].sum() + host - problem.budget_bytes[gpus:].sum()
     )
     return np.maximum(lacking, 0)
-
-
-def keeps_min_neurons(problem: Problem, assignment: Assignment) -> bool:
-    """Whether each layer has no neuron or at least `min_neurons` on each GPU."""
-    count = neurons_on(problem, assignment)[:, : problem.num_gpus]
-    return bool(((count == 0) | (count >= problem.min_neurons)).all())
 
 
 def merge_cpu_devices(problem: Problem) -> Problem:

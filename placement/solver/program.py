@@ -3,26 +3,22 @@
 Variables, in this order:
     n[q, d]  groups of class q (all layers' classes in one row) on device d
     t[l]     time of layer l's neurons
-    z[l, j]  whether layer l has neurons on GPU j
-    w[l, j]  where whole layers are joined: whether GPU j has all of layer l
-    s[l, j]  whether a request for such layers begins there
-    h[j]     whether the head goes with the last layer
-    p[i, j]  whether part i is on GPU j; on none: on the host
+    p[i]     where there is a GPU: whether it has part i; else the host has
+    e[l]     where there is a GPU: whether layer l takes exchanges of its own
     one      1, with the constant cost, so that the solver's gap is relative to all seconds
 
-    minimise    sum of t + parts + fixed + sync s - exchange (2 w + h)
+    minimise    sum of t + parts + exchanges
     such that   sum over d of n[q, d] = count of q
-                work of layer l on d + sync (z[l, d] - w[l, d]) <= t[l]
-                w[l, j] <= p of its attention; all of its neurons * w[l, j] <= those on j
-                s[l, j] >= w[l, j] - w[l - 1, j]; h[j] <= w of the last layer and p of the head
-                sum of p of a layer's attention <= sum of p of the next layer's
-                min_neurons z[l, j] <= neurons of layer l on j <= all of them * z[l, j]
-                bytes on GPU j <= budget; neurons on the CPU + host parts <= its budget
+                work of layer l on d <= t[l]
+                e[l] >= 1 - p of its attention; e[l] >= 1 - p of its predictor
+                p of a layer's attention <= p of the next layer's
+                bytes on the GPU <= budget; neurons on the CPU + host parts <= its budget
 
 All CPU devices are one here (`merge_cpu_devices`).
 
 Source: PowerInfer section 6; t[l] replaces its sum of frequencies on the GPU, which balances
-devices of any speed.
+devices of any speed. Its least number of neurons that pays for an exchange is not needed: layers
+take none for neurons on the GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +29,14 @@ from typing import Any
 
 import numpy as np
 
-from hotcold.placement.solver.problem import HEAD, HOST, Assignment, Problem
+from hotcold.placement.solver.problem import (
+    ATTENTION,
+    HEAD,
+    HOST,
+    PREDICTOR,
+    Assignment,
+    Problem,
+)
 
 MAX_CLASSES = 32
 
@@ -96,14 +99,10 @@ class _Builder:
         self.high: list[np.ndarray] = []
         self.num_rows = self.num_columns = 0
         layers, gpus = problem.num_layers, problem.num_gpus
-        num_joined = problem.joined_parts.size
         self.n = self._variables(len(classes.layer), problem.num_devices)
         self.t = self._variables(layers)
-        self.z = self._variables(layers, gpus)
-        self.w = self._variables(num_joined, gpus)
-        self.s = self._variables(num_joined, gpus)
-        self.h = self._variables(gpus if num_joined else 0)
         self.p = self._variables(len(problem.part_bytes), gpus)
+        self.e = self._variables(layers, gpus)
         (self.one,) = self._variables(1)
 
     def _variables(self, *shape: int) -> np.ndarray:
@@ -124,57 +123,33 @@ class _Builder:
 
     def add_all(self) -> None:
         """Add the constraints of this module's docstring."""
-        count, num_parts = self.classes.count, len(self.problem.part_bytes)
+        count = self.classes.count
         self.add(count, count, (np.arange(len(count))[:, None], self.n, 1.0))
         self._add_times()
         if self.problem.num_gpus:
-            self._add_min_neurons()
-            self.add(np.zeros(num_parts), 1.0, (np.arange(num_parts)[:, None], self.p, 1.0))
-            attention = self.p[self.problem.attention_parts]
-            row = np.arange(max(0, len(attention) - 1))[:, None]
+            self._add_exchanges()
+            attention = self.p[self.problem.part_kinds == ATTENTION]
+            row = np.arange(len(attention) - 1)[:, None]
             before = (row, attention[:-1], -1.0)
             self.add(np.zeros(row.size), np.inf, (row, attention[1:], 1.0), before)
-        if self.w.size:
-            self._add_whole_layers()
         self._add_budgets()
 
     def _add_times(self) -> None:
-        problem, w = self.problem, self.w
-        layers, devices, gpus = problem.num_layers, problem.num_devices, problem.num_gpus
+        layers, devices = self.problem.num_layers, self.problem.num_devices
         row = np.arange(layers * devices).reshape(layers, devices)
         self.add(
             np.full(row.size, -np.inf),
             0.0,
             (row[self.classes.layer], self.n, self.classes.seconds / self.unit_s),
             (row, self.t[:, None], -1.0),
-            (row[:, :gpus], self.z, problem.sync_s / self.unit_s),
-            (row[: len(w), :gpus], w, -problem.sync_s / self.unit_s),
         )
 
-    def _on_gpus(self, row: np.ndarray) -> tuple[Any, Any, Any]:
-        """Neurons of layers on GPUs, in units of a group, so that coefficients are near 1."""
-        size = (self.classes.size / self.problem.group_sizes.max())[:, None]
-        return row[self.classes.layer], self.n[:, : self.problem.num_gpus], size
-
-    def _add_min_neurons(self) -> None:
-        problem, z = self.problem, self.z
-        unit, sizes = problem.group_sizes.max(), problem.layer_sizes[:, None]
-        row = np.arange(z.size).reshape(z.shape)
-        work, least = self._on_gpus(row), np.minimum(problem.min_neurons, sizes) / unit
-        self.add(np.zeros(row.size), np.inf, work, (row, z, -least))
-        self.add(np.full(row.size, -np.inf), 0.0, work, (row, z, -sizes / unit))
-
-    def _add_whole_layers(self) -> None:
-        problem, w, s, h = self.problem, self.w, self.s, self.h
-        row = np.arange(w.size).reshape(w.shape)
-        sizes = problem.layer_sizes[:, None] / problem.group_sizes.max()
-        none, gpus = np.zeros(w.size), np.zeros(problem.num_gpus)
-        self.add(none, np.inf, self._on_gpus(row), (row, w, -sizes))
-        self.add(none, np.inf, (row, self.p[problem.joined_parts], 1.0), (row, w, -1.0))
-        self.add(none, np.inf, (row, s, 1.0), (row, w, -1.0), (row[1:], w[:-1], 1.0))
-        heads = self.p[np.array(problem.part_kinds) == HEAD]
-        self.add(gpus, np.inf, (row[0], w[-1], 1.0), (row[0], h, -1.0))
-        self.add(gpus, np.inf, (row[0], heads, 1.0), (row[0], h, -1.0))
+    def _add_exchanges(self) -> None:
+        row = np.arange(self.problem.num_layers)[:, None]
+        for kind in (ATTENTION, PREDICTOR):
+            parts = self.p[self.problem.part_kinds == kind]
+            if parts.size:
+                self.add(np.ones(row.size), np.inf, (row, parts, 1.0), (row, self.e, 1.0))
 
     def _add_budgets(self) -> None:
         """Rows in units of a group's bytes: the solver's tolerance is then a few bytes."""
@@ -193,21 +168,17 @@ class _Builder:
         from scipy.sparse import coo_array
 
         problem, gpus, unit_s = self.problem, self.problem.num_gpus, self.unit_s
+        exchange_s = problem.exchange_s
+        num_exchanges = 1 if gpus else 2 * problem.num_layers  # and the head's
         low, high = np.zeros(self.num_columns), np.ones(self.num_columns)
         cost, integrality = np.zeros(self.num_columns), np.ones(self.num_columns)
         cost[self.t], high[self.t], integrality[self.t] = 1.0, np.inf, 0
-        host_s = problem.part_seconds[:, -1]
+        host_s = problem.part_seconds[:, -1] + exchange_s * (problem.part_kinds == HEAD)
         cost[self.p] = (problem.part_seconds[:, :gpus] - host_s[:, None]) / unit_s
-        cost[self.one] = (problem.fixed_s + float(host_s.sum())) / unit_s
-        cost[self.w] = -2 * problem.exchange_s / unit_s
-        cost[self.s] = problem.sync_s / unit_s
-        cost[self.h] = -problem.exchange_s / unit_s
+        cost[self.e] = 2 * exchange_s / unit_s
+        cost[self.one] = (num_exchanges * exchange_s + float(host_s.sum())) / unit_s
         low[self.one] = 1
-        is_allowed = problem.min_neurons <= problem.layer_sizes[:, None]
         high[self.n] = self.classes.count[:, None]
-        high[self.n[:, :gpus]] *= is_allowed[self.classes.layer]
-        high[self.z] = is_allowed
-        high[self.p] = problem.may_leave_host[:, None]
         rows, columns, values = (np.concatenate(part) for part in zip(*self.parts, strict=True))
         shape = self.num_rows, self.num_columns
         matrix = coo_array((values.astype(float), (rows, columns)), shape).tocsc()
@@ -231,18 +202,15 @@ def build_program(problem: Problem, classes: Classes, unit_s: float) -> dict[str
 
 
 def read_solution(problem: Problem, classes: Classes, values: np.ndarray) -> Assignment:
-    """Turn the solver's counts into places; of a class the hottest go to the fastest GPU."""
+    """Turn the solver's counts into places; of a class the hottest go to the GPU."""
     num_classes, devices, gpus = len(classes.layer), problem.num_devices, problem.num_gpus
     n = np.rint(values[: num_classes * devices]).astype(np.int64).reshape(num_classes, devices)
-    p = np.rint(values[-1 - len(problem.part_bytes) * gpus : -1])
     group_device = np.full(problem.group_seconds.shape[:2], HOST, np.int16)
     for q in range(num_classes):
-        by_speed = np.argsort(classes.seconds[q, :gpus], kind="stable")
-        hot = np.repeat(by_speed, n[q, by_speed])
         at = slice(int(classes.first[q]), int(classes.first[q] + classes.count[q]))
-        group_device[classes.layer[q], at] = np.append(hot, np.full(n[q, gpus], gpus))
+        group_device[classes.layer[q], at] = np.repeat(np.arange(devices), n[q])
     part_device = np.full(len(problem.part_bytes), HOST, np.int16)
     if gpus:
-        on_gpu = p.reshape(-1, gpus)
-        part_device[on_gpu.any(axis=1)] = on_gpu.argmax(axis=1)[on_gpu.any(axis=1)]
+        first = num_classes * devices + problem.num_layers
+        part_device[np.rint(values[first : first + part_device.size]) == 1] = 0
     return Assignment(group_device, part_device)

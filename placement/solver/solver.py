@@ -15,7 +15,6 @@ from hotcold.placement.solver.problem import (
     PREDICTOR,
     Assignment,
     Problem,
-    keeps_min_neurons,
     objective_s,
     shortages,
 )
@@ -45,7 +44,6 @@ class Solution:
     objective_s: float
     bound_s: float
     solve_s: float
-    keeps_min_neurons: bool  # False where memory left no choice
 
     @property
     def gap(self) -> float:
@@ -56,28 +54,22 @@ class Solution:
 def solve(problem: Problem, *, time_limit_s: float = 10.0, mip_gap: float = MIP_GAP) -> Solution:
     """Find the placement with the fewest expected seconds; `problem` has one CPU device.
 
-    If the budgets allow no placement with `min_neurons`, that rule is dropped. At least the first
-    placement that is found is waited for.
+    At least the first placement that is found is waited for.
     Units:   seconds; `mip_gap` is relative
     Errors:  MemoryBudgetError where something fits nowhere
     """
     started = time.perf_counter()
     require_fit(problem)
-    without_rule = replace(problem, min_neurons=np.zeros_like(problem.min_neurons))
-    group_bytes = int(problem.group_sizes.max()) * problem.neuron_bytes
-    for allowed in (problem, without_rule):
-        # The solver's tolerance may break a budget by some bytes; then a group's are set aside.
-        for aside in (0, group_bytes):
-            tried = replace(allowed, budget_bytes=np.maximum(0, allowed.budget_bytes - aside))
-            found, bound_s = _solve(tried, started + time_limit_s, mip_gap)
-            if found is None:
-                break
-            keeps = keeps_min_neurons(problem, found)
-            if shortages(problem, found).any() or not (keeps or allowed is without_rule):
-                continue
+    # The solver's tolerance may break a budget by some bytes; then a group's are set aside.
+    for aside in (0, int(problem.group_sizes.max()) * problem.neuron_bytes):
+        tried = replace(problem, budget_bytes=np.maximum(0, problem.budget_bytes - aside))
+        found, bound_s = _solve(tried, started + time_limit_s, mip_gap)
+        if found is None:
+            break
+        if not shortages(problem, found).any():
             seconds = objective_s(problem, found)
             solve_s = time.perf_counter() - started
-            return Solution(found, seconds, min(bound_s, seconds), solve_s, keeps)
+            return Solution(found, seconds, min(bound_s, seconds), solve_s)
     raise fragmented(problem)
 
 
@@ -96,9 +88,9 @@ def require_fit(problem: Problem) -> None:
 
 def _needs(problem: Problem) -> list[tuple[str, int]]:
     """Names and bytes of all parts, in the order in which they are placed."""
-    kinds = np.array(problem.part_kinds)
     parts = [
-        (name, int(problem.part_bytes[kinds == kind].sum())) for kind, name in _PART_NAMES.items()
+        (name, int(problem.part_bytes[problem.part_kinds == kind].sum()))
+        for kind, name in _PART_NAMES.items()
     ]
     neurons = int(problem.group_sizes.sum()) * problem.neuron_bytes
     return [*parts, ("FFN neurons", neurons)]

@@ -28,6 +28,7 @@ from hotcold.placement.solver.divide import solve_divided
 from hotcold.placement.solver.problem import (
     ATTENTION,
     HEAD,
+    PREDICTOR,
     Problem,
     merge_cpu_devices,
     part_bytes_on,
@@ -37,7 +38,7 @@ from tests.placement_cases import llama_config, random_problem
 
 
 def best_of_all(problem: Problem) -> float:
-    """The least seconds over every placement that keeps the rules; infinite without one."""
+    """The least seconds over every placement that fits; infinite without one."""
     devices, gpus = problem.num_devices, problem.num_gpus
     budget = problem.budget_bytes.tolist()
     layers = [layer_choices(problem, layer) for layer in range(problem.num_layers)]
@@ -46,7 +47,7 @@ def best_of_all(problem: Problem) -> float:
         if not first_are_on_host(problem, parts):
             continue
         held = [0] * devices
-        host, seconds = 0, problem.fixed_s
+        host, seconds = 0, exchanges_of(problem, parts) * problem.exchange_s
         for part, device in enumerate(parts):
             seconds += problem.part_seconds[part][gpus if device < 0 else device]
             if device < 0:
@@ -57,95 +58,61 @@ def best_of_all(problem: Problem) -> float:
             used = [held[d] + sum(entry[1][d] for entry in chosen) for d in range(devices)]
             fits = all(a <= b for a, b in zip(used, budget, strict=True))
             if fits and sum(used[gpus:]) + host <= sum(budget[gpus:]):
-                spared = spared_s(problem, list(parts), [entry[2] for entry in chosen])
-                best = min(best, seconds + sum(entry[0] for entry in chosen) - spared)
+                best = min(best, seconds + sum(entry[0] for entry in chosen))
     return best
+
+
+def places_of(problem: Problem, parts: Sequence[int], kind: str) -> list[int]:
+    return [p for p, own in zip(parts, problem.part_kinds, strict=True) if own == kind]
 
 
 def first_are_on_host(problem: Problem, parts: Sequence[int]) -> bool:
     """Whether attention on the host, if any, is that of the first layers."""
-    on_gpu = [
-        p >= 0 for p, kind in zip(parts, problem.part_kinds, strict=True) if kind == ATTENTION
-    ]
-    return on_gpu == sorted(on_gpu)
+    attention = places_of(problem, parts, ATTENTION)
+    return attention == sorted(attention)
 
 
-def spared_s(problem: Problem, parts: list[int], only: list[int]) -> float:
-    """What is spared where a GPU has layers as a whole; only[l]: the one device with l's neurons.
-
-    Each of them has its own two exchanges and its sync otherwise; a run of them has one sync.
-    """
-    attention = [p for p, kind in zip(parts, problem.part_kinds, strict=True) if kind == ATTENTION]
-    if not problem.exchange_s or len(attention) != problem.num_layers:
-        return 0.0
-    found, before = 0.0, -1
-    for layer, device in enumerate(only):
-        is_whole = 0 <= device < problem.num_gpus and attention[layer] == device
-        if is_whole:
-            found += 2 * problem.exchange_s + problem.sync_s[device] * (device == before)
-        before = device if is_whole else -1
-    heads = [p for p, kind in zip(parts, problem.part_kinds, strict=True) if kind == HEAD]
-    return found + problem.exchange_s * (before >= 0 and before in heads)
+def exchanges_of(problem: Problem, parts: Sequence[int]) -> int:
+    """One with a GPU, and two for each layer that something keeps from it, one for the head."""
+    attention, (head,), predictors = (
+        places_of(problem, parts, kind) for kind in (ATTENTION, HEAD, PREDICTOR)
+    )
+    apart = [min(both) < 0 for both in zip(attention, predictors or attention, strict=True)]
+    return problem.num_gpus + 2 * sum(apart) + (head < 0)
 
 
-def layer_choices(problem: Problem, layer: int) -> list[tuple[float, list[int], int]]:
-    """Seconds and bytes on each device of every way to place one layer's groups, and the device
-    that has all, -1 for none.
-    """
+def layer_choices(problem: Problem, layer: int) -> list[tuple[float, list[int]]]:
+    """Seconds and bytes on each device of every way to place one layer's groups."""
     found = []
     for places in product(range(problem.num_devices), repeat=problem.group_sizes.shape[1]):
         work, count = [0.0] * problem.num_devices, [0] * problem.num_devices
         for group, device in enumerate(places):
             work[device] += problem.group_seconds[layer][group][device]
             count[device] += int(problem.group_sizes[layer, group])
-        allowed = True
-        for gpu in range(problem.num_gpus):
-            if count[gpu]:
-                work[gpu] += problem.sync_s[gpu]
-                allowed = allowed and count[gpu] >= problem.min_neurons[layer][gpu]
-        if allowed:
-            only = places[0] if len(set(places)) == 1 else -1
-            found.append((max(work), [n * problem.neuron_bytes for n in count], only))
+        found.append((max(work), [n * problem.neuron_bytes for n in count]))
     return found
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
-    ("num_layers", "num_groups", "num_gpus", "num_parts"),
-    [(2, 3, 0, 1), (2, 3, 1, 3), (2, 3, 2, 2), (2, 3, 2, 3), (3, 2, 1, 4), (4, 2, 1, 5),
-     (3, 1, 2, 4)],
+    ("num_layers", "num_groups", "num_gpus", "has_predictors"),
+    [(2, 3, 0, False), (2, 3, 1, False), (2, 3, 1, True), (3, 2, 1, False), (3, 2, 1, True),
+     (4, 2, 1, False), (3, 1, 0, True)],
 )  # fmt: skip
 def test_nothing_better_exists(
-    seed: int, num_layers: int, num_groups: int, num_gpus: int, num_parts: int
+    seed: int, num_layers: int, num_groups: int, num_gpus: int, has_predictors: bool
 ) -> None:
-    """Where each layer has its attention, an exchange costs as much as the neurons of a layer."""
     rng = np.random.default_rng(seed)
     sizes = (64,) * (num_groups - 1) + (40 if seed % 2 else 64,)
     tightness = float(rng.choice([1.15, 1.4, 3.0]))
     problem = random_problem(
-        rng, num_layers, sizes, num_gpus, 1, num_parts=num_parts, tightness=tightness
+        rng, num_layers, sizes, num_gpus, 1, has_predictors=has_predictors, tightness=tightness
     )
-    if num_parts == num_layers + 1:
-        exchange_s = float(rng.choice([2e-5, 2e-4, 2e-3]))
-        fixed_s = (2 * num_layers + 1) * exchange_s
-        problem = replace(problem, exchange_s=exchange_s, fixed_s=fixed_s)
-    check_best(problem)
-
-
-def check_best(problem: Problem) -> None:
-    """The solver's placement is as good as any, or there is none."""
     best = best_of_all(problem)
     if not np.isfinite(best):
-        free = replace(problem, min_neurons=np.zeros_like(problem.min_neurons))
-        best_without_rule = best_of_all(free)
-        if np.isfinite(best_without_rule):
-            found = solve(problem, mip_gap=0.0)
-            assert not found.keeps_min_neurons
-            assert found.objective_s == pytest.approx(best_without_rule, rel=1e-5)
-        else:
-            with pytest.raises(MemoryBudgetError, match="bytes"):
-                solve(problem, mip_gap=0.0)
+        with pytest.raises(MemoryBudgetError, match="bytes"):
+            solve(problem, mip_gap=0.0)
         return
     found = solve(problem, mip_gap=0.0)
     check(problem, found)
@@ -168,14 +135,13 @@ def test_a_budget_is_used_to_its_last_byte() -> None:
 def tight_problem(missing_bytes: int, other_bytes: int = 0) -> Problem:
     """Two layers of four groups; the GPU has room for four groups, the one column for the rest."""
     rng = np.random.default_rng(1)
-    problem = random_problem(rng, 2, (64, 64, 64, 64), 1, 1, num_parts=1)
+    problem = random_problem(rng, 2, (64, 64, 64, 64), 1, 1)
     four = 4 * 64 * problem.neuron_bytes
     host = four + int(problem.part_bytes.sum()) + other_bytes
     return replace(
         problem,
         budget_bytes=np.array([four - missing_bytes, host]),
-        min_neurons=np.ones((2, 1), np.int64),
-        part_seconds=np.array([[1.0, 0.0]]),
+        part_seconds=np.tile([1.0, 0.0], (3, 1)),
         group_frequency=np.tile([0.9, 0.8, 0.1, 0.1], (2, 1)),
         group_seconds=np.tile([[0.9, 9], [0.8, 8], [0.1, 1], [0.1, 1]], (2, 1, 1)),
     )
@@ -213,9 +179,9 @@ problems = st.builds(
     group_sizes=st.tuples(st.integers(1, 20), st.integers(1, 64)).map(
         lambda pair: (64,) * pair[0] + (pair[1],)
     ),
-    num_gpus=st.integers(0, 2),
+    num_gpus=st.integers(0, 1),
     num_columns=st.integers(1, 3),
-    num_parts=st.integers(1, 5),
+    has_predictors=st.booleans(),
     tightness=st.sampled_from([1.05, 1.3, 4.0]),
     is_ragged=st.booleans(),
 )
@@ -259,36 +225,29 @@ def test_cold_neurons_are_dealt_by_speed_and_memory(room: float, share: float) -
 
 
 def check(problem: Problem, found: Solution) -> None:
-    """Budgets to the byte, the rule of least neurons, and the seconds, all counted again."""
-    where = found.assignment.group_device
+    """Budgets to the byte, and the seconds, all counted again."""
+    where, parts = found.assignment.group_device, found.assignment.part_device.tolist()
     assert where.shape == problem.group_seconds.shape[:2]
     assert ((where >= 0) & (where < problem.num_devices))[problem.group_sizes > 0].all()
     used = [0] * problem.num_devices
-    seconds, only = problem.fixed_s, list[int]()
+    seconds = exchanges_of(problem, parts) * problem.exchange_s
     for layer, places in enumerate(where.tolist()):
         count, work = [0] * problem.num_devices, [0.0] * problem.num_devices
         for group, device in enumerate(places):
             count[device] += int(problem.group_sizes[layer, group])
             work[device] += problem.group_seconds[layer, group, device]
-        for gpu in range(problem.num_gpus):
-            least = problem.min_neurons[layer, gpu] if found.keeps_min_neurons else 0
-            assert count[gpu] == 0 or count[gpu] >= least
-            work[gpu] += problem.sync_s[gpu] if count[gpu] else 0
         seconds += max(work)
-        own = {d for d, size in zip(places, problem.group_sizes[layer], strict=True) if size}
-        only.append(own.pop() if len(own) == 1 else -1)
         used = [a + n * problem.neuron_bytes for a, n in zip(used, count, strict=True)]
     held = part_bytes_on(problem, found.assignment)
     assert (held >= 0).all()
     assert held.sum(axis=1).tolist() == problem.part_bytes.tolist()
-    assert first_are_on_host(problem, found.assignment.part_device.tolist())
-    for part, device in enumerate(found.assignment.part_device.tolist()):
+    assert first_are_on_host(problem, parts)
+    for part, device in enumerate(parts):
         seconds += problem.part_seconds[part, device if device >= 0 else problem.num_gpus]
         if device >= 0:
             assert held[part, device] == problem.part_bytes[part]
         else:
             assert not held[part, : problem.num_gpus].any()
-    seconds -= spared_s(problem, found.assignment.part_device.tolist(), only)
     assert (np.array(used) + held.sum(axis=0) <= problem.budget_bytes).all()
     assert found.objective_s == pytest.approx(seconds, rel=1e-9)
 
