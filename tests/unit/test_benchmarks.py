@@ -35,6 +35,13 @@ def test_a_benchmark_says_what_it_does(name: str) -> None:
     assert "Usage:" in output_of(run_benchmark(name, "--help"))
 
 
+def test_lines_are_counted_by_room() -> None:
+    counts = {line.split()[1]: int(line.split()[0]) for line in
+              output_of(run_benchmark("lines")).splitlines()}  # fmt: skip
+    assert counts["library"] > counts["actors"] > 0
+    assert counts["all"] > counts["library"] + counts["tests"]
+
+
 def test_what_stands_in_for_a_model_reads_as_many_bytes(tmp_path: Path) -> None:
     """Its head, too, whose rows are no whole blocks of 256."""
     from benchmarks.random_gguf import write_like  # torch
