@@ -181,6 +181,7 @@ class Answer:
     logprobs: dict[int, list[Any]] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
     counts: tuple[int, int] | None = None  # tokens of prompt and answer
+    num_cached: int = 0
     at_s: list[float] = field(default_factory=list)
 
     def difference(self, other: Answer) -> str:
@@ -311,4 +312,5 @@ def _read(found: Answer, piece: Json) -> bool:
             found.ends[at] = choice["finish_reason"]
     if usage := piece.get("usage"):
         found.counts = usage["prompt_tokens"], usage["completion_tokens"]
+        found.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     return False
