@@ -29,7 +29,7 @@ _STOP_POLLS = 300
 _ATTEND_S = 1.0  # between two messages to the driver that a stream is still read
 # Methods that return within a second, whatever else is called: they have threads of their own. All
 # others may take as long as what runs.
-_QUICK = {"ping", "progress", "describe", "processes", "driver_load", "telemetry"}
+_QUICK = {"ping", "progress", "describe", "processes", "driver_load", "telemetry", "cpu_seconds"}
 _QUICK |= {"take_events", "attend", "cancel", "stop"}
 
 

@@ -28,6 +28,7 @@ from hotcold.actors.setup.account import loaded_bytes
 from hotcold.actors.setup.assignment import neuron_owners
 from hotcold.actors.setup.connection import SpawnRelay
 from hotcold.actors.telemetry.snapshot import WATCH_S, Telemetry
+from hotcold.numba_kernels.loops.mailbox import OPERATION, PING
 
 if TYPE_CHECKING:
     from hotcold.actors.driver.scoring import WindowScores
@@ -172,6 +173,17 @@ class DriverActor:
         """What the system does now; see `Driver.telemetry`. Cheap enough for twice a second."""
         return self._health.telemetry(watch_s)
 
+    def measure_exchange(self, num_rounds: int) -> np.ndarray:
+        """Nanoseconds of each of `num_rounds` empty requests to all CPU services."""
+        services = self.services
+
+        def measure() -> np.ndarray:
+            cpus = services.connection.topology.cpu_services
+            services.exchange.buffers.requests[cpus, OPERATION] = PING
+            return np.array([services.exchange.request(cpus) for _ in range(num_rounds)])
+
+        return services.driver.between_requests(measure, has_slot=False)
+
     def device_report(self, measure: bool) -> dict[str, float]:
         """Memory and times of the GPU; see `CudaAttentionService.device_report`."""
         report: dict[str, float]
@@ -179,3 +191,9 @@ class DriverActor:
         gpus = connection.topology.cache_services
         (report,) = connection.call_each("device_report", measure, services=gpus)
         return report
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU seconds used by each service so far."""
+        connection = self.services.connection
+        used = connection.call_each("cpu_seconds")
+        return dict(zip(connection.names, used, strict=True))

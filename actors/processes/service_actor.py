@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -268,6 +269,10 @@ class ServiceActor:
         """Memory and times of the GPU (`CudaAttentionService.device_report`); {} without a GPU."""
         service: Any = self._require_service()
         return service.device_report(measure) if self.spec.on_gpu else {}
+
+    def cpu_seconds(self) -> float:
+        """CPU seconds that the process has used."""
+        return time.process_time()
 
     def _require_service(self) -> Service:
         if self._service is None:

@@ -5,6 +5,7 @@ import click
 from hotcold.jobs.support.lazy_group import LazyGroup
 
 _COMMANDS = {
+    "exchange": (".exchange", "A round trip to the CPU services."),
     "kernels": (".kernels", "Kernels beside a plain read of memory."),
     "decode": (".decode", "Tokens a second, and where the time goes."),
     "prefill": (".decode:prefill", "Prompt tokens a second."),

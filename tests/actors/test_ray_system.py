@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from hotcold.actors.processes.reports import LOADING_KERNELS
@@ -69,12 +68,11 @@ def test_idle_services_use_no_processor(running: System, llama: TinyCheckpoint) 
     running.complete(greedy(llama))
 
     def used_while_idle() -> float:
-        pids = running.call("processes")
-        services = [psutil.Process(pids[name]) for name in ("gpu", "cpu0", "cpu1")]
-        before = [sum(one.cpu_times()[:2]) for one in services]
+        before = running.call("cpu_seconds")
         time.sleep(1)
-        after = [sum(one.cpu_times()[:2]) for one in services]
-        return max(now - then for now, then in zip(after, before, strict=True))
+        after = running.call("cpu_seconds")
+        assert set(after) == {"gpu", "cpu0", "cpu1"}
+        return max(after[name] - before[name] for name in after)
 
     # Once idle they prepare for long prompts, for as long as compiling takes; then for nothing.
     assert any(used_while_idle() < 0.05 for _ in range(100))

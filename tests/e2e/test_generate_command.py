@@ -129,6 +129,12 @@ def test_text_streams_by_its_seed_until_a_signal(
 
 
 def test_bench(local_ray: None, words: Path, little_memory_read: None) -> None:
+    lines, report = command(
+        "bench", "exchange", words, "--rounds", "20", "--context", "64", "--cpu-actors", "2",
+    )  # fmt: skip
+    assert 0 < report["us_min"] <= report["us_median"] <= report["us_p99"]
+    assert set(report["idle_cpu_share"]) == {"gpu", "cpu0", "cpu1"}
+    assert "median" in lines[0]
     sizes = ["--repeat", "1", "--context", "64", "--prompt-tokens"]
     lines, report = command("bench", "decode", words, *sizes, "4", "--tokens", "5")
     assert "tokens/s" in lines[0]
