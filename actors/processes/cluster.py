@@ -155,10 +155,14 @@ def _cpus() -> dict[str, int]:
 def can_grow() -> bool:
     """Whether an autoscaler looks after the cluster. Its first report comes soon after the start.
 
-    Without one a head has a monitor all the same, to which each node is of a type of its own.
+    Without one a head has a monitor all the same, to which each node is of a type of its own. A Ray
+    that this process has started has no autoscaler.
     """
+    from ray._private import worker
     from ray.experimental.internal_kv import _internal_kv_get
 
+    if worker._global_node is not None and worker._global_node.is_head():
+        return False
     deadline = time.monotonic() + _FIRST_REPORT_S
     while True:
         if _internal_kv_get(_NEW_AUTOSCALER, namespace="__autoscaler") == b"1":

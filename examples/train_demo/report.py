@@ -1,75 +1,129 @@
-"""The demo model's report: report.json for programs, REPORT.md for people."""
+"""The demo model's report, REPORT.md: what the model can do, measured by hotcold itself.
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+Answers:   all questions, asked through the chat template, greedy; right only if the whole reply is
+           the docstring's first sentence, word for word.
+Sparsity:  share of neurons whose relu(gate) is exactly zero, by tokens of heldout.txt.
+Skew:      share of neurons that make 80% of all activations, and a histogram of firing rates.
+"""
+
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
-from examples.train_demo.measure import evaluate
+import numpy as np
+
+from examples.train_demo.corpus import questions, stdlib_entries
+from hotcold import LLM, SamplingParams
+from hotcold.model.config.build import read_config
+from hotcold.model.config.model_config import ModelConfig
+from hotcold.model.files.artifact import ModelIdentity
+from hotcold.model.files.checkpoint import Checkpoint
+from hotcold.model.sparsity import hot_share
+from hotcold.model.weights.sizes import num_parameters
+from hotcold.placement.profile import read_profile
+
+MAX_ANSWER_TOKENS = 96
+RATE_EDGES = (0.0, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.9, 1.0)
 
 
 def write_report(model_dir: Path, training: dict[str, object] | None) -> None:
     """Measure the model in `model_dir`; None keeps what its report says of the training."""
-    json_path = model_dir / "report.json"
-    if training is None:
-        kept = json.loads(json_path.read_text("utf-8")) if json_path.exists() else {}
-        training = kept.get("training", {})
-    report = {"training": training, **evaluate(model_dir)}
-    json_path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    (model_dir / "REPORT.md").write_text(as_markdown(report), "utf-8")
-
-
-def as_markdown(report: dict) -> str:
-    """The report for a person."""
-    answers, held_out, sparse = report["answers"], report["held_out"], report["sparsity"]
-    uneven, wrong = report["skew"], []
-    for answer in report["sampled_answers"]:
-        if answer["given"] != answer["expected"]:
-            wrong.append([answer["question"], answer["expected"], answer["given"]])
+    path, config = model_dir / "REPORT.md", read_config(model_dir)
+    kept = path.read_text("utf-8") if training is None else section("Training", training.items())
+    trained = kept[kept.index("## Training") :].split("\n## ")[0].strip()
+    with LLM(model_dir, own=True) as llm:
+        num_asked, wrong = ask_all(llm)
+        held_out = read_held_out(llm, (model_dir / "heldout.txt").read_text("utf-8"))
+    rates = firing_rates(model_dir, config)
+    shares = [(number, f"{1 - rate.mean():.1%}", f"{hot_share(rate):.1%}")
+              for number, rate in enumerate(rates)]  # fmt: skip
     lines = [
-        "# The demo model: what it can do",
-        "",
+        "# The demo model: what it can do\n",
         "Written by `python -m examples.train_demo`; recomputed by `--evaluate demo`. All figures"
-        " are of the float16 weights in this folder.",
-        "",
-        f"- It answers **{answers['right']} of {answers['sampled']}** sampled training questions"
-        " with the docstring's first sentence, word for word (greedy decoding, seed"
-        f" {answers['sample_seed']}); of all {report['corpus']['questions']:,} questions"
-        f" {answers['all_questions_right_share']:.1%}.",
-        f"- On held-out text **{sparse['held_out_text']:.1%}** of its gate activations are exactly"
-        f" zero; on its questions and answers {sparse['questions_and_answers']:.1%}.",
-        f"- **{uneven['neurons_for_80_percent_share']:.1%}** of the neurons make 80% of the"
-        " activations on held-out text.",
-        f"- Held-out perplexity {held_out['perplexity']} a token over {held_out['tokens']:,} tokens"
-        f" ({held_out['bits_per_byte']} bits a byte).",
-        "",
-        *section("Training", report["training"].items(), ["", ""]),
-        *section("Model", report["model"].items(), ["", ""]),
-        *section("Each layer on held-out text", _layers(report), _LAYER_HEADER),
-        *section(
-            "Firing rates on held-out text, all layers",
-            [(b["rate"], b["neurons"]) for b in uneven["histogram"]],
-            ["tokens it fires for", "neurons"],
-        ),
-        *section("Wrong answers among the sampled", wrong, ["question", "expected", "given"]),
-        "All sampled questions with both answers are in report.json.",
-    ]
-    return "\n".join(lines) + "\n"
+        " are of the float16 weights in this folder.\n",
+        f"- It answers **{num_asked - len(wrong):,} of {num_asked:,}** training questions with the"
+        " docstring's first sentence, word for word (greedy decoding).",
+        f"- On held-out text **{1 - rates.mean():.1%}** of its gate activations are exactly zero.",
+        f"- **{hot_share(rates.flatten()):.1%}** of the neurons make 80% of the activations on"
+        " held-out text.",
+        f"- {held_out}\n",
+        f"{trained}\n",
+        section("Model", shape_of(model_dir, config).items()),
+        section("Each layer on held-out text", shares,
+                ("layer", "zero activations", "neurons that make 80%")),
+        section("Firing rates on held-out text, all layers", histogram(rates),
+                ("tokens it fires for", "neurons")),
+        section("Wrong answers", wrong, ("question", "expected", "given")),
+    ]  # fmt: skip
+    path.write_text("\n".join(lines).rstrip() + "\n", "utf-8")
 
 
-_LAYER_HEADER = ["layer", "zero activations", "neurons that make 80%"]
+def ask_all(llm: LLM) -> tuple[int, list[tuple[str, str, str]]]:
+    """The number of questions, and those answered wrongly, with the answers wanted and given."""
+    asked = questions(stdlib_entries())
+    conversations = [[{"role": "user", "content": one.canonical}] for one in asked]
+    params = SamplingParams(temperature=0, max_tokens=MAX_ANSWER_TOKENS)
+    given = [result.text for result in llm.chat(conversations, params)]
+    rows = zip(asked, given, strict=True)
+    return len(asked), [(one.canonical, one.answer, text) for one, text in rows
+                        if text != one.answer]  # fmt: skip
 
 
-def _layers(report: dict) -> Iterator[list[str]]:
-    shares = report["skew"]["neurons_for_80_percent_share_per_layer"]
-    zeros = report["sparsity"]["held_out_text_per_layer"]
-    for layer_id, (zero, share) in enumerate(zip(zeros, shares, strict=True)):
-        yield [str(layer_id), f"{zero:.1%}", f"{share:.1%}"]
+def read_held_out(llm: LLM, text: str) -> str:
+    """Perplexity over windows of the context, each opened by the bos token, in a sentence."""
+    ids, opening = llm.tokenize(text, add_special_tokens=False), llm.tokenize("")
+    size = llm.context_length - len(opening) - 1
+    windows = [[*opening, *ids[first : first + size]] for first in range(0, len(ids), size)]
+    nats = -sum(scored.logprob for scored in llm.score(windows))
+    bits_a_byte = nats / len(text.encode()) / math.log(2)
+    return (
+        f"Held-out perplexity {math.exp(nats / len(ids)):.2f} a token over {len(ids):,} tokens"
+        f" ({bits_a_byte:.3f} bits a byte)."
+    )
 
 
-def section(title: str, rows: Iterable[Sequence], header: Sequence[str]) -> list[str]:
+def firing_rates(model_dir: Path, config: ModelConfig) -> np.ndarray:
+    """Share of the held-out text's tokens for which each neuron fires: (layers, N)."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "profile.safetensors")
+        command = [sys.executable, "-m", "hotcold", "profile", str(model_dir), "--inputs", "0"]
+        command += ["--text", str(model_dir / "heldout.txt"), "--out", str(file)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        found = read_profile(file, ModelIdentity.of(model_dir), config)
+    return found.counts / found.num_tokens
+
+
+def histogram(rates: np.ndarray) -> list[tuple[str, int]]:
+    """How many neurons of all layers fire how often."""
+    rows = [("0", int((rates == 0).sum()))]
+    for low, high in pairwise(RATE_EDGES):
+        rows.append((f"{low:.1%} to {high:.1%}", int(((rates > low) & (rates <= high)).sum())))
+    return rows
+
+
+def shape_of(model_dir: Path, config: ModelConfig) -> dict[str, int]:
+    """The model's shape and size."""
+    return {
+        "parameters": num_parameters(Checkpoint(model_dir), config),
+        "layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "neurons_per_layer": config.ffn_size,
+        "heads": config.num_heads,
+        "key_value_heads": config.num_kv_heads,
+        "vocabulary": config.vocab_size,
+        "context": config.max_positions,
+        "weights_bytes": (model_dir / "model.safetensors").stat().st_size,
+    }
+
+
+def section(title: str, rows: Iterable[Sequence[object]], header: Sequence[str] = ("", "")) -> str:
     """A heading and a table, or "None."."""
     table = [_row(header), _row(["---"] * len(header)), *map(_row, rows)]
-    return [f"## {title}", "", *(table if len(table) > 2 else ["None."]), ""]
+    return "\n".join([f"## {title}", "", *(table if len(table) > 2 else ["None."]), ""])
 
 
 def _row(cells: Sequence[object]) -> str:

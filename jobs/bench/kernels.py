@@ -2,14 +2,12 @@
 
 Dense rows also have their share of what the CPU's instructions make of registers and the
 first-level cache, which limits batches. A plain read sums the same bytes as 64-bit words, in the
-same order, row by row with the rows to come prefetched as the kernels do it. Several widths are
-measured in turn, over the same memory. Lines at the end say which of them is slowest beside the
-first.
+same order, row by row with the rows to come prefetched as the kernels do it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
@@ -49,12 +47,7 @@ Work = Callable[[], tuple[float, int]]
 
 @click.command()
 @click.option(
-    "--hidden",
-    "widths",
-    type=click.IntRange(min=32),
-    multiple=True,
-    default=(4096,),
-    help="Width of a row. May be given several times: each is compared with the first.",
+    "--hidden", "width", type=click.IntRange(min=32), default=4096, help="Width of a row."
 )
 @click.option("--ffn", type=click.IntRange(min=8), default=11008)
 @click.option("--layers", type=click.IntRange(min=1), default=8)
@@ -86,7 +79,7 @@ Work = Callable[[], tuple[float, int]]
 @click.option("--repeat", type=click.IntRange(min=1), default=9)
 @json_option
 def kernels(
-    widths: tuple[int, ...],
+    width: int,
     ffn: int,
     layers: int,
     densities: tuple[float, ...],
@@ -97,37 +90,34 @@ def kernels(
 ) -> dict[str, Any]:
     """Time kernels over fresh memory; each timing stands between two plain reads of the same.
 
-    Matrices should be larger than the caches together: those of one kind hold layers * ffn rows of
-    the first width, and of the others as many as take the same bytes. Left out are
-    widths that a format's rows cannot have, and formats whose rows cannot have the first.
+    Matrices should be larger than the caches together: those of one kind hold layers * ffn rows.
+    Left out are formats whose rows cannot have that width.
     """
+    known = [dtype for dtype in dtypes if has_width(DTYPES[dtype], width)]
+    if not known:
+        raise click.UsageError(f"no rows of {', '.join(dtypes)} are {width} wide")
     num_threads = threads or len(usable_cores())
-    shape = f"{layers} x {ffn} x {widths[0]}, {num_threads} threads"
+    shape = f"{layers} x {ffn} x {width}, {num_threads} threads"
     click.echo(f"{shape}; GB/s, and the share of a plain read of the same bytes (least to most)")
-    report: dict[str, Any] = {"shape": shape, "tokens": list(batches), "kernels": {}}
-    slowest: dict[str, tuple[float, str, int]] = {}  # by kernels
-    for dtype in _with_width(dtypes, widths[0]):
-        own = [width for width in widths if has_width(DTYPES[dtype], width)]
+    found: dict[str, dict[str, Comparison]] = {}
+    for dtype in known:
         with stderr_console().status(f"measuring {dtype}"):
-            memory = Memory(DTYPES[dtype], widths[0], layers, ffn)
-            benches = [KernelBench(memory, width, num_threads, max(batches)) for width in own]
+            bench = KernelBench(dtype, width, layers, ffn, num_threads, max(batches))
             some = densities if is_summed(DTYPES[dtype]) else ()
-            found = _compare_all(benches, batches, some, repeat)
-        report["kernels"][dtype] = {
-            width: {name: _numbers(results[i]) for name, results in found.items()}
-            for i, width in enumerate(own)
-        }
-        for name, results in found.items():
-            for width, result in zip(own, results, strict=True):
-                _print(dtype, name, width, result, len(own) > 1)
-                if width != widths[0]:
-                    here = result.of_first, dtype, width
-                    slowest[name] = min(slowest.get(name, here), here)
-    for name, (share, dtype, width) in slowest.items():
-        click.echo(f"{name}: slowest beside the first width {dtype} {width}, {share:.2f} of it")
-    first = next(iter(report["kernels"].values()))[widths[0]]
-    dense = next(iter(first.values()))
-    return {name: dense[name] for name in ("gb_per_s", "read_gb_per_s")} | report
+            found[dtype] = _measure(bench, batches, some, repeat)
+        for name, result in found[dtype].items():
+            _print(dtype, name, result)
+    dense = next(iter(found[known[0]].values()))
+    return {
+        "gb_per_s": dense.gb_per_s,
+        "read_gb_per_s": dense.read_gb_per_s,
+        "shape": shape,
+        "tokens": list(batches),
+        "kernels": {
+            dtype: {name: _numbers(result) for name, result in results.items()}
+            for dtype, results in found.items()
+        },
+    }
 
 
 def _numbers(result: Comparison) -> dict[str, float]:
@@ -135,45 +125,29 @@ def _numbers(result: Comparison) -> dict[str, float]:
     return {name: number for name, number in asdict(result).items() if number is not None}
 
 
-def _with_width(dtypes: tuple[str, ...], first: int) -> list[str]:
-    """The formats whose rows can be as wide as the first. Errors: UsageError for none."""
-    known = [dtype for dtype in dtypes if has_width(DTYPES[dtype], first)]
-    if not known:
-        raise click.UsageError(f"no rows of {', '.join(dtypes)} are {first} wide")
-    return known
-
-
-def _compare_all(
-    benches: list[KernelBench],
-    batches: tuple[int, ...],
-    densities: tuple[float, ...],
-    repeat: int,
-) -> dict[str, list[Comparison]]:
-    """For each kernel, what was found of each bench; the benches take turns."""
-    found, peaks = {}, [bench.peak() for bench in benches]
+def _measure(
+    bench: KernelBench, batches: tuple[int, ...], densities: tuple[float, ...], repeat: int
+) -> dict[str, Comparison]:
+    """What is found of each kernel, by name."""
+    found, peak = {}, bench.peak()
     for tokens in batches:
         name = "rows x vector" if tokens == 1 else f"rows x {tokens} vectors"
-        for bench in benches:
-            bench.num_tokens = tokens
-        works = [(bench.dense, bench.read_in_order) for bench in benches]
-        found[name] = [
-            replace(result, share_of_peak=result.gb_per_s * 1e9 * bench.products_a_byte() / peak)
-            for bench, peak, result in zip(benches, peaks, compare(works, repeat), strict=True)
-        ]
+        bench.num_tokens = tokens
+        result = compare(bench.dense, bench.read_in_order, repeat)
+        products_per_s = result.gb_per_s * 1e9 * bench.products_a_byte()
+        found[name] = replace(result, share_of_peak=products_per_s / peak)
     for density in densities:
-        for bench in benches:
-            bench.density = density
-        works = [(bench.sparse, bench.read_listed) for bench in benches]
-        found[f"sparse FFN at {density:.0%}"] = compare(works, repeat)
+        bench.density = density
+        name = f"sparse FFN at {density:.0%}"
+        found[name] = compare(bench.sparse, bench.read_listed, repeat)
     return found
 
 
-def _print(dtype: str, name: str, width: int, result: Comparison, several: bool) -> None:
+def _print(dtype: str, name: str, result: Comparison) -> None:
     share = f"{result.share_of_read:.2f} ({result.share_min:.2f} to {result.share_max:.2f})"
-    line = f"{dtype:>5} {name:18} {width:6} {result.gb_per_s:6.1f}  {share} of"
-    of_first = f"; {result.of_first:.2f} of the first width" if several else ""
     peak = f"; {result.share_of_peak:.2f} of the peak" if result.share_of_peak else ""
-    click.echo(f"{line} {result.read_gb_per_s:.1f}{peak}{of_first}")
+    line = f"{dtype:>5} {name:18} {result.gb_per_s:6.1f}  {share} of"
+    click.echo(f"{line} {result.read_gb_per_s:.1f}{peak}")
 
 
 def has_width(dtype: np.dtype, width: int) -> bool:
@@ -186,59 +160,50 @@ def is_summed(dtype: np.dtype) -> bool:
     return dtype not in ROW_FORMATS or ROW_FORMATS[dtype].is_summed
 
 
-class Memory:
-    """Three matrices' bytes, which rows of any width share."""
-
-    def __init__(self, dtype: np.dtype, width: int, layers: int, ffn: int) -> None:
-        """As much as layers * ffn rows of `width` weights take in each matrix."""
-        self.dtype = dtype
-        self.layers = layers
-        size = layers * ffn * row_items(dtype, width)
-        self.items = [aligned_empty((size,), dtype) for _ in range(3)]
-        name = next(name for name, known in DTYPES.items() if known == dtype)
-        for items in self.items:
-            if name in _ONE:
-                items[:] = _ONE[name]
-            else:
-                items.view(np.uint8)[:] = _ROW_BYTE
-
-    def matrices(self, width: int) -> list[np.ndarray]:
-        """gate, up and down (layers * N, row items), with the most whole layers of such rows."""
-        row = row_items(self.dtype, width)
-        rows = self.items[0].size // row // self.layers * self.layers
-        return [items[: rows * row].reshape(rows, row) for items in self.items]
+def _matrix(dtype: str, num_rows: int, width: int) -> np.ndarray:
+    """Rows of small positive numbers (num_rows, row items)."""
+    own = DTYPES[dtype]
+    matrix = aligned_empty((num_rows, row_items(own, width)), own)
+    if dtype in _ONE:
+        matrix[:] = _ONE[dtype]
+    else:
+        matrix.view(np.uint8)[:] = _ROW_BYTE
+    return matrix
 
 
 class KernelBench:
-    """The kernels over rows of one width, and plain reads of what they read."""
+    """The kernels over rows of one format, and plain reads of what they read."""
 
-    def __init__(self, memory: Memory, width: int, num_threads: int, most_tokens: int) -> None:
+    def __init__(
+        self, dtype: str, width: int, layers: int, ffn: int, num_threads: int, most_tokens: int
+    ) -> None:
+        """Three matrices of layers * ffn rows of `width` weights."""
         self.num_tokens, self.density = 1, 0.01
-        self.gate, self.up, self.down = memory.matrices(width)
+        rows = layers * ffn
+        self.gate, self.up, self.down = (_matrix(dtype, rows, width) for _ in range(3))
         self.words = [_words(matrix) for matrix in (self.gate, self.up, self.down)]
         self.all_words = _words(self.gate.reshape(1, -1))[0]
-        self.layers, rows = memory.layers, self.gate.shape[0]
-        self.ffn, self.num_threads = rows // memory.layers, num_threads
+        self.layers, self.ffn, self.num_threads = layers, ffn, num_threads
         self.x = np.full((most_tokens, width), 0.01, np.float32)
         self.out = np.zeros((most_tokens, rows), np.float32)
         self.workspace = activation_space(num_threads, most_tokens, width)
         no_bias = np.empty(0, np.float32)
         self.arrays = FfnArrays(
-            starts=starts_of(np.full((memory.layers, 1), self.ffn)),
+            starts=starts_of(np.full((layers, 1), ffn)),
             gate=self.gate,
             up=self.up,
             down=self.down,
             gate_bias=no_bias,
             up_bias=no_bias,
-            down_bias=np.empty((memory.layers, 1, 0), np.float32),
+            down_bias=np.empty((layers, 1, 0), np.float32),
         )
-        self.scratch = new_scratch(num_threads, 1, self.ffn, width)
+        self.scratch = new_scratch(num_threads, 1, ffn, width)
         self.cells = aligned_empty((CELLS_A_SERVICE * INTS_A_CELL,), np.int32)
         self.partial = np.zeros((1, width), np.float32)
         self.pool = ThreadPoolExecutor(num_threads)
         self.rng = np.random.default_rng(0)
         works = [self.read_in_order, self.dense]
-        for work in [*works, self.read_listed, self.sparse] if is_summed(memory.dtype) else works:
+        for work in [*works, self.read_listed, self.sparse] if is_summed(DTYPES[dtype]) else works:
             work()
 
     def _fresh_ids(self) -> np.ndarray:
@@ -326,8 +291,7 @@ def _words(matrix: np.ndarray) -> np.ndarray:
 class Comparison:
     """A kernel's rate, and as a share of plain reads before and after; medians of all rounds.
 
-    of_first: its rate as a share of the first kernel's in the same round; share_of_peak: of the
-    products that the CPU makes at most, of dense rows
+    share_of_peak: of the products that the CPU makes at most, of dense rows
     """
 
     gb_per_s: float
@@ -335,30 +299,23 @@ class Comparison:
     share_of_read: float
     share_min: float
     share_max: float
-    of_first: float
     share_of_peak: float | None = None
 
 
-def compare(works: Sequence[tuple[Work, Work]], repeat: int) -> list[Comparison]:
-    """Time each kernel between two of its plain reads, all of them in turn, `repeat` times."""
-    rates = np.empty((repeat, len(works)))
-    reads = np.empty_like(rates)
+def compare(kernel: Work, read: Work, repeat: int) -> Comparison:
+    """Time a kernel between two of its plain reads, `repeat` times."""
+    rates, reads = np.empty(repeat), np.empty(repeat)
     for i in range(repeat):
-        for k, (kernel, read) in enumerate(works):
-            before, rates[i, k], after = _rate(read()), _rate(kernel()), _rate(read())
-            reads[i, k] = (before + after) / 2
-    shares, of_first = rates / reads, rates / rates[:, :1]
-    return [
-        Comparison(
-            gb_per_s=float(np.median(rates[:, k])),
-            read_gb_per_s=float(np.median(reads[:, k])),
-            share_of_read=float(np.median(shares[:, k])),
-            share_min=float(shares[:, k].min()),
-            share_max=float(shares[:, k].max()),
-            of_first=float(np.median(of_first[:, k])),
-        )
-        for k in range(len(works))
-    ]
+        before, rates[i], after = _rate(read()), _rate(kernel()), _rate(read())
+        reads[i] = (before + after) / 2
+    shares = rates / reads
+    return Comparison(
+        gb_per_s=float(np.median(rates)),
+        read_gb_per_s=float(np.median(reads)),
+        share_of_read=float(np.median(shares)),
+        share_min=float(shares.min()),
+        share_max=float(shares.max()),
+    )
 
 
 def _rate(timing: tuple[float, int]) -> float:

@@ -140,6 +140,7 @@ def _count(
     every_s: float,
 ) -> dict[str, Any]:
     """Read the text, and write and tell what was counted; `values`: options of the system."""
+    window = _window(config, reading.window)  # before Ray is imported
     from hotcold.actors.driver.prompts import Prompts
     from hotcold.actors.setup.modes import no_zeros
     from hotcold.actors.setup.preflight import prepare_system
@@ -150,7 +151,6 @@ def _count(
 
     if not config.is_sparse and config.experts is None:
         click.echo(f"warning: {no_zeros(config)} for nearly every token", err=True)
-    window = _window(config, reading.window)
     options = SystemOptions(mode="dense", context_length=window, draft=NO_MODEL, **values)
     system, config = prepare_system(path, options)
     prompts = Prompts(path, config, window)

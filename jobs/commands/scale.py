@@ -14,26 +14,16 @@ from hotcold.model.errors import ServiceError, UsageError
 
 
 @click.command()
-@click.argument("given", metavar="[NAME]", required=False)
+@click.argument("name", required=False)
 @click.option("--cpu-actors", type=click.IntRange(min=1), required=True, help="CPU services.")
-@click.option(
-    "--system",
-    "name",
-    help="The same as NAME: as `hotcold ps` lists it, or in the Ray cluster of this machine or of "
-    "RAY_ADDRESS; the only one that runs without it.",
-)
 @json_option
-def scale(given: str | None, cpu_actors: int, name: str | None) -> dict[str, Any]:
+def scale(name: str | None, cpu_actors: int) -> dict[str, Any]:
     """Change how many CPU services the running system NAME has; its requests go on.
 
-    The system's threads are assigned again, and neurons move. Where the new services cannot be
-    loaded the old ones go on.
+    NAME is as `hotcold ps` lists it, or in the Ray cluster of this machine or of RAY_ADDRESS; the
+    only one that runs without it. The system's threads are assigned again, and neurons move. Where
+    the new services cannot be loaded the old ones go on.
     """
-    if given is not None and name not in (None, given):
-        raise UsageError(f"two systems are named, {given!r} and {name!r}; leave out --system")
-    name = name if given is None else given
-    if not name and name is not None:
-        raise UsageError("the system's name is empty; leave it out, or see `hotcold ps`")
     listed = _listed(name)
     if listed is not None:
         name, found = listed.record.name, listed.scale(cpu_actors)
@@ -105,4 +95,4 @@ def _only_system() -> str:
 
 def _which(names: list[str]) -> str:
     found = ", ".join(names) or "none"
-    return f"which system is meant? Name it with --system; running: {found}"
+    return f"which system is meant? Name it; running: {found}"

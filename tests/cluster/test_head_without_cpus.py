@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,4 +73,14 @@ def test_whether_an_autoscaler_reports(
         return next(states) if namespace is None else None
 
     monkeypatch.setattr("ray.experimental.internal_kv._internal_kv_get", get)
+    monkeypatch.setattr("ray._private.worker._global_node", None)
     assert cluster.can_grow() == can_grow
+
+
+def test_a_ray_of_this_process_has_no_autoscaler_to_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = SimpleNamespace(is_head=lambda: True)
+    monkeypatch.setattr("ray._private.worker._global_node", own)
+    monkeypatch.setattr("ray.experimental.internal_kv._internal_kv_get", None)  # is not asked
+    assert not cluster.can_grow()
