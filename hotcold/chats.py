@@ -12,8 +12,8 @@ from hotcold.model.text.tools import described
 from hotcold.sampling_params import grammars, unknown_argument
 
 if TYPE_CHECKING:
+    from hotcold.actors.driver.grammars.grammar import Callable, Function
     from hotcold.model.text.tokenizer import Tokenizer
-    from hotcold.ui.api.tools.grammar import Callable, Function
     from hotcold.ui.api.tools.reader import AnswerReader
 
 Message = Mapping[str, Any]

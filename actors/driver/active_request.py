@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hotcold.actors.driver.embeddings import StateMean, has_embeddings
 from hotcold.actors.driver.engine import Engine
-from hotcold.actors.driver.grammars import Constraint, Grammars
-from hotcold.actors.driver.outputs import (
+from hotcold.actors.driver.grammars.masks import Constraint, Grammars
+from hotcold.actors.driver.logprobs import (
     AnswerLogprobs,
     PromptLogprobs,
-    StateMean,
-    has_embeddings,
     token_logprob,
 )
 from hotcold.actors.driver.prompts import Prompts

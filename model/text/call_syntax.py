@@ -1,7 +1,7 @@
 """How models write calls of tools: one table, a line for each syntax, found by the chat template.
 
-Grammars hold answers to a syntax (`ui/api/tools/grammar.py`), and `model/text/calls.py` reads it,
-both from what stands here.
+Grammars hold answers to a syntax (`actors/driver/grammars/grammar.py`), and `model/text/calls.py`
+reads it, both from what stands here.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotcold.actors.driver.driver import Driver
-from hotcold.actors.driver.outputs import AnswerLogprobs
+from hotcold.actors.driver.logprobs import AnswerLogprobs
 from hotcold.actors.driver.sampler import TokenSampler
 from hotcold.actors.driver.stop_strings import StopStrings
 from hotcold.actors.protocol.messages import (

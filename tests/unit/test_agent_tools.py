@@ -22,11 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
+from hotcold.actors.driver.grammars.argument_grammars import argument_rules
+from hotcold.actors.driver.grammars.grammar import Callable, Function, calls_grammar
+from hotcold.actors.driver.grammars.json_schema import enforced
 from hotcold.actors.protocol.messages import TokenEvent
 from hotcold.model.text.call_syntax import TAGGED, syntax_of
-from hotcold.ui.api.tools.argument_grammars import argument_rules
-from hotcold.ui.api.tools.grammar import Callable, Function, calls_grammar
-from hotcold.ui.api.tools.json_schema import enforced
 from hotcold.ui.api.tools.lark_regex import regex_of
 from hotcold.ui.api.tools.reader import AnswerReader, InputReader
 from hotcold.ui.api.tools.schemas import arguments_of, pattern_of

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from hotcold.actors.driver.grammars.grammar import Callable, Function, calls_grammar
 from hotcold.actors.driver.thoughts import Thoughts
 from hotcold.model.text.call_syntax import CallSyntax, syntax_of
 from hotcold.model.text.chat_template import thinking_of
-from hotcold.ui.api.tools.grammar import Callable, Function, calls_grammar
 from hotcold.ui.api.tools.reader import AnswerReader
 from tests.unit.test_enforced_schemas import takes_text
 from tests.unit.test_thoughts import told as events_of

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from hotcold.actors.driver.grammars.grammar import schema_grammar
+from hotcold.actors.driver.grammars.json_schema import enforced
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.errors import UsageError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.text.tokenizer import Tokenizer
-from hotcold.ui.api.tools.grammar import schema_grammar
-from hotcold.ui.api.tools.json_schema import enforced
 
 TEXT: dict[str, Any] = {"type": "string"}
 END_ID = 0

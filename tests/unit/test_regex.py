@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from hotcold.actors.driver.grammars import Grammars
+from hotcold.actors.driver.grammars.masks import Grammars
 from hotcold.actors.driver.thoughts import Thoughts
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.errors import UsageError

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from hotcold.actors.driver.grammars import Grammars
-from hotcold.actors.driver.outputs import AnswerLogprobs, PromptLogprobs
+from hotcold.actors.driver.grammars.masks import Grammars
+from hotcold.actors.driver.logprobs import AnswerLogprobs, PromptLogprobs
 from hotcold.actors.driver.sampler import Breakers, Dry, Penalties, TokenSampler
 from hotcold.actors.driver.stop_strings import StopStrings
 from hotcold.actors.protocol.messages import Grammar

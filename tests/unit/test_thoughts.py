@@ -15,7 +15,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotcold.actors.driver.grammars import Constraint, Grammars
+from hotcold.actors.driver.grammars.masks import Constraint, Grammars
 from hotcold.actors.driver.thoughts import Thoughts, reader_of
 from hotcold.actors.protocol import messages
 from hotcold.actors.protocol.messages import GenerateRequest, Generation, Grammar, TokenEvent

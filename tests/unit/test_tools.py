@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hotcold.actors.driver.grammars.grammar import calls_grammar
 from hotcold.chats import template_messages
 from hotcold.model.errors import PromptError
 from hotcold.model.text.call_syntax import BARE, TAGGED, CallSyntax
@@ -14,7 +15,6 @@ from hotcold.model.text.chat_template import ChatTemplate
 from hotcold.ui.api.responses.conversation import as_chat
 from hotcold.ui.api.responses.schemas import ResponsesRequest
 from hotcold.ui.api.schemas import ChatRequest, parse
-from hotcold.ui.api.tools.grammar import calls_grammar
 from tests.unit.test_enforced_schemas import takes_text
 
 WEATHER = {

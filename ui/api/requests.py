@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from hotcold.actors.driver.grammars.grammar import calls_grammar, schema_grammar
 from hotcold.actors.protocol.messages import GenerateRequest, Grammar
 from hotcold.model.parameters import LARGEST_SEED
 from hotcold.model.sampling import SamplingParams
 from hotcold.ui.api.backend import Backend
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
-from hotcold.ui.api.tools.grammar import calls_grammar, schema_grammar
 
 
 async def requests_of(

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 from pydantic_core import from_json, to_json
 
+from hotcold.actors.driver.grammars.grammar import choice_grammar
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.ui.api.errors import ApiError
 from hotcold.ui.api.fields import AnyJson, Request, StrictModel
-from hotcold.ui.api.tools.grammar import choice_grammar
 
 _MAX_CHARS = 1 << 18
 _Text = Annotated[str, Field(min_length=1, max_length=_MAX_CHARS)]

@@ -10,9 +10,14 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from hotcold.actors.driver.grammars import with_usual_classes
+from hotcold.actors.driver.grammars.json_schema import (
+    WHOLE,
+    enforced,
+    is_possible_pattern,
+    problem_with,
+)
+from hotcold.actors.driver.grammars.masks import with_usual_classes
 from hotcold.model.text.call_arguments import GEMMA, KEYWORDS, Form, Tagged, types_of
-from hotcold.ui.api.tools.json_schema import WHOLE, enforced, is_possible_pattern, problem_with
 
 # A name for rules -> them, of which `arguments_NAME` is the first.
 Rules = Callable[[str], str]

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
+from hotcold.actors.driver.grammars.argument_grammars import Rules, argument_rules, exactly
+from hotcold.actors.driver.grammars.json_schema import WHOLE, enforced, problem_with
 from hotcold.actors.protocol.messages import Grammar
 from hotcold.model.errors import UsageError
 from hotcold.model.text.call_syntax import CallSyntax
 from hotcold.model.text.channels import BEFORE_IN_LARK, FINAL_IN_LARK, call_in_lark
-from hotcold.ui.api.tools.argument_grammars import Rules, argument_rules, exactly
-from hotcold.ui.api.tools.json_schema import WHOLE, enforced, problem_with
 
 _SCHEMA_BLANKS = r"(?: |\n {0,24})"
 _GAP = r"([ \t\r\n]{0,4}|\n {4})"  # within a call
