@@ -15,6 +15,7 @@ from hotcold.actors.protocol.messages import NO_MODEL, PREDICTED_MODES, SystemCo
 from hotcold.actors.protocol.options import AUTO_DRAFT, QUANTIZED, SystemOptions
 from hotcold.actors.setup.account import account
 from hotcold.actors.setup.choose import choose_system, within
+from hotcold.actors.setup.gpu_share import only_on_cpu
 from hotcold.actors.setup.modes import require_predictable
 from hotcold.actors.setup.placement_choice import own_profile, plan_request, predictor_cost
 from hotcold.actors.setup.preflight import in_memory, prepare_system, read_model
@@ -220,9 +221,7 @@ class Planning:
         return bool(self._placed_on(self._sizes).gpus) and self.options.gpu_memory_bytes != 0
 
     def _placed_on(self, machine: Machine) -> Machine:
-        experts = self.model.config.experts
-        on_cpu_only = experts is not None and experts.has_predictors
-        return replace(machine, gpus=()) if on_cpu_only else machine
+        return replace(machine, gpus=()) if only_on_cpu(self.model.config) else machine
 
     @cached_property
     def _planned(self) -> SystemConfig:

@@ -199,6 +199,14 @@ def test_what_was_published_is_used() -> None:
     assert any("every neuron fires" in each for each in silu["assumed"])
 
 
+def test_what_no_gpu_computes_is_planned_without_one(tmp_path: Path) -> None:
+    values = config_json(SHAPES["tiny"], DTYPES["bf16"])
+    hunyuan = {"model_type": "hunyuan_v1_dense", "architectures": ["HunYuanDenseV1ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(values | hunyuan | {"hidden_act": "silu"}))
+    report = planned("--config", str(tmp_path), "--machine", MACHINE)
+    assert all(device["name"].startswith("cpu") for device in report["devices"])
+
+
 def test_a_config_alone_is_planned(tmp_path: Path) -> None:
     text = json.dumps(config_json(SHAPES["tiny"], DTYPES["bf16"]))
     (tmp_path / "config.json").write_text(text)
