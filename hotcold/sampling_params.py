@@ -147,7 +147,7 @@ class SamplingParams(sampling.SamplingParams):
 
 def grammars() -> ModuleType:
     """What makes grammars; importing it takes a while."""
-    from hotcold.ui.api.tools import grammar
+    from hotcold.actors.driver.grammars import grammar
 
     return grammar
 

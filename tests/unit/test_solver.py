@@ -211,7 +211,7 @@ def test_every_placement_keeps_the_rules(problem: Problem) -> None:
 @pytest.mark.parametrize(("room", "share"), [(1.0, 0.75), (0.4, 0.4)])
 def test_cold_neurons_are_dealt_by_speed_and_memory(room: float, share: float) -> None:
     """Of two CPU devices the first is three times as fast; its memory may hold less than that."""
-    problem = random_problem(np.random.default_rng(0), 4, (64,) * 8, 0, 2, num_parts=1)
+    problem = random_problem(np.random.default_rng(0), 4, (64,) * 8, 0, 2)
     neurons = int(problem.layer_sizes.sum())
     held = neurons * problem.neuron_bytes
     budget = np.array([int(held * room), held + int(problem.part_bytes.sum())])

@@ -1,4 +1,4 @@
-"""The GPU's part of `actors.driver.neuron_upload`: cold neurons uploaded for a long prompt.
+"""A GPU's part of `Engine._upload_ffn`: cold neurons uploaded for a long prompt.
 
 The neurons of one round are copied while those of the round before are multiplied.
 """

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from hotcold.actors.driver.grammars import grammar
 from hotcold.actors.driver.grammars.grammar import Callable
 from hotcold.model.text.call_syntax import NAME_CHARACTERS
 from hotcold.model.text.tools import described
 from hotcold.ui.api.fields import MAX_TOOLS, AnyJson, StrictModel
-from hotcold.ui.api.tools import grammar
 from hotcold.ui.api.tools.lark_regex import regex_of
 
 _MAX_CALLS = 128
