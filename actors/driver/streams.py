@@ -200,6 +200,9 @@ class OpenStreams:
         self._cancelled_early: deque[str] = deque(maxlen=_EARLY_CANCELS)
         self._naming = threading.Lock()  # held while one of the two is read and changed
 
+    def __len__(self) -> int:
+        return len(self._streams)
+
     def add(self, stream: Stream) -> None:
         """Add a request's stream; the request may have been cancelled already."""
         with self._naming:
