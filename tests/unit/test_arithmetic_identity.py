@@ -65,7 +65,7 @@ def test_machines_change_it_where_they_are_not_alike(tiny: Callable[..., TinyChe
     """Not hosts' names and number; on an unlike one, which neurons are there."""
     path = tiny("llama-gqa", "float32").path
     here = arithmetic.machine_arithmetic("/")
-    old = here | {"instructions": []}
+    old = here | {"instructions": ["of another CPU"]}
 
     def identity(num_actors: int, **machines: Any) -> bytes:
         hosts = ("a", *machines) if machines else ()
