@@ -65,9 +65,6 @@ def test_requests_at_once_and_their_cache(tmp_path: Path) -> None:
     assert arena_layout(replace(plain, speculate="off"), config).max_logits == 8
     assert arena_layout(replace(plain, speculate="2"), config).max_logits == 8 * (1 + 2)
     assert arena_layout(plain, config).max_logits == 32
-    for speculate in ("17", "0", "many"):
-        with pytest.raises(UsageError, match="give auto, off or a number from 1 to 16"):
-            choose_system(path, config, SystemOptions(speculate=speculate))
     alone = replace(plain, speculate="4", max_batch=1)
     assert arena_layout(alone, config).max_logits == 8
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
