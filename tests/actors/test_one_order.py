@@ -102,11 +102,17 @@ def test_logits_are_the_same_whoever_computes_them(
             np.testing.assert_array_equal(one, other)
 
 
+WITH_BF16 = pytest.mark.skipif(not has_feature("avx512bf16"), reason="a CPU with AVX512-BF16")
+
+
 @pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize(
     ("cpu", "dtype"),
-    [("this", "float16"), ("this", "bfloat16"), ("avx512bf16", "float16")],
-)
+    [
+        ("this", "float16"), ("this", "bfloat16"),
+        pytest.param("avx512bf16", "float16", marks=WITH_BF16),
+    ],
+)  # fmt: skip
 def test_prompts_of_two_bytes_a_weight(
     tmp_path: Path, cpu: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,8 +121,6 @@ def test_prompts_of_two_bytes_a_weight(
     On this CPU; as without AMX.
     """
     if cpu != "this":
-        if not has_feature(cpu):
-            pytest.skip(f"a CPU with {cpu}")
         as_on_a_cpu_with(monkeypatch, cpu)
     path = make_model("q-llama-wide", tmp_path / "model", dtype=dtype)
 
