@@ -100,7 +100,7 @@ def noting_keys() -> Iterator[set[str]]:
 class ConfigReader:
     """Reads keys of one object; a key that is null counts as absent.
 
-    prefix: stands before all keys that are asked for, in the object
+    prefix: stands before keys in the object, for `has` and the getters of numbers and texts
     """
 
     prefix = ""

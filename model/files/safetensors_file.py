@@ -116,7 +116,8 @@ class SafetensorsFile(WeightFile):
         try:
             self.entries = _read_header(path)
         except OSError as problem:
-            raise CheckpointError(f"{path}: cannot be read ({problem.strerror})") from None
+            reason = problem.strerror or first_line(problem)  # the library's errors have no number
+            raise CheckpointError(f"{path}: cannot be read ({reason})") from None
         self.paths = (path,)
         self._file = MappedFile(path)
 
@@ -129,6 +130,11 @@ class SafetensorsFile(WeightFile):
     def mapped_file(self, name: str) -> MappedFile:
         """Return the file that holds the tensor."""
         return self._file
+
+
+def _is_shape(shape: list[int]) -> bool:
+    """Whether NumPy has such arrays; with a 0 the library takes any number beside it."""
+    return len(shape) <= MAX_DIMENSIONS and all(size < 1 << 62 for size in shape)
 
 
 def _read_header(path: Path) -> dict[str, TensorEntry]:
@@ -149,7 +155,8 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
     header.pop("__metadata__", None)
     entries = {}
     for name, info in header.items():
-        if not isinstance(info, dict) or len(info["shape"]) > MAX_DIMENSIONS:
+        is_like_one = isinstance(info, dict) and isinstance(info["dtype"], str)
+        if not is_like_one or not _is_shape(info["shape"]):
             raise CheckpointError(
                 f"{path}: tensor {shown(name)} is described as {shown(info, 60)}; download it again"
             )

@@ -84,6 +84,8 @@ def test_unaligned_empty_and_scalar_tensors(padding: int, tmp_path: Path) -> Non
         ({"x": entry(0, 8, "F32", [True, 2])}, 8, "invalid type"),
         ({"x": entry(0, 0, "F32", [1 << 40, 1 << 40])}, 0, "overflow"),
         ({"x": entry(0, 8, "F32", [1] * 60 + [2])}, 8, "described as"),
+        ({"x": entry(0, 0, "F32", [0, 1 << 63])}, 0, "described as"),
+        ({"x": entry(0, 8) | {"dtype": {"F32": None}}}, 8, "described as"),
         ({"x": []}, 0, "invalid length"),
         ({"x": ["F32", [2], [0, 8]]}, 8, "described as"),
         ({"x": entry(0, 8, "F64", [1])}, 8, "F64"),

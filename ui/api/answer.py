@@ -21,6 +21,8 @@ from hotcold.ui.api.requests import requests_of
 from hotcold.ui.api.schemas import ChatRequest, CompletionRequest
 from hotcold.ui.api.tools.reader import AnswerReader
 
+_FEW = 256  # items of a list that are themselves written in pieces
+
 
 class Answer(ABC):
     """The answer to one HTTP request.
@@ -179,16 +181,21 @@ async def json_answer(content: dict[str, Any]) -> Response:
     return Response(written, media_type="application/json")
 
 
-def _written(content: dict[str, Any]) -> Iterator[bytes]:
+def _written(content: Any) -> Iterator[bytes]:
     """Its JSON in pieces: what writes one holds the GIL."""
-    before = b"{"
-    for key, value in content.items():
-        yield before + to_json(key) + b":"
-        if isinstance(value, list) and value:
-            for place, one in enumerate(value):
-                yield (b"," if place else b"[") + to_json(one, inf_nan_mode="null")
-            yield b"]"
-        else:
-            yield to_json(value, inf_nan_mode="null")
-        before = b","
-    yield b"}"
+    if isinstance(content, dict) and content:
+        for place, (key, value) in enumerate(content.items()):
+            yield (b"," if place else b"{") + to_json(key) + b":"
+            yield from _written(value)
+        yield b"}"
+    elif isinstance(content, list) and content and isinstance(content[0], dict):
+        for place, one in enumerate(content):
+            yield b"," if place else b"["
+            yield from _written(one) if len(content) < _FEW else (_json(one),)
+        yield b"]"
+    else:
+        yield _json(content)
+
+
+def _json(content: Any) -> bytes:
+    return to_json(content, inf_nan_mode="null")

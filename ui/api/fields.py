@@ -1,7 +1,7 @@
 """Fields of requests that change answers, of all APIs whose clients may send them.
 
 A field of `CHANGING` that a route's schema lacks is refused unless its value changes nothing. So is
-one whose name is nearly that of a field. All others are read over. A schema's own field of None
+one whose name is nearly that of a field. All others are ignored. A schema's own field of None
 alone is refused as well.
 """
 
@@ -190,7 +190,7 @@ class Request(StrictModel):
 
 
 def changes_nothing(name: str, value: Any) -> bool:
-    """Whether a field, or an option of Ollama's, may be read over with this value."""
+    """Whether a field, or an option of Ollama's, may be ignored with this value."""
     same = CHANGING[name].unchanging if name in CHANGING else ()
     return _is_nothing(value) or any(
         one == value and type(value) in (type(one), int, float) for one in same

@@ -244,8 +244,10 @@ class _Reader:
             return value if type(value) in (int, float) and abs(value) <= _LARGEST else _LOST
         if keyword == "pattern":
             return value if isinstance(value, str) and is_possible_pattern(value) else _LOST
-        if keyword == "$ref" and isinstance(value, str) and value.startswith(("#/", "http")):
+        if keyword == "$ref":
             return value if self._target(value) else _LOST
+        if keyword == "format" and not isinstance(value, str):
+            return _LOST
         if keyword == "enum":
             return value if isinstance(value, list) else _LOST
         if keyword == "required":
@@ -259,7 +261,7 @@ class _Reader:
     def _are_possible(patterns: list[str]) -> bool:
         if len(patterns) > _MAX_PATTERN_NAMES or not all(map(is_possible_pattern, patterns)):
             return False
-        return _is_taken(json.dumps({"patternProperties": dict.fromkeys(patterns, True)}))
+        return not _problem_of({"patternProperties": dict.fromkeys(patterns, True)})[0]
 
     def _close(self, given: dict[str, Any], made: dict[str, Any]) -> None:
         """Allow only the mentioned properties, unless others are allowed, or parts close it."""
