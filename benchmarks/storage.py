@@ -31,8 +31,9 @@ from benchmarks.frame import Json, hotcold, run, table
 from benchmarks.llama_cpp import builds_of
 from benchmarks.load import Load, requests_of
 from hotcold.actors.driver.prompts import Prompts
-from hotcold.actors.protocol.messages import GenerateRequest, SystemConfig
+from hotcold.actors.protocol.messages import MODES, GenerateRequest, SystemConfig
 from hotcold.actors.protocol.offloaded_neurons import NeuronStorage
+from hotcold.actors.protocol.options import DTYPES
 from hotcold.actors.setup.preflight import SystemOptions, in_memory, prepare_system, read_model
 from hotcold.actors.setup.storage import has_bundles, pack_model
 from hotcold.jobs.bench.decode import decode_request
@@ -140,8 +141,8 @@ def run_here(path: Path, given: Json) -> Json:
 @click.option("--cpu-memory", "sizes", type=BYTES, multiple=True)
 @click.option("--resident", "shares", type=click.FloatRange(0, 1), multiple=True,
               help="Share of the neurons in memory.")  # fmt: skip
-@click.option("--mode", "modes", multiple=True, default=["sign"])
-@click.option("--dtype", help="As of `hotcold generate`.")
+@click.option("--mode", "modes", type=click.Choice(MODES), multiple=True, default=["sign"])
+@click.option("--dtype", type=click.Choice([*DTYPES]), help="As of `hotcold generate`.")
 @click.option("--tokens", default=64, help="Of an answer.")
 @click.option("--answers", default=4, help="After one that fills the slots.")
 @click.option("--text", default="", help="To take prompts of.")

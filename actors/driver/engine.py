@@ -104,8 +104,6 @@ class Engine:
         self.cut_tokens = cut_tokens(self.max_tokens, topology.has_gpu)  # of prompts, multiples
         ffn_of, num_ffn = topology.ffn_lists
         sums = sums_of_services(topology.parts, config.ffn_bias)
-        # A LayerNorm of the FFN's output is the driver's: its order of sums is no GPU's.
-        adds_up = not config.has_output_norms or config.norm_kind == "rmsnorm"
         self._facts = LayerFacts(
             attention_of=topology.attention_of,
             ffn_of=ffn_of,
@@ -121,8 +119,8 @@ class Engine:
             block_counts=self.block_counts,
             sums=sums,
             head=np.array([topology.head], np.int64),
-            end_of_whole=_ends(topology, topology.is_whole & adds_up),
-            end_of_shared=_ends(topology, self._shared(topology, sums) & adds_up),
+            end_of_whole=_ends(topology, topology.is_whole),
+            end_of_shared=_ends(topology, self._shared(topology, sums)),
             sharing=np.array(topology.sharing, np.int64),
             gpu_predicts=topology.gpu_predicts,
             joins_head=topology.joins_head,

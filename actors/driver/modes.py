@@ -31,7 +31,7 @@ from hotcold.predictors.predictor import NeuronPredictor
 if TYPE_CHECKING:
     from hotcold.actors.driver.engine import Engine
 
-_TRIED_TOKENS = 16  # each timed again and again, at its own position
+_TRIED_TOKENS = 16  # each timed again and again, at its own position, all in one step's pages
 _FEWEST_ROUNDS, _SECONDS = 3, 2.0
 
 

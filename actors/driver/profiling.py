@@ -1,11 +1,10 @@
 """Which neurons fire on a text: how often each does, and on which inputs."""
 
-from collections.abc import Callable
-
 import numpy as np
 
 from hotcold.actors.driver.engine import Engine
 from hotcold.actors.driver.modes import step_mode
+from hotcold.actors.driver.scoring import BeginStep, has_pages
 from hotcold.actors.exchange.doorbell_exchange import Exchange
 from hotcold.actors.protocol.messages import ServiceSpec
 from hotcold.actors.protocol.topology import Topology
@@ -50,7 +49,7 @@ class ProfilingEngine(Engine):
         ids: list[int],
         recorded: list[int],
         num_prompt: int | None = None,
-        begin_step: Callable[[int, int], None] = lambda begin, end: None,
+        begin_step: BeginStep = has_pages,
     ) -> np.ndarray:
         """Run `ids` from position 0 of slot 0; return the FFN inputs of the tokens `recorded`.
 

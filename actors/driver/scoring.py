@@ -29,8 +29,8 @@ _Score = TypeVar("_Score")
 BeginStep = Callable[[int, int], None]  # of a step's first position, and the end
 
 
-def _nothing(begin: int, end: int) -> None:
-    """Where a sequence has pages for all of its positions."""
+def has_pages(begin: int, end: int) -> None:
+    """Do nothing, where a sequence has pages for all of its positions."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class ThresholdTrials:
         ids: Sequence[int],
         first: int,
         thresholds: Sequence[Thresholds],
-        begin_step: BeginStep = _nothing,
+        begin_step: BeginStep = has_pages,
     ) -> np.ndarray:
         """KL divergence from dense at each of positions first.. but the last of a window, in nats.
 
@@ -159,7 +159,7 @@ def score_window(
     ids: Sequence[int],
     first: int,
     audit: bool,
-    begin_step: BeginStep = _nothing,
+    begin_step: BeginStep = has_pages,
 ) -> WindowScores:
     """Score tokens first + 1.. of a window, each from all tokens before it, with `engine`'s mode.
 
@@ -194,7 +194,7 @@ def scored_rows(
     ids: Sequence[int],
     first: int,
     max_tokens: int = KERNEL_TOKENS,
-    begin_step: BeginStep = _nothing,
+    begin_step: BeginStep = has_pages,
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Positions first.. but the last, each with its logits (V,), a view that the next step ends.
 

@@ -203,7 +203,8 @@ class CallExchange(Exchange):
         failure: RequestError | None = None  # raised once no service works on it
         lost: list[ServiceLost] = []
         try:
-            if own and self._local is not None:
+            if own:
+                assert self._local is not None
                 self._local.request(own)
         except RequestError as error:
             failure = error

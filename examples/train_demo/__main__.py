@@ -4,7 +4,7 @@
     python -m examples.train_demo --evaluate demo          recompute the report of demo/
     ray job submit --working-dir . -- python -m examples.train_demo --out /data/demo
 
-Needs transformers and tokenizers.
+Both need transformers and tokenizers.
 """
 
 import platform

@@ -33,8 +33,10 @@ RATE_EDGES = (0.0, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.9, 1.0)
 def write_report(model_dir: Path, training: dict[str, object] | None) -> None:
     """Measure the model in `model_dir`; None keeps what its report says of the training."""
     path, config = model_dir / "REPORT.md", read_config(model_dir)
-    kept = path.read_text("utf-8") if training is None else section("Training", training.items())
-    trained = kept[kept.index("## Training") :].split("\n## ")[0].strip()
+    trained = section("Training", () if training is None else training.items()).strip()
+    if training is None and path.exists():
+        _, heading, kept = path.read_text("utf-8").partition("## Training\n")
+        trained = (heading + kept.split("\n## ")[0]).strip() or trained
     with LLM(model_dir, own=True) as llm:
         num_asked, wrong = ask_all(llm)
         held_out = read_held_out(llm, (model_dir / "heldout.txt").read_text("utf-8"))
@@ -45,8 +47,8 @@ def write_report(model_dir: Path, training: dict[str, object] | None) -> None:
         "# The demo model: what it can do\n",
         "Written by `python -m examples.train_demo`; recomputed by `--evaluate demo`. All figures"
         " are of the float16 weights in this folder.\n",
-        f"- It answers **{num_asked - len(wrong):,} of {num_asked:,}** training questions with the"
-        " docstring's first sentence, word for word (greedy decoding).",
+        f"- It answers **{num_asked - len(wrong):,} of {num_asked:,}** questions about Python's"
+        " docstrings with the docstring's first sentence, word for word (greedy decoding).",
         f"- On held-out text **{1 - rates.mean():.1%}** of its gate activations are exactly zero.",
         f"- **{hot_share(rates.flatten()):.1%}** of the neurons make 80% of the activations on"
         " held-out text.",

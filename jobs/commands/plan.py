@@ -44,7 +44,7 @@ def _of_fleet(flag: str, about: str, **how: Any) -> Any:
 @system_option("mode", type=click.Choice(MODES), help="Which neurons to compute, as of generate.")
 @system_option("predictors", type=_FILE, help="Predictors of --mode sign and lowrank.")
 @system_option("weight_dtype")
-@system_option("gpu_memory_bytes", help="VRAM to use of each GPU.")
+@system_option("gpu_memory_bytes", help="VRAM to use, like 8GiB.")
 @system_option("cpu_memory_bytes", help="Memory to use, like 8GiB.")
 @system_option("context_length", help="Positions in the KV cache.")
 @system_option("kv_positions")

@@ -69,7 +69,7 @@ def _scale_in_cluster(name: str | None, num_cpu_actors: int) -> tuple[str, dict[
             raise UsageError("no system is running; `hotcold serve` or --keep starts one") from None
         registry.named(name, registry.listed())  # raises: it is not listed
         raise
-    name = name or _only_system()
+    name = _only_system() if name is None else name
     system = System.attach(name)
     if system is None:
         raise UsageError(

@@ -54,12 +54,6 @@ class Problem:
         """The GPU and CPU devices."""
         return len(self.budget_bytes)
 
-    @property
-    def layer_sizes(self) -> np.ndarray:
-        """Neurons of each layer: (L,)."""
-        found: np.ndarray = self.group_sizes.sum(axis=1)
-        return found
-
 
 @dataclass(frozen=True, eq=False)
 class Assignment:

@@ -17,7 +17,7 @@ from hotcold.actors.driver.driver import Driver
 from hotcold.actors.driver.scheduler import Scheduler
 from hotcold.actors.protocol.failures import NotFiniteError, RequestError
 from hotcold.actors.protocol.messages import GenerateRequest, Generation
-from hotcold.actors.protocol.step_sizes import MATRIX_TOKENS
+from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS, MATRIX_TOKENS
 from hotcold.model.errors import PromptError, ServiceError, UsageError
 from hotcold.model.sampling import SamplingParams
 from tests.actors.batching import (
@@ -79,6 +79,36 @@ def test_tokens_do_not_depend_on_company(
                 else:
                     assert result.ids == alone[number], number
         assert all_pages_are_free(driver)
+
+
+@pytest.mark.sweep(mode=["lowrank"])
+@pytest.mark.parametrize("mode", ["dense", "lowrank"])
+def test_logits_do_not_depend_on_company(tiny: Tiny, mode: str) -> None:
+    """Steps of 1 to 32 tokens of several sequences: the same bits as one token a step."""
+    checkpoint = tiny("llama-relu")
+    with batching(checkpoint, mode, num_slots=4) as (system, driver):
+        engine, random = driver.engine, np.random.default_rng(4)
+        system.exchange.buffers.page_tables[:] = random.permutation(24).reshape(1, 4, 6)
+        sequences = random.integers(0, 101, (4, 90))
+        alone = [
+            [engine.step([token], [at], [slot])[0].copy() for at, token in enumerate(sequence)]
+            for slot, sequence in enumerate(sequences.tolist())
+        ]
+        done = [0] * 4
+        while min(done) < 90:
+            size = int(random.integers(1, KERNEL_TOKENS + 1))
+            tokens: list[tuple[int, int]] = []
+            for slot in random.permutation(4).tolist():
+                count = min(size - len(tokens), int(random.integers(0, 20)), 90 - done[slot])
+                tokens += [(slot, at) for at in range(done[slot], done[slot] + count)]
+                done[slot] += count
+            if tokens:
+                slots, positions = zip(*tokens, strict=True)
+                ids = [int(sequences[place]) for place in tokens]
+                for (slot, at), row in zip(
+                    tokens, engine.step(ids, positions, slots, len(ids)), strict=True
+                ):
+                    np.testing.assert_array_equal(row, alone[slot][at])
 
 
 # --- waiting ---------------------------------------------------------------------------------
