@@ -23,8 +23,7 @@ DEVICE float block_sum(float value) {
 DEVICE void norm_token(
     int kind, const float* x, const float* weight, const float* bias, float epsilon, int width,
     const float* residual, float factor, float* out) {
-    __shared__ float scale;
-    float shift = 0.0f;
+    float shift = 0.0f, scale = 1.0f;
     if (weight) {
         float sum = 0.0f, squares = 0.0f;
         if (kind == LAYER_NORM) {
@@ -35,12 +34,7 @@ DEVICE void norm_token(
             float value = load_own(x + i) - shift;
             squares += value * value;
         }
-        float total = block_sum(squares);
-        if (threadIdx.x == 0) {
-            double mean = static_cast<double>(total) / width;
-            scale = static_cast<float>(1.0 / sqrt(mean + epsilon));
-        }
-        __syncthreads();
+        scale = 1.0f / sqrtf(block_sum(squares) / width + epsilon);
     }
     for (int i = threadIdx.x; i < width; i += NORM_THREADS) {
         float value = load_own(x + i);

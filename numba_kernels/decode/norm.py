@@ -92,7 +92,8 @@ def lane_rms_norm_kernel(x, weight, epsilon, out):
     for first in range(0, x.shape[0], LANES):
         for lane in range(min(LANES, x.shape[0] - first)):
             lanes[lane] += x[first + lane] * x[first + lane]
-    scale = np.float32(1.0 / math.sqrt(sum_of_lanes(lanes) / x.shape[0] + epsilon))
+    mean = sum_of_lanes(lanes) / np.float32(x.shape[0])
+    scale = np.float32(1) / np.sqrt(mean + np.float32(epsilon))
     for i in range(x.shape[0]):
         out[i] = x[i] * scale * weight[i]
 

@@ -295,8 +295,7 @@ class _Chunk:
 class _LastChunk(_Chunk):
     """The last chunk, of g groups.
 
-    Loops stay loops: LLVM gets
-    along with the registers that there are.
+    Loops stay loops: LLVM gets along with the registers that there are.
     """
 
     def __init__(self, rows: UnpackedRows, index: Vec, num_groups: Vec) -> None:

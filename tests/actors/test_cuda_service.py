@@ -73,8 +73,16 @@ def far_difference(path: Path, kv_dtype: str, device: Any, patch: pytest.MonkeyP
     patch.setattr(prompt, "FAR", 60)
     patch.setattr(prompt, "_PRODUCT_BYTES", 30_000)
     ids = np.random.default_rng(2).integers(0, VOCAB_SIZE, 128)
+    far, softmax = list[int](), device.kernels.weigh_positions
+
+    def noted(*arguments: Any) -> None:
+        far.append(1)
+        softmax(*arguments)
+
+    patch.setattr(device.kernels, "weigh_positions", noted)
     with CudaInProcess(path, kv_dtype=kv_dtype, device=device) as system:
         found = system.logits("exact", ids, [40, 36, 4, 48])
+    assert far
     return relative_difference(found, reference_logits(path, ids))
 
 

@@ -111,6 +111,7 @@ class CudaAttentionService(Service):
         device, work = self._device, self._work
         device.upload(work.place, np.zeros(work.place.shape, np.int32))
         layers = [layer for layer, part in enumerate(self._model.attention) if part is not None]
+        layers.sort(key=lambda layer: bool(self._model.layers[layer].numbers.window))
         hot = [layer for layer, part in enumerate(self._model.ffn) if part is not None]
         hot.sort(key=lambda layer: np.diff(self._model.starts[layer]).max())
         tokens = self._max_tokens
