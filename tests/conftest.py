@@ -191,4 +191,5 @@ def local_ray() -> Iterator[None]:
     begin_with_torch()
     start_local_ray(num_cpus=8, arena_bytes=128 << 20)  # four of them are kept systems'
     yield
+    assert ray.is_initialized(), "a test has ended the Ray of the others"
     ray.shutdown()

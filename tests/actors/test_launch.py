@@ -63,6 +63,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def starting(monkeypatch: pytest.MonkeyPatch, *errors: str) -> Iterator[Starting]:
     found = Starting(*errors)
     monkeypatch.setattr(ray, "init", found)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)  # of a failed start: this process's lives on
     monkeypatch.setattr(launch, "keep_stdout_clean", lambda: None)
     monkeypatch.setattr(launch, "require_closed", lambda: None)
     before = subprocess.Popen(["sleep", "1000"])
