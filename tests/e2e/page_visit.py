@@ -59,6 +59,21 @@ def set_numbers(page: Any, values: dict[str, str]) -> None:
     until(are_set)
 
 
+def choose_files(page: Any, press: Callable[[], None], files: Any) -> None:
+    """Choose by the dialog that `press` opens; a busy browser may open none for a press so old."""
+    from playwright.sync_api import TimeoutError as NotOpened
+
+    for _ in range(6):
+        try:
+            with page.expect_file_chooser(timeout=TIMEOUT_MS / 6) as chosen:
+                press()
+        except NotOpened:
+            continue
+        chosen.value.set_files(files)
+        return
+    raise AssertionError("no dialog for files has opened")
+
+
 def wait_for_answer(page: Any, num_equal: int = 3) -> str:
     """The last answer, once its figures stand below it and what is shown of it stays the same.
 

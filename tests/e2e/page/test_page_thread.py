@@ -12,7 +12,16 @@ from hotcold.model.errors import ServiceError
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from hotcold.model.weights.sizes import attention_bytes, head_bytes
 from tests.e2e.page.test_page_looks import PHONE, violations
-from tests.e2e.page_visit import OTHER, QUESTION, ask, ids_of, kept, until, wait_for_answer
+from tests.e2e.page_visit import (
+    OTHER,
+    QUESTION,
+    ask,
+    choose_files,
+    ids_of,
+    kept,
+    until,
+    wait_for_answer,
+)
 
 EVERYTHING = r"""| Name | Size | Layers | Neurons computed of all | Notes about the memory |
 |---|---|---|---|---|
@@ -234,18 +243,16 @@ def test_files_of_text_are_chosen_by_a_button(open_page, book, tmp_path) -> None
         page.keyboard.press("Shift+Tab")
         return bool(add.evaluate("one => one === document.activeElement"))
 
-    until(is_reached)
-    with page.expect_file_chooser() as chosen:
+    def press_it() -> None:
+        until(is_reached)
         page.keyboard.press("Enter")
-    assert chosen.value.is_multiple()
-    chosen.value.set_files(files)
+
+    choose_files(page, press_it, files)
     wanted = "notes.md:\n```\none\n```\n\nempty.py:\n```\nprint()\n```\n"
     until(lambda: page.input_value("#question textarea") == wanted)
     assert "large.txt is larger than 256 kB." in page.inner_text("#status")
     assert page.evaluate("document.activeElement.closest('#question') != null")
-    with page.expect_file_chooser() as chosen:  # the same file again
-        add.tap()
-    chosen.value.set_files(files[0])
+    choose_files(page, add.tap, files[0])  # the same file again
     until(lambda: page.input_value("#question textarea") == f"{wanted}\nnotes.md:\n```\none\n```\n")
     assert violations(page) == []
     page.press("#question textarea", "Enter")

@@ -18,6 +18,7 @@ from tests.e2e.page_visit import (
     TIMEOUT_MS,
     ask,
     begin_anew,
+    choose_files,
     ids_of,
     kept,
     read_answer,
@@ -133,8 +134,8 @@ def test_a_suggested_question_is_asked_and_the_panel_watches_it_at_once(open_pag
     assert len(questions) == 3 and QUESTION in questions  # of the demo, which knows Python
     page.evaluate("document.querySelectorAll('#welcome button')[1].click()")
     page.locator("#live [data-polling=yes] [data-show=requests]", has_text="1 running").wait_for()
-    assert not page.is_visible("#welcome")
-    assert page.locator("#chat .message.user").inner_text().strip() == questions[1]
+    page.wait_for_selector("#welcome", state="hidden")
+    page.locator("#chat .message.user", has_text=questions[1]).wait_for()
     assert book.requests[-1].prompt_ids == ids_of({"role": "user", "content": questions[1]})
     page.click("#ask .stop-button")
     page.wait_for_selector("body[data-chat=ready] #live [data-polling=no]")
@@ -319,9 +320,7 @@ def test_a_name_is_typed_while_an_answer_comes(open_page, book, monkeypatch) -> 
 
 
 def choose_file(page, file) -> None:
-    with page.expect_file_chooser() as chosen:
-        page.get_by_role("button", name="Import").click()
-    chosen.value.set_files(file)
+    choose_files(page, page.get_by_role("button", name="Import").click, file)
 
 
 def test_conversations_go_to_a_file_and_come_back(open_page, book, tmp_path) -> None:
