@@ -39,7 +39,7 @@ from tests.tiny_checkpoint import GREEDY_TOKENS
 from tests.tiny_models import VOCAB_SIZE
 
 CONTEXT = 384
-WAIT_S = 150
+WAIT_S = 600
 
 
 @contextmanager

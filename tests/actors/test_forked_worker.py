@@ -45,7 +45,7 @@ def test_unanswered_it_becomes_a_worker(tmp_path: Path, server: socket.socket, h
     with run_worker(tmp_path, "--one", "two three") as process:
         if how == "ends":
             server.accept()[0].close()
-        said = process.communicate(timeout=60)[0]
+        said = process.communicate(timeout=600)[0]
     assert process.returncode == 0
     assert said == "['--one', 'two three']\n"
 

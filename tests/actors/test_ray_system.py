@@ -85,7 +85,7 @@ def run_script(*arguments: str, **environment: str) -> dict[str, Any]:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert process.returncode == 0, process.stderr

@@ -14,7 +14,7 @@ import pytest
 from hotcold import LLM, SamplingParams
 from tests.e2e.commands import CHECKOUT, environment, processes_left, ray_folder
 
-WAIT_S = 170.0
+WAIT_S = 600.0
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 USES = """
 import sys

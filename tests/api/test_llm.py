@@ -25,7 +25,7 @@ QUESTION = [{"role": "user", "content": "What does textwrap.dedent do?"}]
 ANSWER = "Remove any common leading whitespace from every line in `text`."
 PROMPTS = [f"def {name}(a, b):" for name in ("add", "sub", "join", "sort", "open", "close", "read")]
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-WAIT_S = 60.0
+WAIT_S = 600.0
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 _RAY = [sys.executable, "-m", "ray.scripts.scripts"]
-_START_S = 150
+_START_S = 600
 _STARTS = 3  # Ray gives its node 30 s, which a busy machine may take
 _STARTED = "Ray runtime started"  # what `ray start` says; the dashboard answers before its node
 
@@ -49,7 +49,7 @@ class Head:
     def run(self, *entrypoint: str, **environment: str) -> tuple[int, str]:
         """Submit a job and wait: exit status, and all that was printed."""
         job = self.submit(*entrypoint, **environment)
-        out, _ = job.communicate(timeout=300)
+        out, _ = job.communicate(timeout=600)
         return job.returncode, out
 
     def run_beside(self, *command: str) -> tuple[int, str]:
@@ -61,7 +61,7 @@ class Head:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=300,
+            timeout=600,
         )
         return done.returncode, done.stdout
 

@@ -26,7 +26,7 @@ from hotcold.actors.system import System
 from hotcold.model.errors import HotcoldError
 from hotcold.model.sampling import SamplingParams
 
-_NODES_S = 150.0
+_NODES_S = 600.0
 
 
 class Client:

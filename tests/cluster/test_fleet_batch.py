@@ -49,7 +49,7 @@ def fleet_of(head: Head, *flags: str) -> Iterator[httpx.Client]:
             if "serves at" in line:
                 break
         threading.Thread(target=fleet.stdout.read, daemon=True).start()
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
             yield client
         fleet.send_signal(signal.SIGINT)
         fleet.wait(120)
@@ -138,7 +138,7 @@ def test_a_batch_is_answered_once(head: Head, door: httpx.Client, tmp_path: Path
         replica.kill()
         for number, one in enumerate(others):
             assert one.result().json()["choices"][0]["text"] == expected[number % len(KINDS)]
-    log, _ = job.communicate(timeout=300)
+    log, _ = job.communicate(timeout=600)
     assert job.returncode == 0, log
     assert "were there already" in log
 

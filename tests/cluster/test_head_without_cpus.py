@@ -54,7 +54,7 @@ def test_a_node_that_the_autoscaler_brings_is_waited_for(
             log.append(running.stdout.readline())
         assert log[-1], log
         with head.joined(num_cpus=2):
-            rest, _ = running.communicate(timeout=200)
+            rest, _ = running.communicate(timeout=600)
             assert running.returncode == 0, rest
     assert [answer["ids"] for answer in read_lines(out)] == [checkpoint.greedy_ids]
 

@@ -52,7 +52,7 @@ def test_jobs_share_a_system(
         head.submit(*GENERATE, "--requests", str(requests), "--out", str(out), *system)
         for requests, out in zip((mixed, good), outs, strict=True)
     ]
-    logs = [job.communicate(timeout=300)[0] for job in jobs]
+    logs = [job.communicate(timeout=600)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], "\n".join(logs)
     assert sorted(head.actors().values()) == ["ray::DriverActor"] + 2 * ["ray::ServiceActor"]
 

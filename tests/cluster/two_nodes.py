@@ -73,6 +73,9 @@ def two_nodes(num_cpus: int, own_folders: Mapping[Path, Path] | None = None) -> 
             _start(link, 0, [*here, *common], environment, folder, {})
             _start(link, 1, [*there, *common], environment, folder, own_folders or {})
             yield TwoNodes(link, environment)
+        except BaseException:  # pytest shows what is printed
+            print(*(log.read_text() for log in sorted(folder.glob("log*"))), sep="\n")
+            raise
         finally:
             link.end_processes()
             shutil.rmtree(folder, ignore_errors=True)

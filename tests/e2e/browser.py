@@ -49,7 +49,7 @@ def _unpack_package() -> None:
         work = Path(name)
         done = subprocess.run(
             [npm, "pack", "--silent", _PACKAGE], cwd=work, capture_output=True, text=True,
-            timeout=120, check=False,
+            timeout=600, check=False,
         )  # fmt: skip
         packages = list(work.glob("*.tgz"))
         if not packages:

@@ -87,7 +87,7 @@ def test_a_session(
     screen.wait_for(">\n\n/help lists commands")
     screen.type("\x04")
     screen.drain()
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=600) == 0
     assert "Traceback" not in screen.all_text
 
     kept = state / "hotcold" / "chat-history"
@@ -102,7 +102,7 @@ def test_a_session(
         screen.wait_for("echo of secret")
         screen.type("/bye\r")
         screen.drain()
-        assert process.wait(timeout=120) == 0
+        assert process.wait(timeout=600) == 0
     assert "secret" not in kept.read_text() and "/set top_k 7" in kept.read_text()
 
 
@@ -131,7 +131,7 @@ def test_run_talks_at_a_terminal_until_it_is_terminated(state: Path, words: Path
         screen.type("\x03")  # at the prompt it only gives up the line
         screen.wait_for_prompt()
         process.terminate()
-        assert process.wait(timeout=120) == 143
+        assert process.wait(timeout=600) == 143
         assert termios.tcgetattr(screen.descriptor) == before
         screen.drain()
         assert not {"SIGTERM", "Traceback", "error"} & set(screen.all_text.split())
@@ -154,7 +154,7 @@ def test_a_terminal_without_a_cursor_has_plain_text(state: Path) -> None:
         screen.wait_for_prompt()
         screen.type("\x04")
         screen.drain()
-        assert process.wait(timeout=120) == 0
+        assert process.wait(timeout=600) == 0
     assert not state.exists()
 
 

@@ -23,7 +23,7 @@ import pytest
 from hotcold.model.files.locate import DEMO_DIRECTORY
 from tests.e2e.commands import CHECKOUT, environment, processes_left, ray_folder
 
-WAIT_S = 170.0
+WAIT_S = 600.0
 LONG = "return the wrapped text " * 50  # so many tokens go through matrix products, of torch
 GREEDY = ["--temperature", "0", "--ignore-eos", "--max-tokens", "2"]
 INSTALLED = {name for name in importlib.metadata.packages_distributions() if name.isidentifier()}

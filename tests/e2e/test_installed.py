@@ -43,7 +43,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _run(installed: Path, folder: Path, line: list[str]) -> subprocess.CompletedProcess[str]:
     own = {name: text for name, text in environment(folder).items() if name != "PYTHONPATH"}
     command = [str(installed / "hotcold"), *line]
-    return subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=600)
 
 
 def test_it_answers_with_the_embedded_model(installed: Path) -> None:
@@ -113,7 +113,7 @@ def test_it_is_imported_beside_a_users_own_modules(
     if where == "a bare checkout":
         own["PYTHONPATH"] = str(CHECKOUT)
     said = subprocess.run(
-        [python, "script.py"], cwd=tmp_path, env=own, capture_output=True, text=True, timeout=120
+        [python, "script.py"], cwd=tmp_path, env=own, capture_output=True, text=True, timeout=600
     )
     assert said.returncode == 0, said.stderr
     assert said.stdout.split() == [

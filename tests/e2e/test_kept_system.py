@@ -30,7 +30,7 @@ WORDS = "w5 w9 w2"
 DEMO = ["--chat", "--temperature", "0", "--prompt", "What does textwrap.dedent do?"]
 GREEDY = ["--temperature", "0", "--ignore-eos", "--max-tokens", "12"]
 LONG = ["--context", "50100"]  # so that an answer may take as long as a test needs
-WAIT_S = 150.0
+WAIT_S = 600.0
 WORK = {  # of steps, which drafts change
     "neurons_computed", "gates_computed", "ups_computed", "drafts", "draft_tokens",
     "accepted_tokens", "accepted_by_position",

@@ -219,7 +219,7 @@ def _stop_midway(arguments: list[str | Path], out: Path, how: signal.Signals) ->
                         break
             time.sleep(0.01)
         os.killpg(process.pid, how)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=600)
         assert process.returncode == (-how if how == signal.SIGKILL else 130), err.decode()
         assert processes_left(folder) == []
     done: int = state_of(out)["num_done"]

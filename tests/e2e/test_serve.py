@@ -211,7 +211,7 @@ def test_errors_in_openais_form(openai: Any, server: Server, client: Any) -> Non
     with pytest.raises(openai.BadRequestError) as wrong:
         client.chat.completions.create(model="demo", messages=MESSAGES, temperature=-1)
     assert wrong.value.param == "temperature"
-    large = httpx.post(f"{server.url}/v1/completions", content=b"x" * (5 << 20), timeout=60)
+    large = httpx.post(f"{server.url}/v1/completions", content=b"x" * (5 << 20), timeout=600)
     assert large.status_code == 413 and large.json()["error"]["message"]
     strange = httpx.get(f"{server.url}/v1/models", headers={"Host": "example.org"})
     assert strange.status_code == 403 and strange.json()["error"]["code"] == "host_refused"

@@ -160,7 +160,7 @@ def requests(draw: st.DrawFn) -> tuple[str, str, bytes]:
 def _ask(
     url: str, headers: Mapping[str, str], method: str, path: str, body: bytes
 ) -> tuple[int, bytes]:
-    with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)) as connection:
+    with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)) as connection:
         connection.request(method, path, body, headers)
         answer = connection.getresponse()
         return answer.status, answer.read()

@@ -21,7 +21,7 @@ OPTIONS = {"threads": 1, "context": 512, "parallel": 2}
 TWO_REPLICAS = FleetArgs(replicas=2, options={**OPTIONS, "kv-tokens": 4096}, queue=8, drain=0.5)
 # A model's cache is so large that two replicas of the others fit where two models do not.
 ON_DEMAND = FleetArgs(replicas=0, options={**OPTIONS, "kv-tokens": 1 << 17})
-_COMES_S = 120.0
+_COMES_S = 600.0
 
 
 def two_replicas() -> serve.Application:

@@ -37,7 +37,7 @@ ALONE: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.2, "seed"
 def door(deployed: Callable[..., str]) -> Iterator[httpx.Client]:
     """A client of the fleet's door."""
     url = deployed(two_replicas)
-    with httpx.Client(base_url=url, headers=of(KEYS[0]), timeout=120) as found:
+    with httpx.Client(base_url=url, headers=of(KEYS[0]), timeout=600) as found:
         yield found
 
 

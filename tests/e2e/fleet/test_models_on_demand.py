@@ -42,7 +42,7 @@ def address(deployed: Callable[..., str], args: FleetArgs) -> str:
 
 @pytest.fixture(scope="module")
 def door(address: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=address, timeout=120) as client:
+    with httpx.Client(base_url=address, timeout=600) as client:
         yield client
 
 

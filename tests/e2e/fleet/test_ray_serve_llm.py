@@ -31,7 +31,7 @@ WAYS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.2, "seed":
 @pytest.fixture(scope="module")
 def client(openai: Any, deployed: Callable[..., str]) -> Any:
     url = deployed(lambda: app(threads=1, context=384, parallel=2, device="cpu"))
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=120)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=600)
 
 
 @pytest.fixture(scope="module")
