@@ -33,15 +33,14 @@ HASWELL = (
 pytestmark = pytest.mark.thorough
 
 
-QUANTIZED = tuple(kind for kind in KINDS if kind != "f16")
 # That multiply in ways of their own with VNNI.
 BYTES = ("q8", "q4", "q6", "mxfp4", "iq4_xs", "iq2", "nvfp4")
 # Without AVX2 all formats' last chunks go one way.
 OLDER = {
     "avx2": (HASWELL, ["avx2", "f16c", "fma"], KINDS),
     # The numbers of AVX-VNNI: the same instruction as AVX-512 encodes it.
-    "vnni": (f"{HASWELL},+avx512vl,+avx512vnni", ["avx2", "avx512vnni", "f16c", "fma"], QUANTIZED),
-    "avxvnni": (f"{HASWELL},+avxvnni", ["avx2", "avxvnni", "f16c", "fma"], QUANTIZED),
+    "vnni": (f"{HASWELL},+avx512vl,+avx512vnni", ["avx2", "avx512vnni", "f16c", "fma"], BYTES),
+    "avxvnni": (f"{HASWELL},+avxvnni", ["avx2", "avxvnni", "f16c", "fma"], BYTES),
     "plain": ("", [], ("f16", "q8", "q4_1", "q5", "q5_k", "q6", "mxfp4", "nvfp4", "iq4_xs", "iq2")),
 }
 
