@@ -115,21 +115,34 @@ class CudaKernels:
     def __init__(self, launcher: Launcher | None = None) -> None:
         """Without a launcher CuPy's, which is imported now. Errors: ImportError."""
         self._launcher = CupyLauncher() if launcher is None else launcher
-        self._quantized: dict[int, Any] = {}
+        self._quantized: dict[int, Any] = {}  # by width: work space
+        self._ready: dict[int, tuple[Any, ...]] = {}  # by width: whose numbers are there already
+
+    def begin(self) -> None:
+        """Begin a graph, or what may become one: it quantizes all that it reads itself."""
+        self._ready.clear()
 
     def norm(
-        self, layer: Layer, x: Any, weight: Any, bias: Any, out: Any, residual: Any = None
+        self,
+        layer: Layer,
+        x: Any,
+        weight: Any,
+        bias: Any,
+        out: Any,
+        residual: Any = None,
+        reader: DeviceMatrix | None = None,
     ) -> None:
         """out[t] = the layer's kind of norm of x[t]; x[t] itself without weights.
 
-        With `residual` out[t] = residual[t] + residual_scale * norm.
+        With `residual` out[t] = residual[t] + residual_scale * norm. Where `reader`, which reads
+        `out` next, is quantized, so is `out`.
         Shapes:  x, out (T, d), may be one array; residual (T, d), another; weight (d,) or (0,),
                  bias (d,) or (0,)
         """
         arguments = (
             layer.struct, np.int32(layer.numbers.norm_kind), self._at(x), self._at(weight),
             self._at(bias), np.int32(x.shape[1]), np.int64(x.shape[1]), self._at(residual),
-            self._at(out),
+            self._at(out), self._quantized_for(reader, out),
         )  # fmt: skip
         self._launcher.launch(_NORM, (x.shape[0], 1, 1), _NORM_THREADS, arguments)
 
@@ -142,7 +155,7 @@ class CudaKernels:
         at = self._at(x) + np.uint64(4 * first)
         arguments = (
             layer.struct, np.int32(RMS_NORM), at, self._at(weight), NULL, np.int32(width),
-            np.int64(row_items), NULL, at,
+            np.int64(row_items), NULL, at, self._quantized_for(None, x),
         )  # fmt: skip
         grid = (x.shape[0], (last - first) // width, 1)
         self._launcher.launch(_NORM, grid, _NORM_THREADS, arguments)
@@ -198,13 +211,20 @@ class CudaKernels:
         )
 
     def decode_attention(
-        self, layer: Layer, qkv: Any, cache: PagedCache, max_length: int, scratch: Any, out: Any
+        self,
+        layer: Layer,
+        qkv: Any,
+        cache: PagedCache,
+        max_length: int,
+        scratch: Any,
+        out: Any,
+        reader: DeviceMatrix | None = None,
     ) -> None:
         """Each token's heads attend to the positions up to its own, grouped-query.
 
         With a window only to the last of them; with a softcap scores become
         softcap * tanh(score / softcap); the layer's sinks join the softmax. Positions are below
-        `max_length`. scratch: `attention_scratch_items`.
+        `max_length`. scratch: `attention_scratch_items`; reader: as of `norm`.
         Shapes:  qkv as in `rope_store`; out (T, H * dim); dim <= 256
         """
         numbers, num_tokens = layer.numbers, qkv.shape[0]
@@ -225,9 +245,11 @@ class CudaKernels:
         )  # fmt: skip
         grid = (num_kv_heads * ceil_div(group, queries), num_tokens, num_splits)
         self._launcher.launch(entry, grid, THREADS, arguments)
+        reader = None if head_dim % QUANT_GROUP else reader
         merged = (
             layer.struct, self._at(scratch), self._at(layer.vectors.sinks),
             self._at(cache.positions), np.int32(num_splits), self._at(out),
+            self._quantized_for(reader, out),
         )  # fmt: skip
         self._launcher.launch(_MERGE_SPLITS, (num_heads, num_tokens, 1), THREADS, merged)
 
@@ -594,33 +616,38 @@ class CudaKernels:
 
     def _input(self, weight_format: str, x: Any) -> np.ndarray:
         """The record `Input`: x, and for quantized weights values, scales and sums."""
-        num_tokens, width = x.shape
-        values = scales = sums = NULL
+        (num_tokens, width), quantized = x.shape, _NOWHERE
         if weight_format not in ITEM_BYTES:
-            values, scales, sums = self._quantized_vectors(x)
+            if self._ready.pop(width, None) != (self._at(x), num_tokens):
+                grid = (ceil_div(width // QUANT_GROUP, _WARPS), num_tokens, 1)
+                arguments = self._at(x), np.int32(width), record(**self._space(width))
+                self._launcher.launch(_QUANTIZE, grid, THREADS, arguments)
+            quantized = self._space(width)
         return record(
-            x=self._at(x),
-            values=values,
-            scales=scales,
-            sums=sums,
-            num_tokens=np.int32(num_tokens),
-            width=np.int32(width),
+            x=self._at(x), **quantized, num_tokens=np.int32(num_tokens), width=np.int32(width)
         )
 
-    def _quantized_vectors(self, x: Any) -> tuple[np.uint64, np.uint64, np.uint64]:
+    def _quantized_for(self, reader: DeviceMatrix | None, x: Any) -> np.ndarray:
+        """The record `Quantized` of who writes x, which `reader` reads next."""
         num_tokens, width = x.shape
-        scratch = self._quantized.get(width)
-        if scratch is None:
-            scratch = self._launcher.empty_bytes(MAX_TOKENS * (width + width // QUANT_GROUP * 8))
-            self._quantized[width] = scratch
-        scales = np.uint64(MAX_TOKENS * width)
+        self._ready.pop(width, None)
+        if reader is None or reader.format in ITEM_BYTES:
+            return record(**_NOWHERE)
+        self._ready[width] = self._at(x), num_tokens
+        return record(**self._space(width))
+
+    def _space(self, width: int) -> dict[str, np.uint64]:
+        """Where quantized vectors of that width are."""
+        if width not in self._quantized:
+            num_bytes = MAX_TOKENS * (width + width // QUANT_GROUP * 8)
+            self._quantized[width] = self._launcher.empty_bytes(num_bytes)
+        at = self._at(self._quantized[width])
+        scales = at + np.uint64(MAX_TOKENS * width)
         sums = scales + np.uint64(MAX_TOKENS * (width // QUANT_GROUP) * 4)
-        at = self._at(scratch)
-        grid = (ceil_div(width // QUANT_GROUP, _WARPS), num_tokens, 1)
-        arguments = self._at(x), np.int32(width), at, at + scales, at + sums
-        self._launcher.launch(_QUANTIZE, grid, THREADS, arguments)
-        at = self._at(scratch)
-        return at, at + scales, at + sums
+        return {"values": at, "scales": scales, "sums": sums}
+
+
+_NOWHERE = {"values": NULL, "scales": NULL, "sums": NULL}
 
 
 class _FfnPlaces(NamedTuple):

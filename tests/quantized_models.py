@@ -19,6 +19,9 @@ _FALCON = {"hidden_size": 96, "ffn_hidden_size": 104}
 MODELS: dict[str, Variant] = {
     "q-llama": Variant(tiny_models._llama, **_LLAMA, num_key_value_heads=2),
     "q-llama-tied": Variant(tiny_models._llama, **_LLAMA, tie_word_embeddings=True, mlp_bias=True),
+    "q-llama-heads": Variant(
+        tiny_models._llama, **_LLAMA, num_attention_heads=2, num_key_value_heads=1
+    ),
     "q-llama-wide": Variant(tiny_models._llama, hidden_size=576, num_attention_heads=8),
     "q-granite4-h": Variant(
         tiny_models._relative,

@@ -7,6 +7,7 @@
 #include "cache.cuh"
 #include "formats.cuh"
 #include "layer.cuh"
+#include "quantize.cuh"
 
 constexpr int SPLIT = THREADS;  // positions
 constexpr int ITEMS = 8;        // of a head that a lane holds; LANES lanes hold a head
@@ -247,7 +248,8 @@ DEVICE float block_largest(float value) {
 
 // out[t, h] = the splits' sums in order, each rescaled from its own largest score to the overall.
 // A head's sink, a logit without a value, joins the sum of exponentials.
-DEVICE void merge_head(const Step& step, const float* partials, const float* sinks, float* out) {
+DEVICE void merge_head(
+    const Step& step, const float* partials, const float* sinks, float* out, const Quantized& to) {
     __shared__ float shares[THREADS], totals[THREADS];
     int head = blockIdx.x, token = blockIdx.y, size = step.layer.head_dim, thread = threadIdx.x;
     int first_split = step.first_position(token) / SPLIT;
@@ -285,7 +287,11 @@ DEVICE void merge_head(const Step& step, const float* partials, const float* sin
 #pragma unroll
     for (int j = 0; j < MAX_HEAD_DIM / THREADS; ++j) {
         int item = thread + j * THREADS;
-        if (item < size) store(target + item, sums[j] / total);
+        if (item >= size) continue;
+        float value = sums[j] / total;
+        store(target + item, value);
+        if (!to.values) continue;  // else heads are whole groups
+        quantize_group(to, token, step.layer.num_heads * size, (head * size + item) / GROUP, value);
     }
 }
 
@@ -308,9 +314,9 @@ DEVICE void merge_head(const Step& step, const float* partials, const float* sin
     ENTRY(THREADS)                                                                                 \
     merge_splits(                                                                                  \
         const LayerNumbers layer, const float* partials, const float* sinks,                       \
-        const int* positions, int num_splits, float* out) {                                        \
+        const int* positions, int num_splits, float* out, const Quantized to) {                    \
         Step step{layer, nullptr, positions, nullptr, num_splits};                                 \
-        merge_head(step, partials, sinks, out);                                                    \
+        merge_head(step, partials, sinks, out, to);                                                \
     }
 
 DEVICE float block_sum(float value) {

@@ -1,9 +1,12 @@
 // RMSNorm and LayerNorm of a token's numbers, or of a part of them; a block each. `out` may be `x`.
 //
 //     out = norm(x)    or residual + factor * norm(x)    without weights norm(x) = x
+//
+// What quantized weights read next is quantized too, whose groups are a warp's numbers of a turn.
 // An RMSNorm has the bits of lane_rms_norm_kernel of numba_kernels.decode.norm.
 #include "common.cuh"
 #include "layer.cuh"
+#include "quantize.cuh"
 
 constexpr int NORM_THREADS = 512;
 enum NormKind { RMS_NORM = 0, LAYER_NORM = 1 };
@@ -22,7 +25,7 @@ DEVICE float block_sum(float value) {
 
 DEVICE void norm_token(
     int kind, const float* x, const float* weight, const float* bias, float epsilon, int width,
-    const float* residual, float factor, float* out) {
+    const float* residual, float factor, float* out, const Quantized& to) {
     float shift = 0.0f, scale = 1.0f;
     if (weight) {
         float sum = 0.0f, squares = 0.0f;
@@ -42,6 +45,7 @@ DEVICE void norm_token(
         if (weight && bias) value += load(bias + i);
         if (residual) value = load(residual + i) + factor * value;
         store(out + i, value);
+        if (to.values) quantize_group(to, blockIdx.x, width, i / GROUP, value);
     }
 }
 
@@ -49,10 +53,11 @@ DEVICE void norm_token(
     ENTRY(NORM_THREADS)                                                                            \
     norm_tokens(                                                                                   \
         const LayerNumbers layer, int kind, const float* x, const float* weight,                   \
-        const float* bias, int width, i64 row_items, const float* residual, float* out) {          \
+        const float* bias, int width, i64 row_items, const float* residual, float* out,            \
+        const Quantized to) {                                                                      \
         i64 start = blockIdx.x * row_items + static_cast<i64>(blockIdx.y) * width;                 \
         const float* added = residual ? residual + start : nullptr;                                \
         norm_token(                                                                                \
             kind, x + start, weight, bias, layer.norm_eps, width, added, layer.residual_scale,     \
-            out + start);                                                                          \
+            out + start, to);                                                                      \
     }

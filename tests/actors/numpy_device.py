@@ -134,7 +134,10 @@ class NumpyKernels:
     def __init__(self, device: NumpyDevice) -> None:
         self._device = device
 
-    def norm(self, layer, x, weight, bias, out, residual=None):
+    def begin(self):
+        pass
+
+    def norm(self, layer, x, weight, bias, out, residual=None, reader=None):
         assert x.shape[0] <= 32 and x.shape == out.shape
 
         def run() -> None:
@@ -202,7 +205,7 @@ class NumpyKernels:
 
         self._device.run(run)
 
-    def decode_attention(self, layer, qkv, cache, max_length, scratch, out):
+    def decode_attention(self, layer, qkv, cache, max_length, scratch, out, reader=None):
         assert qkv.shape[0] <= 32
         keys, values, positions, slots, tables = cache
         numbers, window, softcap = layer.numbers, layer.numbers.window, layer.numbers.softcap

@@ -124,6 +124,30 @@ def test_the_same_bits_of_cudas_own_kernels(tiny: Tiny, variant: str) -> None:
         assert assert_same(system, checkpoint.ids, WHOLE_STEPS) == 1
 
 
+def test_inputs_are_quantized_where_they_are_written(tmp_path: Path) -> None:
+    """By norms and by attention, in no kernel of their own; an FFN asked for alone has one."""
+    path, ids = make_model("q-llama-heads", tmp_path / "model"), np.arange(3, 30)
+    options: dict[str, Any] = {"weight_dtype": "q8", "device": emulated_devices()()}
+    with CudaInProcess(path, hot=every_layer, **options) as system:
+        assert assert_same(system, ids, WHOLE_STEPS) == 1
+        launcher, files = system.device.kernels._launcher, list[str]()  # type: ignore[attr-defined]
+        launch = launcher.launch
+
+        def noting(entry: Any, *arguments: Any) -> None:
+            files.append(entry.file)
+            launch(entry, *arguments)
+
+        launcher.launch = noting
+        engine, counts = system.engine("exact"), []
+        for joins, size in ((True, 4), (False, 16)):  # no graph is of so many tokens
+            engine.joins_layers = joins
+            files.clear()
+            steps(engine, ids.tolist(), [size])
+            counts.append((files.count("gates"), files.count("quantize")))
+        num_layers = system.config.num_layers
+        assert counts == [(num_layers, 0), (num_layers, num_layers)]
+
+
 def mixed_steps(num_slots: int) -> list[list[tuple[int, int]]]:
     """Steps as (position, slot) of each token: prompts of unequal lengths, then all of them at once
     in batches of every size up to 32; a prompt's tokens beside other sequences' in the end.

@@ -12,6 +12,7 @@ import pytest
 
 from hotcold.cuda_kernels.kernels import Layer, PagedCache
 from hotcold.cuda_kernels.neurons import LayerResidual
+from hotcold.cuda_kernels.source import Entry
 from hotcold.numba_kernels.decode.activations import activation, not_zero
 from hotcold.numba_kernels.decode.selection import EVERYTHING
 from hotcold.numba_kernels.ffn.in_memory import set_bias
@@ -69,6 +70,13 @@ class Step:
 
     def run(self, device: DeviceCalls, max_length: int) -> tuple[np.ndarray, np.ndarray]:
         """The heads' outputs, and the cache afterwards."""
+        out, cache = self.attend(device, max_length)
+        return device.to_host(out), np.stack([device.to_host(part) for part in cache[:2]])
+
+    def attend(
+        self, device: DeviceCalls, max_length: int, reader: Any = None
+    ) -> tuple[Any, PagedCache]:
+        """The same on the device."""
         kernels, put = device.kernels, device.to_device
         qkv, cache = put(self.qkv), PagedCache(*map(put, (*self.cache, *self.places)))
         layer = self.layer(put, self.table)
@@ -77,8 +85,8 @@ class Step:
         items = kernels.attention_scratch_items(num_tokens, self.num_heads, dim, max_length)
         scratch = put(np.full(items, np.nan, np.float32))
         out = put(np.empty((num_tokens, self.num_heads * dim), np.float32))
-        kernels.decode_attention(layer, qkv, cache, max_length, scratch, out)
-        return device.to_host(out), np.stack([device.to_host(part) for part in cache[:2]])
+        kernels.decode_attention(layer, qkv, cache, max_length, scratch, out, reader)
+        return out, cache
 
 
 def make_step(dtype: type, heads: tuple[int, int], dim: int, positions: list[int]) -> Step:
@@ -222,6 +230,50 @@ def test_a_normed_sum_is_added_to_the_residual(
     )  # fmt: skip
     np.testing.assert_array_equal(device.to_host(out), hidden)
     assert np.isnan(hidden[2]).all() and np.isfinite(hidden[:2]).all()
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8", "q4_1"])
+@pytest.mark.parametrize(("width", "num_tokens"), [(32, 1), (544, 3), (5120, 32)])
+def test_a_norm_quantizes_for_its_reader(
+    device: DeviceCalls, monkeypatch: pytest.MonkeyPatch, kind: str, width: int, num_tokens: int
+) -> None:
+    """To the bit of two kernels, of which it saves one; what is read again is quantized again."""
+    put, kernels = device.to_device, device.kernels
+    x, weight = random_floats(1, num_tokens, width), random_floats(2, width)
+    x[0, 3] = np.nan
+    layer = device_layer(put, norm_kind=0, norm_eps=np.float32(1e-6))
+    rows, none = device_matrix(random_matrix(3, kind, 9, width)[0], put), put(weight[:0])
+    found, names, launch = [], list[str](), kernels._launcher.launch
+
+    def noting(entry: Entry, *arguments: Any) -> None:
+        names.append(entry.file)
+        launch(entry, *arguments)
+
+    monkeypatch.setattr(kernels._launcher, "launch", noting)
+    for reader in (None, rows):
+        normed, out = put(np.zeros_like(x)), put(np.zeros((num_tokens, 9), np.float32))
+        kernels.norm(layer, put(x), put(weight), none, normed, reader=reader)
+        for _ in range(2):
+            kernels.gemv(rows, none, normed, out)
+            found.append(device.to_host(out).copy())
+    assert all(one.tobytes() == found[0].tobytes() for one in found)
+    assert np.isnan(found[0][0]).all() and np.isfinite(found[0][1:]).all()
+    once = ["gemv"] if kind == "f16" else ["quantize", "gemv"]
+    assert names == ["norm", *once, *once, "norm", "gemv", *once]
+
+
+@pytest.mark.parametrize("head_dim", [64, 160, 80])
+def test_heads_are_quantized_for_their_reader(device: DeviceCalls, head_dim: int) -> None:
+    """Where a head's numbers are whole groups; to the bit of another kernel that does it."""
+    step = make_step(np.float32, (4, 2), head_dim, [199, 200, 0])
+    put, found = device.to_device, []
+    rows = device_matrix(random_rows(3, "q8", 9, 4 * head_dim).rows, put)
+    for reader in (None, rows):
+        out = put(np.zeros((3, 9), np.float32))
+        heads, _ = step.attend(device, 201, reader)
+        device.kernels.gemv(rows, put(np.zeros(0, np.float32)), heads, out)
+        found.append(device.to_host(out))
+    assert found[0].tobytes() == found[1].tobytes() and found[0].any()
 
 
 @pytest.mark.parametrize("kind", [*BITS, *KINDS])

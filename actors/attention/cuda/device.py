@@ -146,14 +146,19 @@ class GraphCache:
 
         Graphs that were unused longest go first; the last one stays however large it is.
         """
+
+        def alone() -> None:
+            self._device.kernels.begin()
+            work()
+
         if key not in self._graphs:
             with self._device.stream():
-                work()
+                alone()
             self._keep(key, None, 1)
             return
         graph = self._graphs[key][0]
         if graph is None:
-            graph = self._device.capture(work)
+            graph = self._device.capture(alone)
             self._keep(key, graph, size)
         self._graphs.move_to_end(key)
         self._device.launch(graph)

@@ -20,6 +20,7 @@ from hotcold.actors.attention.cuda.predictors import GpuPredictors
 from hotcold.actors.protocol.arena import ArenaLayout
 from hotcold.actors.protocol.step_sizes import KERNEL_TOKENS
 from hotcold.cuda_kernels.kernels import CudaKernels, Layer, PagedCache
+from hotcold.cuda_kernels.matrix import DeviceMatrix
 from hotcold.cuda_kernels.neurons import LayerResidual, SharedMemory
 from hotcold.model.config.layer_order import ffn_residual_and_input, layer_input
 from hotcold.numba_kernels.decode.activations import Thresholds
@@ -113,11 +114,14 @@ class StepWork:
         that is before attention
         """
         own, normed = self._model.layers[layer], self._normed[:num_tokens]
-        ffn_residual, ffn_input = self.outputs(num_tokens)
+        part, neurons = self._model.attention[layer], self._model.ffn[layer]
+        gates, ffn_residual, ffn_input = neurons and neurons.gate, *self.outputs(num_tokens)
 
         def norm(x: Any) -> Any:
-            out = ffn_input if x is ffn_residual else normed
-            return self._norm(own, x, own.vectors.norm_weight, own.vectors.norm_bias, out)
+            weight, bias = own.vectors.norm_weight, own.vectors.norm_bias
+            if x is ffn_residual:
+                return self._norm(own, x, weight, bias, ffn_input, reader=gates)
+            return self._norm(own, x, weight, bias, normed, reader=part and part.qkv)
 
         def add_attention(x: Any, residual: Any) -> Any:
             self._add_attention(layer, x, residual, max_length, ffn_residual)
@@ -138,7 +142,7 @@ class StepWork:
             own.numbers,
             residual,
             norm=norm,
-            ffn_norm=lambda x: self._ffn_norm(layer, x, ffn_input),
+            ffn_norm=lambda x: self._ffn_norm(layer, x, ffn_input, gates),
             add_attention=add_attention,
             on_input=is_known,
         )
@@ -172,7 +176,8 @@ class StepWork:
         cache = PagedCache(part.keys, part.values, *place)
         norm_queries_and_keys(kernels, own, qkv)
         kernels.rope_store(own, qkv, cache)
-        kernels.decode_attention(own, qkv, cache, max_length, self.attention_scratch, heads)
+        scratch = self.attention_scratch
+        kernels.decode_attention(own, qkv, cache, max_length, scratch, heads, part.out)
         if not own.numbers.adds_late:
             kernels.gemv(part.out, own.vectors.out_bias, heads, ffn_residual, residual)
             return
@@ -321,7 +326,8 @@ class StepWork:
         no_bias = part.norm_bias[:0]
         if part.norm_weight.shape[0]:
             normed = self._normed[:num_tokens]
-            self._norm(self._model.layers[-1], x, part.norm_weight, part.norm_bias, normed)
+            last, reader = self._model.layers[-1], part.project_out or part.head
+            self._norm(last, x, part.norm_weight, part.norm_bias, normed, reader=reader)
             x = normed
         if part.project_out is not None:
             projected = self._projected[:num_tokens]
@@ -345,14 +351,22 @@ class StepWork:
         before = self._model.layers[max(layer - 1, 0)].numbers
         return layer_input(before, layer, self.hidden[:num_tokens], ffn_norm)
 
-    def _ffn_norm(self, layer: int, x: Any, out: Any) -> Any:
+    def _ffn_norm(self, layer: int, x: Any, out: Any, reader: DeviceMatrix | None = None) -> Any:
         own = self._model.layers[layer]
-        return self._norm(own, x, own.vectors.ffn_norm_weight, own.vectors.ffn_norm_bias, out)
+        weight, bias = own.vectors.ffn_norm_weight, own.vectors.ffn_norm_bias
+        return self._norm(own, x, weight, bias, out, reader=reader)
 
     def _norm(
-        self, layer: Layer, x: Any, weight: Any, bias: Any, out: Any, residual: Any = None
+        self,
+        layer: Layer,
+        x: Any,
+        weight: Any,
+        bias: Any,
+        out: Any,
+        residual: Any = None,
+        reader: DeviceMatrix | None = None,
     ) -> Any:
-        self._device.kernels.norm(layer, x, weight, bias, out, residual)
+        self._device.kernels.norm(layer, x, weight, bias, out, residual, reader)
         return out
 
 
