@@ -130,7 +130,7 @@ def test_inputs_are_quantized_where_they_are_written(tmp_path: Path) -> None:
     options: dict[str, Any] = {"weight_dtype": "q8", "device": emulated_devices()()}
     with CudaInProcess(path, hot=every_layer, **options) as system:
         assert assert_same(system, ids, WHOLE_STEPS) == 1
-        launcher, files = system.device.kernels._launcher, list[str]()  # type: ignore[attr-defined]
+        launcher, files = system.device.kernels._launcher, list[str]()
         launch = launcher.launch
 
         def noting(entry: Any, *arguments: Any) -> None:

@@ -115,13 +115,16 @@ class StepWork:
         """
         own, normed = self._model.layers[layer], self._normed[:num_tokens]
         part, neurons = self._model.attention[layer], self._model.ffn[layer]
-        gates, ffn_residual, ffn_input = neurons and neurons.gate, *self.outputs(num_tokens)
+        ffn_residual, ffn_input = self.outputs(num_tokens)
+        gates = None if neurons is None else neurons.gate
 
         def norm(x: Any) -> Any:
             weight, bias = own.vectors.norm_weight, own.vectors.norm_bias
             if x is ffn_residual:
                 return self._norm(own, x, weight, bias, ffn_input, reader=gates)
-            return self._norm(own, x, weight, bias, normed, reader=part and part.qkv)
+            return self._norm(
+                own, x, weight, bias, normed, reader=None if part is None else part.qkv
+            )
 
         def add_attention(x: Any, residual: Any) -> Any:
             self._add_attention(layer, x, residual, max_length, ffn_residual)
