@@ -310,8 +310,11 @@ def test_a_name_is_typed_while_an_answer_comes(open_page, book, monkeypatch) -> 
     page.wait_for_selector("body[data-chat=answering]")
     wait_for_rows(page, f"● {QUESTION}")
     page.get_by_role("button", name="Rename").click()
-    page.locator("#name input").fill("")
+    field = page.locator("#name input")
+    until(lambda: field.input_value() == QUESTION)  # which the server puts there
+    field.fill("")
     page.keyboard.type("Mar")
+    until(lambda: field.input_value() == "Mar")
     book.held_at = None
     wait_for_answer(page)  # of which the list tells, too
     page.keyboard.type("gins")
