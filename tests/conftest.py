@@ -75,6 +75,8 @@ FIRST = [
     "actors/test_stored_neurons.py",
     *TOGETHER[3],
     "actors/test_in_process.py",
+    "actors/test_format_pairs.py",
+    "unit/test_benchmarks.py",
     "e2e/test_generate_command.py",
     "e2e/test_train_predictors_command.py",
     "e2e",

@@ -32,7 +32,7 @@ NAMES = list(ACTIVATION_CODES)
 LIMITS = {"fatrelu": 0.5, "clamped_silu": 1.0}
 SOURCES = [
     *(f"rows {kind}" for kind in (*BITS, *KINDS)),
-    *(f"transposed {kind}" for kind in (*BITS, *KINDS)),
+    *(f"transposed {kind}" for kind in (*BITS, *dict.fromkeys((*IN_LAYERS, *[*KINDS][::2])))),
     *(f"{device} {kind}" for device in backends.DEVICES for kind in (*BITS, *IN_LAYERS)),
     "transposed q4_k+q8+q6",
 ]

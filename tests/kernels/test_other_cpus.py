@@ -41,10 +41,11 @@ OLDER = {
     # The numbers of AVX-VNNI: the same instruction as AVX-512 encodes it.
     "vnni": (f"{HASWELL},+avx512vl,+avx512vnni", ["avx2", "avx512vnni", "f16c", "fma"], BYTES),
     "avxvnni": (f"{HASWELL},+avxvnni", ["avx2", "avxvnni", "f16c", "fma"], BYTES),
-    "plain": ("", [], ("f16", "q8", "q4_1", "q5", "q5_k", "q6", "mxfp4", "nvfp4", "iq4_xs", "iq2")),
+    "plain": ("", [], ("f16", "q8", "q4_1", "mxfp4", "iq2")),
 }
 
-NEEDED = {"vnni": ("avx512vl", "avx512vnni"), "avxvnni": ("avxvnni",)}
+# Without AVX-512 the second is what this CPU's own kernels are.
+NEEDED = {"vnni": ("avx512vl", "avx512vnni"), "avx2": ("avx512f",), "avxvnni": ("avxvnni",)}
 
 
 @dataclass(frozen=True)

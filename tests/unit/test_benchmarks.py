@@ -75,7 +75,7 @@ def test_a_random_file_beside_llama_cpp(tmp_path: Path) -> None:
     [
         ("faults", "--faults 4 --context 512"),
         ("fleet_faults", "--minutes 0.2 --clients 2 --requests 20"),
-        ("fleet_overhead", "--rounds 1 --tokens 16 --conversations 12"),
+        ("fleet_overhead", "--rounds 1 --tokens 8 --conversations 4"),
         ("random_requests", "--requests 60 --context 256"),
         ("prefixes_and_drafts", "--tokens 8 --rounds 1 --turns 2 --part tools --part drafts"),
         ("start", "--runs 1 --way serve --seconds 1"),
