@@ -131,8 +131,8 @@ class CudaKernels:
         out: Any,
         residual: Any = None,
         reader: DeviceMatrix | None = None,
-    ) -> None:
-        """out[t] = the layer's kind of norm of x[t]; x[t] itself without weights.
+    ) -> Any:
+        """out[t] = the layer's kind of norm of x[t]; x[t] itself without weights. Returns out.
 
         With `residual` out[t] = residual[t] + residual_scale * norm. Where `reader`, which reads
         `out` next, is quantized, so is `out`.
@@ -145,6 +145,7 @@ class CudaKernels:
             self._at(out), self._quantized_for(reader, out),
         )  # fmt: skip
         self._launcher.launch(_NORM, (x.shape[0], 1, 1), _NORM_THREADS, arguments)
+        return out
 
     def norm_parts(self, layer: Layer, x: Any, first: int, last: int, weight: Any) -> None:
         """RMSNorm, in place, of each `size` numbers of x[t, first:last].
@@ -155,7 +156,7 @@ class CudaKernels:
         at = self._at(x) + np.uint64(4 * first)
         arguments = (
             layer.struct, np.int32(RMS_NORM), at, self._at(weight), NULL, np.int32(width),
-            np.int64(row_items), NULL, at, self._quantized_for(None, x),
+            np.int64(row_items), NULL, at, record(**_NOWHERE),
         )  # fmt: skip
         grid = (x.shape[0], (last - first) // width, 1)
         self._launcher.launch(_NORM, grid, _NORM_THREADS, arguments)

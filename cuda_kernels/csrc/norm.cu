@@ -2,7 +2,7 @@
 //
 //     out = norm(x)    or residual + factor * norm(x)    without weights norm(x) = x
 //
-// What quantized weights read next is quantized too, whose groups are a warp's numbers of a turn.
+// Where `to` says so, `out` is quantized too: a warp's numbers of a turn are a group.
 // An RMSNorm has the bits of lane_rms_norm_kernel of numba_kernels.decode.norm.
 #include "common.cuh"
 #include "layer.cuh"

@@ -155,6 +155,7 @@ class NumpyKernels:
             out[:] = found
 
         self._device.run(run)
+        return out
 
     def norm_parts(self, layer, x, first, last, weight):
         assert x.shape[0] <= 32 and (last - first) % weight.shape[0] == 0

@@ -44,7 +44,7 @@ OLDER = {
     "plain": ("", [], ("f16", "q8", "q4_1", "mxfp4", "iq2")),
 }
 
-# Without AVX-512 the second is what this CPU's own kernels are.
+# "avx2" is what a CPU without AVX-512 has of its own.
 NEEDED = {"vnni": ("avx512vl", "avx512vnni"), "avx2": ("avx512f",), "avxvnni": ("avxvnni",)}
 
 

@@ -121,8 +121,8 @@ class StepWork:
         def norm(x: Any) -> Any:
             weight, bias = own.vectors.norm_weight, own.vectors.norm_bias
             if x is ffn_residual:
-                return self._norm(own, x, weight, bias, ffn_input, reader=gates)
-            return self._norm(
+                return self._device.kernels.norm(own, x, weight, bias, ffn_input, reader=gates)
+            return self._device.kernels.norm(
                 own, x, weight, bias, normed, reader=None if part is None else part.qkv
             )
 
@@ -133,7 +133,7 @@ class StepWork:
         def put(source: Any, target: Any) -> None:
             nothing = self.place[:0]
             if source is not target:  # a norm without weights copies, and can be in a graph
-                self._norm(own, source, nothing, nothing, target)
+                self._device.kernels.norm(own, source, nothing, nothing, target)
 
         def is_known(found: Any) -> None:
             put(found, ffn_input)
@@ -187,7 +187,7 @@ class StepWork:
         added = self._added[:num_tokens]
         kernels.gemv(part.out, own.vectors.out_bias, heads, added)
         weight = own.vectors.attention_norm_weight
-        self._norm(own, added, weight, weight[:0], ffn_residual, residual)
+        self._device.kernels.norm(own, added, weight, weight[:0], ffn_residual, residual)
 
     def hot(
         self,
@@ -236,7 +236,7 @@ class StepWork:
             return
         added = self._added[:num_tokens]
         add_up(added, LayerResidual(None, bias, scale))
-        self._norm(own, added, weight, weight[:0], hidden, ffn_residual)
+        self._device.kernels.norm(own, added, weight, weight[:0], hidden, ffn_residual)
 
     def predict(self, layer: int, num_tokens: int, predictors: GpuPredictors | None) -> Any:
         """What predictors read → the masks of the layer's own neurons; None without predictors."""
@@ -330,7 +330,9 @@ class StepWork:
         if part.norm_weight.shape[0]:
             normed = self._normed[:num_tokens]
             last, reader = self._model.layers[-1], part.project_out or part.head
-            self._norm(last, x, part.norm_weight, part.norm_bias, normed, reader=reader)
+            self._device.kernels.norm(
+                last, x, part.norm_weight, part.norm_bias, normed, reader=reader
+            )
             x = normed
         if part.project_out is not None:
             projected = self._projected[:num_tokens]
@@ -357,20 +359,7 @@ class StepWork:
     def _ffn_norm(self, layer: int, x: Any, out: Any, reader: DeviceMatrix | None = None) -> Any:
         own = self._model.layers[layer]
         weight, bias = own.vectors.ffn_norm_weight, own.vectors.ffn_norm_bias
-        return self._norm(own, x, weight, bias, out, reader=reader)
-
-    def _norm(
-        self,
-        layer: Layer,
-        x: Any,
-        weight: Any,
-        bias: Any,
-        out: Any,
-        residual: Any = None,
-        reader: DeviceMatrix | None = None,
-    ) -> Any:
-        self._device.kernels.norm(layer, x, weight, bias, out, residual, reader)
-        return out
+        return self._device.kernels.norm(own, x, weight, bias, out, reader=reader)
 
 
 class TokenPositions:

@@ -309,13 +309,18 @@ def test_a_name_is_typed_while_an_answer_comes(open_page, book, monkeypatch) -> 
     ask(page, QUESTION)
     page.wait_for_selector("body[data-chat=answering]")
     wait_for_rows(page, f"● {QUESTION}")
+    from playwright.sync_api import TimeoutError as NotShown
+
     field = page.locator("#name input")
 
     def is_named() -> bool:
         """Once the server has put the name there; a busy browser may lose a press."""
         page.get_by_role("button", name="Rename").click()
-        page.wait_for_timeout(5000)
-        return field.is_visible() and field.input_value() == QUESTION
+        try:
+            field.wait_for(timeout=TIMEOUT_MS / 6)
+        except NotShown:
+            return False
+        return bool(field.input_value() == QUESTION)
 
     until(is_named)
     field.fill("")
